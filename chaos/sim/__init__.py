@@ -1,1 +1,2 @@
-"""The product in one process and in virtual time: its own code over a simulated clock, etcd, storage and network."""
+"""Run the product in one process and in virtual time: its own code over a simulated clock, etcd, storage and
+network."""

@@ -1,4 +1,4 @@
-"""Cases as YAML files: what a failing seed was shrunk to, kept as a regression, and run again by the tests."""
+"""Cases as YAML files: failing seeds, shrunk and kept as regressions that the tests run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CASE = TypeAdapter(Case)
 
 
 def save(case: Case, path: Path, why: str) -> None:
-    """Write a case, with what it broke as its first line; what is as it is by default is left out."""
+    """Write a case without its default values; the first line is a comment that says what it broke."""
     tree = {
         "seed": case.seed,
         "shape": _unusual(case.shape, Shape()),
@@ -30,7 +30,7 @@ def save(case: Case, path: Path, why: str) -> None:
 
 
 def load(path: Path) -> Case:
-    """Read a case; ScenarioError with all that is wrong with it."""
+    """Read a case; raise ScenarioError with every problem found."""
     try:
         case = _CASE.validate_python(yaml.safe_load(path.read_text()))
     except (OSError, yaml.YAMLError) as error:

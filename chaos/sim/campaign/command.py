@@ -1,4 +1,4 @@
-"""`elastic-chaos sim`: many seeds, one line of what they add up to, and how to replay the first that fails."""
+"""`elastic-chaos sim`: run many seeds, print a one-line summary, and say how to replay the first failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SAVED = Path("runs/sim")
 
 
 class Tally:
-    """What all runs add up to."""
+    """Totals over all runs."""
 
     def __init__(self) -> None:
         self.num_run = 0
@@ -66,12 +66,12 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """The digest of all histories, in the order of their seeds."""
+        """Digest of all histories, in seed order."""
         entries = sorted(self.entries, key=lambda entry: entry.seed)
         return hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
 
     def fields(self, options: str = "") -> dict[str, object]:
-        """Return what --json prints: the digest is that of all histories, the same for the same seeds."""
+        """Return the fields of `--json`; `digest` covers all histories and is the same for the same seeds."""
         faults: Counter[str] = Counter()
         for entry in self.entries:
             faults.update(entry.faults)
@@ -97,7 +97,7 @@ class Tally:
 
 
 def seeds_of(text: str) -> range:
-    """Read A:B, or N for 0:N."""
+    """Parse A:B, or N for 0:N; raise ScenarioError for anything else or an empty range."""
     lo, colon, hi = text.rpartition(":")
     try:
         seeds = range(int(lo or 0), int(hi))
@@ -111,10 +111,9 @@ def seeds_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """What to run: seeds, what is drawn from them, how long at most, on how many processes.
+    """A set of runs: seeds, how cases are drawn from them, a time limit and the number of processes.
 
-    `ledger` is where each seed's outcome is kept; seeds that are in it already, drawn by the same options, are not run
-    again.
+    `ledger` is the file that records each seed's outcome; seeds already in it with the same options are skipped.
     """
 
     seeds: range
@@ -125,7 +124,7 @@ class Campaign:
 
 
 def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
-    """Run seed after seed until they, or the minutes, are over; one that is kept in a ledger ends at Ctrl-C, too."""
+    """Run every seed until they, or the minutes, are used up; with a ledger, Ctrl-C also ends the campaign."""
     tally, shown_at = Tally(), time.monotonic()
     until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
     ledger = None if campaign.ledger is None else Ledger(campaign.ledger)
@@ -153,7 +152,7 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
 
 @contextlib.contextmanager
 def _ending_at_interrupt(tally: Tally) -> Iterator[None]:
-    """End at Ctrl-C with what has been run."""
+    """On Ctrl-C, stop and keep what has been run."""
     try:
         yield
     except KeyboardInterrupt:
@@ -161,7 +160,7 @@ def _ending_at_interrupt(tally: Tally) -> Iterator[None]:
 
 
 def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
-    """Print what came of it; return 0 if no run was bad. The first bad one is shrunk and kept, unless time is up."""
+    """Print the result; return 0 if every run was valid. Shrink and save the first failure unless interrupted."""
     fields = tally.fields(campaign.draw.options)
     if not is_json:
         table = Table("fault", "times", header_style="bold")
@@ -189,7 +188,7 @@ def report(tally: Tally, campaign: Campaign, is_json: bool) -> int:
 def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False) -> int:
     """Run one case and show every finding; return 0 if it is valid.
 
-    Of a scenario nothing may be unknown, as in a real run; of another case's faults one has to come.
+    In a scenario no finding may be `unknown`, as in a real run; in any other case at least one fault must take effect.
     """
     outcome = simulate(case)
     is_bad = bool(outcome.violations) or bool(case.faults and not outcome.num_faults)
@@ -199,9 +198,9 @@ def run_one(case: Case, is_json: bool, replay: str, *, is_scenario: bool = False
 
 
 def run_planted(bug: SimBug, is_json: bool) -> int:
-    """Run a planted bug's cases until one of its invariants is false, and show that run; return 1 if there was one.
+    """Run a planted bug's cases until one of its invariants is violated; show that run and return 1, else return 0.
 
-    A judge that finds nothing is the failure here, and is reported as such.
+    Finding nothing is the failure here, and is reported as such.
     """
     found, num_runs = bug.hunt()
     if found is None:
@@ -232,7 +231,7 @@ def _show(outcome: Outcome, is_json: bool, replay: str, *, is_bad: bool) -> None
 
 
 def keep(outcome: Outcome) -> Path:
-    """Shrink a bad run and write it down; return where."""
+    """Shrink a failing run, save it and return its path."""
     broken = {finding.invariant for finding in outcome.violations}
 
     def fails(case: Case) -> bool:

@@ -1,8 +1,7 @@
-"""What became of every seed, one JSON line each, so that a long run can be ended at any time and continued.
+"""Record each seed's outcome as one JSON line, so that a long campaign can be interrupted and continued.
 
-A line names the options that drew its case and the commit of the code that ran: its digest is of both, and the same
-seed of the same options need not be run again. A line that was cut off by the end of its process is left out and its
-seed run again.
+A line names the options that drew the case and the commit that ran it, because its digest depends on both; a seed with
+the same options need not run again. A line truncated by the end of its process is dropped and its seed run again.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from pathlib import Path
 from chaos.sim.campaign.simulate import Outcome
 
 DIGITS = 16
-"""Hexadecimal digits that are kept of a digest."""
+"""Number of hexadecimal digits kept of a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a long run keeps of one seed."""
+    """The recorded outcome of one seed."""
 
     seed: int
     options: str
@@ -35,7 +34,7 @@ class Entry:
 
 
 def entry_of(outcome: Outcome, options: str, code: str) -> Entry:
-    """Return what is kept of an outcome."""
+    """Return the ledger entry of an outcome."""
     return Entry(
         seed=outcome.case.seed,
         options=options,
@@ -50,7 +49,7 @@ def entry_of(outcome: Outcome, options: str, code: str) -> Entry:
 
 
 def code_version() -> str:
-    """Return the commit of the code that runs here, with a + if it was changed since; "" where there is no git."""
+    """Return the commit of this code, with a trailing + if it has local changes; "" without git."""
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
     try:
         return subprocess.run([*described, "--exclude=*"], capture_output=True, text=True, check=True).stdout.strip()
@@ -59,10 +58,10 @@ def code_version() -> str:
 
 
 class Ledger:
-    """A file of entries."""
+    """An append-only file of entries."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file, made if there is none; what it holds is in `entries`."""
+        """Open the file, creating it if necessary, and read its entries into `entries`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text() if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]

@@ -1,9 +1,8 @@
-"""Long runs: jobs of many nodes and virtual hours, hit at a stated rate; their steps take seconds, as a transformer's.
+"""Long runs: many nodes, hours of virtual time, a fixed fault rate, and steps of seconds, as a transformer's.
 
-Nothing runs otherwise than in the short ones; only the shape differs. Steps, leases, looks and the peers' patience are
-longer, in proportion, so an hour has fewer events; commits come often enough for a job whose every node dies now and
-then. All seeds of one range of nodes have the same lanes, rows and steps: what follows from those, the run without
-faults included, is worked out once.
+They differ from short runs in shape only. Steps, leases, polling and peer timeouts are longer in proportion, so an hour
+has fewer events; commits are frequent enough for a job that loses all nodes now and then. All seeds of one range of
+nodes share lanes, rows and steps, so the fault-free reference run is computed once.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from chaos.sim.campaign.swarm import draw_at_rate
 from chaos.sim.job.shape import Shape
 
 STEP_S = 10.0
-"""How long a step of the whole world takes, unless it is said; of a smaller one longer."""
+"""Default duration of a step at full world size; smaller worlds take longer."""
 MOST_STEPS, MOST_ROWS = 20, 4096
-"""An epoch has about so many steps, or samples: every rank counts each of them."""
+"""Approximate maximum of steps and samples in an epoch: every rank counts each sample."""
 SLOWEST = 1.35
-"""The slowest of many ranks takes so much longer than the shape says."""
+"""The slowest of many ranks takes this many times as long as the shape says."""
 DELAYS_S, FAR_S, FEW = (0.001, 0.003, 0.02), (0.02, 0.05), 128
-"""How long a message takes; between more nodes than a few it is long, so that what a thousand write at once is heard of
-in some pieces and not in a thousand."""
+"""Message delays. More than `FEW` members use the long ones, so that a thousand concurrent writes reach a watcher in a
+few batches and not one by one."""
 WORKERS, CELLS, MOST_STAGES, NODES_OF_CELLS = 8, (2, 4, 8), 4, (4, 16)
-"""A node of cells has so many workers in a long run, and a stage one of these numbers of them, and there are at most so
-many stages; in a short run there are so many nodes (from, to), if it is not said."""
+"""Workers per node, choices of stage size, and most stages in long runs with cells; number of nodes (from, to) in short
+runs that do not set one."""
 PIECE_S = 1e-4
-"""How long a mirror takes for each node in what it has heard, between more than a few, if a step takes `STEP_S`; if it
-takes longer, longer, since the survivors of a world come together as slowly."""
+"""Time per node that a mirror of etcd needs for an update, with more than `FEW` members and steps of `STEP_S`. Grows
+with the step time, because the survivors of a world also meet more slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What cases are drawn: with how many nodes (from, to), and of how many hours; None: as each seed has it."""
+    """How cases are drawn: number of nodes (from, to) and virtual hours; None lets each seed decide."""
 
     nodes: tuple[int, int] | None = None
     hours: float | None = None
     faults_per_hour: float = 120.0
     step_s: float = STEP_S
     in_shards: bool = False
-    """Whether every job trains a real, tiny model in shards; else long runs have none."""
+    """True if every job trains a real, tiny model in shards; otherwise long runs use none."""
     in_cells: bool = False
-    """Whether every job is of cells of several ranks."""
+    """True if every job uses model-parallel cells of several ranks."""
     in_stages: bool = False
-    """Whether these are in stages, which may be of different nodes."""
+    """True if these cells have pipeline stages, which may be on different nodes."""
 
     def case(self, seed: int) -> Case:
-        """Return a seed's case."""
+        """Return the case of a seed."""
         if self.hours is None:
             num_nodes = None if self.nodes is None and not self.in_cells else self._draw_nodes(seed)
             case = case_of(seed, num_nodes, has_cells=self.in_cells, has_stages=self.in_stages)
@@ -61,7 +60,7 @@ class Draw:
 
     @property
     def options(self) -> str:
-        """The options of the command that draws so."""
+        """The command-line options that draw these cases."""
         options = []
         if self.nodes is not None:
             lo, hi = self.nodes
@@ -74,11 +73,11 @@ class Draw:
         return " ".join(options)
 
     def _cut(self, seed: int, shape: Shape) -> Shape:
-        """Return a job in shards, if all are to be."""
+        """Return the shape, with its state in shards if `in_shards` is set."""
         return in_shards(shape, random.Random(f"{seed}/shards")) if self.in_shards else shape
 
     def _draw_nodes(self, seed: int) -> int:
-        """Draw a number of nodes, small ones as often as large ones of their doubles."""
+        """Draw a number of nodes, log-uniformly."""
         lo, hi = self.nodes or NODES_OF_CELLS
         return min(hi, round(math.exp(random.Random(f"{seed}/nodes").uniform(math.log(lo), math.log(hi)))))
 
@@ -119,19 +118,19 @@ class Draw:
 
 
 class _Cells(NamedTuple):
-    """How many workers a node has, how many of one node are a stage, and how many stages a cell has."""
+    """Workers per node, workers of one node in a stage, and stages per cell."""
 
     ranks: int = 1
     stage_size: int = 1
     stages: int = 1
 
     def on(self, num_nodes: int) -> int:
-        """Return how many cells so many nodes make."""
+        """Return how many cells this number of nodes forms."""
         return num_nodes * (self.ranks // self.stage_size) // self.stages
 
 
 def _draw_cells(draws: random.Random, num_nodes: int, most_stages: int) -> tuple[_Cells, int]:
-    """Return cells, and how many of them have lanes: in some jobs a few wait."""
+    """Return cells and the number of them that get lanes: in some jobs a few cells stay spare."""
     found = _Cells(WORKERS, draws.choice(CELLS))
     if most_stages > 1:
         found = found._replace(stages=draws.randint(2, most_stages))
@@ -140,7 +139,7 @@ def _draw_cells(draws: random.Random, num_nodes: int, most_stages: int) -> tuple
 
 
 def nodes_of(text: str) -> tuple[int, int]:
-    """Read N, or A..B."""
+    """Parse N or A..B; raise ScenarioError for anything else."""
     lo, _, hi = text.partition("..")
     if not lo.isdecimal() or not (hi or lo).isdecimal() or not 1 <= int(lo) <= int(hi or lo):
         raise ScenarioError(f"--nodes {text}: give a number of nodes, or A..B for as many as each seed draws")

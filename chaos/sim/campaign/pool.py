@@ -1,4 +1,4 @@
-"""Seeds over the machine's cores: one process for each core, the outcomes in the order of the seeds."""
+"""Run seeds on all cores: one process per core, outcomes in seed order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DrawCase = Callable[[int], Case]
 MOST_UNSEEN = 50_000
-"""So many objects are made before garbage is looked for."""
+"""Number of allocations between two garbage collections."""
 
 
 def num_cores() -> int:
@@ -27,9 +27,9 @@ def num_cores() -> int:
 
 
 def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> Generator[Outcome, None, None]:
-    """Yield the outcome of every seed, in their order, whatever the number of processes.
+    """Yield the outcome of every seed in order, whatever the number of processes.
 
-    A process takes the next seed whenever it is done with one: some take a hundred times as long as others.
+    Each process takes the next seed when it is free: some seeds take a hundred times as long as others.
     """
     if num_processes == 1:
         for seed in seeds:
@@ -52,7 +52,7 @@ def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> G
 
 
 def _in_order(answers: list[Connection]) -> Iterator[Outcome]:
-    """Yield what comes with its place, by place; None is the last of a process."""
+    """Yield outcomes in order of their index; each process ends with None."""
     early: dict[int, Outcome] = {}
     turn = 0
     while answers:
@@ -69,10 +69,10 @@ def _in_order(answers: list[Connection]) -> Iterator[Outcome]:
 
 
 def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase, num_taken: Synchronized[int]) -> None:
-    # What the command does on a signal is not for these: it ends them.
+    # The command's signal handlers are not for the workers: SIGTERM ends them.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # what is imported stays: no look for garbage has to go through it
+    gc.freeze()  # imported objects stay: garbage collections need not scan them
     gc.set_threshold(MOST_UNSEEN)
     while (place := _take(num_taken)) < len(seeds):
         answers.send((place, simulate(draw(seeds[place]))))
@@ -80,7 +80,7 @@ def _serve(answers: Connection, seeds: Sequence[int], draw: DrawCase, num_taken:
 
 
 def _take(num_taken: Synchronized[int]) -> int:
-    """Return the place of the next seed that no process has taken."""
+    """Return the index of the next seed that no process has taken."""
     with num_taken.get_lock():
         num_taken.value += 1
         return num_taken.value - 1

@@ -1,7 +1,7 @@
-"""A scenario in virtual time: the same file that breaks real nodes, as a case of the simulator.
+"""Turn a scenario, the file that breaks real nodes, into a case of the simulator.
 
-Roles become nodes, drawn from the seed, and how long a lost node is away follows from how long a step of the modelled
-job takes. What only real runs can do is refused, all of it at once.
+Roles become nodes drawn from the seed; the time that a lost node stays away is scaled by the modelled step time.
+Features that only real runs have are rejected, all in one error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from chaos.sim.job.kinds import KINDS as SIMULATED
 from chaos.sim.job.shape import Shape
 
 EPOCHS = 12
-"""A job has this many, or as many as the scenario's steps take."""
+"""Least number of epochs of a job; more if the scenario needs more steps."""
 _FOR_S = 1.0
-"""How long what need not last lasts there, where a killed node comes back by itself."""
+"""Duration in seconds of a fault for which the scenario gives none."""
 
 
 def rehearse(scenario: Scenario, seed: int) -> Case:
-    """Return the case that has the scenario's nodes and faults; ScenarioError with all that the simulator lacks."""
+    """Return a case with the scenario's nodes and faults; raise ScenarioError with everything that the simulator
+    lacks."""
     problems = [] if scenario.soak is None else ["a soak lists no faults to simulate: run `elastic-chaos sim --seeds`"]
     if scenario.executor == "slurm":
         problems.append("jobs on Slurm are not simulated: `elastic-chaos run` does it")
@@ -55,7 +56,7 @@ def rehearse(scenario: Scenario, seed: int) -> Case:
 
 
 def _least_steps(scenario: Scenario) -> int:
-    """Return how many steps the job must have: those that the scenario sets, and one after each that a fault names."""
+    """Return the least number of steps: the scenario's own, and one more than any step that a fault names."""
     max_steps = scenario.set.get("max_steps")
     return max(
         [
@@ -66,7 +67,7 @@ def _least_steps(scenario: Scenario) -> int:
 
 
 def _fails(scenario: Scenario) -> bool:
-    """Say whether the scenario itself wants a job that ends at what cannot be read."""
+    """Return True if the scenario wants unreadable data to end the job."""
     data = scenario.set.get("data")
     nested = data.get("quarantine") if isinstance(data, dict) else None
     return [] in (nested, scenario.set.get("data.quarantine"))
@@ -77,7 +78,7 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
     began_s = shape.warm_s + 3.0
     faults: list[SimFault] = []
     now_s, step, since_s = 0.0, 0, 0.0
-    lost: dict[int, float] = {}  # when nodes were ended for good, by the fault's place, until one of them is started
+    lost: dict[int, float] = {}  # when a fault, by index, stopped a node for good
     for fault in due:
         if fault.step is not None:
             now_s = since_s = max(now_s, began_s + fault.step * step_s)
@@ -109,12 +110,12 @@ def _faults(due: list[Due], shape: Shape, draws: random.Random) -> tuple[SimFaul
 
 
 def _left(fault: Due) -> float:
-    """Return how long a fault lasts that does not say so: what cannot be read stays so."""
+    """Return the duration of a fault that states none: unreadable data stay unreadable."""
     return 0.0 if fault.kind == "bad_row_group" else _FOR_S
 
 
 def _nodes(fault: Due, shape: Shape, draws: random.Random) -> list[int]:
-    """Return the nodes that a target means; -1 is the leader's, whichever that is then."""
+    """Return the nodes of a target; -1 stands for the node that leads at the time."""
     everyone = range(shape.nodes)
     sizes = {"one": 1, "minority": max(1, (shape.nodes - 1) // 2), "majority": shape.nodes // 2 + 1}
     if isinstance(fault.target, int):

@@ -1,7 +1,7 @@
-"""Makes a failing case small: fewer faults, then shorter ones, then fewer nodes, as long as the same invariant breaks.
+"""Shrink a failing case: fewer faults, then shorter ones, then fewer nodes, while the same invariant is violated.
 
 Delta debugging (Zeller, Hildebrandt: Simplifying and Isolating Failure-Inducing Input, TSE 2002) over the list of
-faults. Every stream of draws is a fault's own or a room's own, so that leaving one fault out moves the others little.
+faults. Every fault and subsystem has a random stream of its own, so that removing one fault hardly changes the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_TRIES = 200
 
 
 def shrink(case: Case, fails: Fails) -> Case:
-    """Return the smallest case found that still fails; `fails` runs one."""
+    """Return the smallest failing case found; `fails` runs one."""
     tries = 0
 
     def still(smaller: Case) -> bool:

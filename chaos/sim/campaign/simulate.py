@@ -1,7 +1,7 @@
-"""One seed, one run, one verdict; many of them, and what they add up to.
+"""Run one seed and judge it.
 
-The judge is `chaos.judge.checker`, as for real runs. It sees every fault, harmless ones included, so it may say
-`unknown` of a recovery that was not needed; a run counts against the product when an invariant is *false*, or any but
+The judge is `chaos.judge.checker`, as for real runs. It sees every fault, even harmless ones, so it may report a
+recovery that was not needed as `unknown`; a run counts against the product when an invariant is *false*, or any but
 `faults`, `rpo` and `rto` is *unknown*.
 """
 
@@ -40,44 +40,43 @@ from chaos.sim.job.shape import Shape, Shards
 from elastic_train.world.quarantine import FOLDER
 
 MOST, MOST_IN_STORM, STORMS = 8, 30, 0.2
-"""The most faults of a run, and of a storm, which one run in five is: a longer job, hit again while it recovers."""
+"""Most faults in a run, most in a storm, and the share of storms: longer jobs that are hit again while recovering."""
 RESTARTS = 1 / 6
-"""How many runs are of a job in which a fault ends all processes of the world, as in most that torchrun starts."""
+"""Share of runs in which a fault restarts all processes of the world, as with plain torchrun."""
 SPOILT = 1 / 8
-"""In how many runs row groups cannot be read, and are quarantined."""
+"""Share of runs in which row groups are unreadable and quarantined."""
 TRACKED = 1 / 8
-"""How many runs send their metrics to a tracker."""
+"""Share of runs that send metrics to a tracker."""
 REFUSED = 1 / 6
-"""In how many runs etcd refuses for a while, or somebody else writes into it."""
+"""Share of runs in which etcd refuses calls for a while or holds foreign records."""
 SKEWED = 1 / 8
-"""In how many live runs nodes' clocks differ by seconds. With restarts, steps are too far apart to tell by how much."""
+"""Share of live runs with clocks seconds apart. With restarts, steps are too far apart to measure the skew."""
 WITH_VECTORS, MOST_WITH_VECTORS = 1 / 8, 8
-"""In how many runs the product itself adds up the lanes' vectors, and of how many ranks at most: all send to all."""
+"""Share of runs in which the product's own code sums lane vectors, and most ranks in these: all send to all."""
 ON_DEVICES = 1 / 2
-"""In how many of these the vectors are on devices."""
+"""Share of these runs with the vectors on devices."""
 IN_SHARDS, MOST_COPIES = 1 / 8, 3
-"""In how many runs a real, tiny model is trained whose state is in shards, and in how many copies at most."""
+"""Share of runs that train a real, tiny model with sharded state, and the most copies of each shard."""
 CELLS, STAGES, NEAR_S = (2, 2, 3, 4), (2, 2, 3, 4), 0.003
-"""How many workers make up a cell, where there are to be any, and how many stages, if these have some; and how long
-messages take then, at most: a world of up to a hundred ranks meets a dozen times until its first step, each time for as
-long as the slowest message takes."""
+"""Workers per cell and number of stages, for runs with cells; and the longest message delay in them: a world of up to a
+hundred ranks meets a dozen times before its first step, each time as long as the slowest message."""
 IN_SHARES, MOST_IN_SHARES = 1 / 3, 24
-"""In how many runs of cells a real, tiny model is trained, of whose parts ranks hold moments in shares; on how many
-workers at most, since each of them works out all columns."""
+"""Share of runs with cells that train a real, tiny model with sharded moments, and most workers in these, since every
+rank computes all columns."""
 AGENTS = 1 / 32
-"""In how many live runs a node's agent freezes, and its workers do not."""
+"""Share of live runs in which a node's agent freezes but its workers do not."""
 UNFIT = 1 / 16
-"""In how many live runs of several nodes one comes back on a processor that computes wrongly."""
+"""Share of live runs with several nodes in which one restarts on a processor that computes wrongly."""
 LEAST_STEP_S = 4.0
-"""How long one rank takes for a step, at least, in those that last for minutes."""
+"""Least time of a step on one rank, in jobs that last for minutes."""
 WITHOUT_NUMBERS = 1 / 16
-"""In how many runs some losses are not numbers."""
+"""Share of runs in which some losses are not finite."""
 ALONE = 1 / 10
-"""In how many runs of several nodes nothing happens but that one node is wrong, in a job of some minutes."""
+"""Share of runs with several nodes whose only fault is one bad node, in a job of some minutes."""
 NEEDS_A_LOSS = ("faults", "rpo", "rto")
-"""What is unknown of a run whose faults did no harm, or only later."""
+"""Invariants that may stay unknown when the faults did no harm, or only late."""
 MOST_UNSEEN = 500_000
-"""So many objects are made before garbage is looked for."""
+"""Number of allocations between two garbage collections."""
 
 SHAPES = (
     Shape(),
@@ -91,7 +90,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """All that a run follows from: the same case is the same history."""
+    """Everything that determines a run: the same case gives the same history."""
 
     seed: int
     shape: Shape
@@ -100,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a case."""
+    """The result of a case."""
 
     case: Case
     findings: tuple[Finding, ...]
@@ -120,7 +119,7 @@ class Outcome:
 
 
 def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False, has_stages: bool = False) -> Case:
-    """Draw a case from a seed; with cells, of as many nodes as are said, which may be in stages on several of them."""
+    """Draw a case from a seed; `num_nodes` applies to runs with cells, whose stages may be on different nodes."""
     draws = random.Random(f"{seed}/case")
     shape = draws.choice(SHAPES)
     shape = replace(
@@ -180,32 +179,33 @@ def case_of(seed: int, num_nodes: int | None = None, *, has_cells: bool = False,
 
 
 def in_shards(shape: Shape, draws: random.Random) -> Shape:
-    """Return the job with a real, tiny model: what of it is in shards, and in how many copies, is drawn.
+    """Return the shape with a real, tiny model; draws which of its state is sharded and the number of copies.
 
-    Beside cells that is what the optimizer keeps.
+    With cells, only the optimizer state is sharded.
     """
     copies, what = draws.randint(1, MOST_COPIES), draws.choice(get_args(Shards) if shape.cell == 1 else ("optimizer",))
     return replace(shape, vectors=False, device=False, copies=copies, shards=what)
 
 
 def in_cells(shape: Shape, draws: random.Random) -> Shape:
-    """Return the job of cells: nodes have room for one or more, some have spare workers, and some cells wait for room.
+    """Return the shape with cells: nodes hold one or more, some have spare workers, and some cells stay spare.
 
-    It has as many rows as its larger steps need to be as many.
+    The number of rows grows with the step size, to keep the number of steps.
     """
     cell = draws.choice(CELLS)
     return _of_cells(replace(shape, cell=cell), cell, draws)
 
 
 def in_stages(shape: Shape, draws: random.Random) -> Shape:
-    """Return the job of cells whose stages are of different nodes where none has room for all, but for two cells."""
+    """Return the shape with pipeline stages on different nodes if a node cannot hold them all, for at least two
+    cells."""
     stage_size = draws.choice((1, 1, 2, 3))
     stages = max(1, min(draws.choice(STAGES), shape.nodes // 2))
     return _of_cells(replace(shape, cell=stages * stage_size, stages=stages), stage_size, draws)
 
 
 def _of_cells(shape: Shape, least: int, draws: random.Random) -> Shape:
-    """Return the job of cells on nodes of at least so many workers."""
+    """Return the shape with cells, on nodes with at least `least` workers."""
     cell, ranks = shape.cell, least * draws.choice((1, 1, 2)) + draws.choice((0, 0, 1))
     num_cells = shape.cells_of([ranks] * shape.nodes)
     lanes = max(2, shape.stages, draws.choice((num_cells, num_cells - 1, 2 * num_cells)))
@@ -216,9 +216,9 @@ def _of_cells(shape: Shape, least: int, draws: random.Random) -> Shape:
 
 
 def _case_of_one(seed: int, shape: Shape, draws: random.Random) -> Case:
-    """Return the case of a job that is long enough, and may do without the node that is wrong.
+    """Return the case of a job that is long enough for one bad node and can continue without it.
 
-    So no share of its state has one holder: with that all would begin again, and who is wrong may be who is first then.
+    Every shard has two holders or more: with one, all workers would restart, and the bad node might come first.
     """
     copies = max(2, shape.copies) if shape.copies else 0
     lane_s = max(shape.lane_s, LEAST_STEP_S / shape.lanes)
@@ -234,13 +234,13 @@ def simulate(case: Case, bug: Mapping[str, object] | None = None) -> Outcome:
 
 
 def run_and_judge(case: Case, bug: Mapping[str, object] | None = None) -> tuple[Evidence | None, Outcome]:
-    """Do what `simulate` does, and return what the run left as well; None if the product's code broke."""
+    """Run and judge a case as `simulate` does; also return the run's evidence, or None if the product's code raised."""
     job = Job(case.shape, case.seed, case.faults, bug=bug)
     try:
         with _rare_collection():
             run = job.run()
             reference = reference_of(_same_job(case.shape), holes_of(run), skipped_in(run))
-            # It is made once for all jobs of one outcome, so it has the settings of none.
+            # The reference is shared by all jobs with the same outcome, so its settings are those of none.
             findings = judge(run, replace(reference, config=run.config))
     except Exception as error:  # noqa: BLE001 - whatever breaks in the product's code is this run's finding
         run, findings = None, [Finding("crash", "false", f"{type(error).__name__}: {error}")]
@@ -257,7 +257,7 @@ def run_and_judge(case: Case, bug: Mapping[str, object] | None = None) -> tuple[
 
 @contextlib.contextmanager
 def _rare_collection() -> Iterator[None]:
-    """Look for garbage rarely: a run keeps nearly all that it makes, and a look goes through all of that."""
+    """Collect garbage rarely: a run keeps nearly all its objects, and each collection scans them all."""
     before = gc.get_threshold()
     gc.set_threshold(MOST_UNSEEN)
     try:
@@ -267,7 +267,7 @@ def _rare_collection() -> Iterator[None]:
 
 
 def digest_of(run: Evidence) -> str:
-    """Return the SHA-256 of everything that a run left."""
+    """Return the SHA-256 of everything that a run left behind."""
     digest = hashlib.sha256(json.dumps(run.result).encode())
     for lines in run.processes:
         digest.update(json.dumps(lines).encode())
@@ -279,11 +279,11 @@ def digest_of(run: Evidence) -> str:
 
 
 def _same_job(shape: Shape) -> Shape:
-    """Return the shape without what the final state does not depend on, time included: one rank has all lanes."""
+    """Return the shape reduced to what determines the final state: one rank has all lanes, time does not matter."""
     rows, epochs, lanes = shape.rows, shape.epochs, shape.lanes
     lane_s = Shape().lane_s / lanes
     same = Shape(nodes=1, lanes=lanes, micro_batch=shape.micro_batch, rows=rows, epochs=epochs, lane_s=lane_s)
-    # A state that is whole on one rank must end as one that was held in shards, or in cells, by many.
+    # State held whole by one rank must end equal to state held by many, in shards or cells.
     return replace(
         same,
         commit_every=shape.commit_every,
@@ -296,20 +296,20 @@ def _same_job(shape: Shape) -> Shape:
 
 
 def holes_of(run: Evidence) -> str:
-    """Return the holes that a run says it had, as JSON; "" for none."""
+    """Return the holes that a run reports, as JSON; "" for none."""
     holes = (run.result or {}).get("holes")
     return json.dumps(holes) if holes else ""
 
 
 def skipped_in(run: Evidence) -> tuple[int, ...]:
-    """Return the steps, counted from 0, whose updates a run says that it left out: the judge asks it why."""
+    """Return the steps, counted from 0, whose updates a run reports as skipped; the judge verifies the reasons."""
     return tuple(sorted(step - 1 for step in skipped_steps(run.result or {})))
 
 
 @lru_cache(256)
 def reference_of(shape: Shape, holes: str = "", nonfinite: tuple[int, ...] = ()) -> Evidence:
-    """Return the run of a job on one rank, without faults: one that knows of holes from the beginning, if there were
-    any, and whose losses are numbers in all steps but those of `nonfinite`."""
+    """Return the fault-free run of a job on one rank, which knows `holes` from the start and has finite losses in all
+    steps but `nonfinite`."""
     shape = replace(shape, unreadable="quarantine") if holes else shape
     job = Job(shape, 0, (), first_pid=1_000_000, nonfinite=nonfinite)
     if holes:

@@ -1,7 +1,7 @@
-"""Draws a run's faults from a seed.
+"""Draw a run's faults from a seed.
 
-Each seed draws first which kinds exist in its run at all, then how many of them (swarm testing: Groce, Zhang, Eide,
-Chen, Regehr: Swarm Testing, ISSTA 2012): a run with three kinds of fault goes to places where one with all never does.
+Each seed first draws which kinds occur at all, then how many faults (swarm testing: Groce, Zhang, Eide, Chen, Regehr:
+Swarm Testing, ISSTA 2012): a run with three kinds reaches states that a run with all kinds never does.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
 
 IN_RECOVERY = 0.25
-"""How many of the faults come within one lease of the one before: while its damage is still being repaired."""
+"""Share of faults that follow within one lease of the previous one, while the job is still recovering."""
 IS_READ = 0.75
-"""How often what is damaged has to be read: everybody dies within a lease. Else the members hold what it held."""
+"""How often damaged files must be read again: all nodes die within a lease. Otherwise members still hold the state."""
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
-"""Kinds that are to last until others notice."""
+"""Duration factors of kinds that must last until others notice."""
 LONE_S = 120.0
-"""How long the price of one bad node is counted."""
+"""Seconds over which the cost of one bad node is measured."""
 DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = (
     *("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record"),
     *("twin_dir", "flip_memory", "unfit_node"),
 )
-"""Kinds that are drawn one at a time, too, in a job of minutes: what each costs the others is then its price alone.
+"""Kinds that are also drawn alone, in jobs of minutes, so that what each costs the other nodes can be measured.
 
-`twin_dir` and `flip_memory` are drawn in no other way: a job without a sign of life may be taken over by another one,
-and a rank whose memory is wrong is known by those that it differs from, if none of them ends before.
+`twin_dir` and `flip_memory` are drawn only alone: a job without a sign of life may be taken over by another one, and a
+rank with corrupt memory is found only by comparison with others that are still alive.
 """
 APART = (
     "bad_row_group",
@@ -45,13 +45,13 @@ APART = (
     *("twin_dir", "flip_memory", "nan_loss"),
     *OF_ETCD,
 )
-"""Kinds that are drawn by themselves, from streams of their own, or in cases of their own alone."""
+"""Kinds that are drawn separately: from streams of their own, or only in cases of their own."""
 COMMON = tuple(kind for kind in KINDS if kind not in APART)
 AT_PLACES = tuple(f"{how}@{point}" for how in AT_POINTS for point in POINTS)
 
 
 def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
-    """Draw a run's faults, up to a number, in the order of time; those at failpoints come last."""
+    """Draw up to `most` faults, in order of time; those at failpoints come last."""
     chosen = draws.sample([*COMMON, *AT_PLACES], draws.randint(1, 6))
     faults: list[SimFault] = []
     for _ in range(draws.randint(1, most)):
@@ -66,7 +66,7 @@ def draw(draws: random.Random, shape: Shape, most: int) -> tuple[SimFault, ...]:
 
 
 def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[SimFault, ...]:
-    """Draw the faults of a long run: so many an hour, from its first step to about its last, at random moments."""
+    """Draw the faults of a long run: `per_hour` at random moments, from about its first step to its last."""
     chosen = [
         *draws.sample([*COMMON, *OF_ETCD, "nan_loss", *AT_PLACES], draws.randint(4, 16)),
         *draws.sample(DAMAGE, draws.randint(0, 2)),
@@ -81,7 +81,7 @@ def draw_at_rate(draws: random.Random, shape: Shape, per_hour: float) -> tuple[S
 
 
 def draw_bad_data(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw row groups that cannot be read: from a node or from everywhere, for good or for a while."""
+    """Draw unreadable row groups: from one node or all, for good or for a while."""
     faults = []
     for _ in range(draws.randint(1, 3)):
         node, group = draws.choice([-1, -1, *range(shape.nodes)]), draws.randrange(len(shape.rows))
@@ -97,7 +97,7 @@ def draw_outages(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
 
 
 def draw_of_etcd(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw times in which etcd refuses, and records that nobody can read; each may come with the death of a worker."""
+    """Draw etcd refusals and invalid records; a worker may die with each."""
     faults = list[SimFault]()
     for _ in range(draws.randint(1, 4)):
         fault = _fault(draws, shape, draws.choice(OF_ETCD), draws.uniform(0.0, 1.2 * shape.span_s))
@@ -109,7 +109,7 @@ def draw_of_etcd(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
 
 
 def draw_skews(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw nodes, not all, whose clocks are seconds apart from the others' from the beginning."""
+    """Draw nodes, not all, whose clocks are seconds off from the start."""
     nodes = draws.sample(range(shape.nodes), draws.randint(1, max(1, shape.nodes - 1)))
     return tuple(
         SimFault("skew_clocks", node=n, other=draws.randrange(2), for_s=draws.uniform(2.0, 20.0)) for n in nodes
@@ -122,13 +122,13 @@ def draw_agent(draws: random.Random, shape: Shape) -> SimFault:
 
 
 def draw_unfit(draws: random.Random, shape: Shape) -> SimFault:
-    """Draw a node that comes back on a processor that computes wrongly, among whatever else happens."""
+    """Draw a node that restarts on a processor that computes wrongly, among other faults."""
     fault = _fault(draws, shape, "unfit_node", draws.uniform(shape.warm_s, 1.2 * shape.span_s))
     return replace(fault, for_s=round(shape.warm_s + fault.for_s, 3))
 
 
 def draw_lone(draws: random.Random, shape: Shape) -> SimFault:
-    """Draw one fault of one bad node; it lasts for at least as long as its price is counted."""
+    """Draw one fault of one bad node, at least as long as its cost is measured."""
     at_s, for_s = shape.warm_s + draws.uniform(10.0, 30.0), draws.uniform(20.0, 2 * LONE_S)
     node, kind = draws.randrange(shape.nodes), draws.choice(LONE)
     if kind == "flip_memory":
@@ -137,9 +137,9 @@ def draw_lone(draws: random.Random, shape: Shape) -> SimFault:
 
 
 def _draw_flip(draws: random.Random, shape: Shape, node: int) -> SimFault:
-    """Draw a flipped bit between two commits.
+    """Draw a bit flip between two commits.
 
-    What flips from a comparison until the commit has been copied, within a step, is in that commit, and not found.
+    A bit that flips between the comparison and the copy, within one step, would be committed undetected.
     """
     commit = draws.randrange(max(1, shape.total_steps // shape.commit_every - 1)) * shape.commit_every
     at_s = draws.uniform(0.0, 0.3) * shape.step_s
@@ -148,7 +148,7 @@ def _draw_flip(draws: random.Random, shape: Shape, node: int) -> SimFault:
 
 
 def draw_no_numbers(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw losses that are not numbers."""
+    """Draw non-finite losses."""
     moments = [draws.uniform(shape.warm_s, shape.span_s) for _ in range(draws.randint(1, 3))]
     return tuple(
         SimFault("nan_loss", round(at_s, 3), node=draws.randrange(shape.nodes), rank=draws.randrange(shape.ranks))
@@ -170,7 +170,7 @@ def _fault(draws: random.Random, shape: Shape, name: str, at_s: float, nth: int 
 
 
 def _with_its_reader(draws: random.Random, shape: Shape, fault: SimFault) -> list[SimFault]:
-    """Return a fault, and after damage now and then the death of all who need not read what was damaged."""
+    """Return a fault; after damage, often followed by the death of all processes, so that the damage is read."""
     if fault.kind not in DAMAGE or draws.random() >= IS_READ:
         return [fault]
     at_s = round(fault.at_s + draws.uniform(0.0, shape.ttl_s), 3)

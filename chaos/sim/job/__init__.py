@@ -1,1 +1,1 @@
-"""A simulated job: nodes of both modes, the product installed on a simulated machine, its faults."""
+"""A simulated job: nodes of both modes, the product on a simulated machine, and its faults."""

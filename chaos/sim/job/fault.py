@@ -1,4 +1,4 @@
-"""One thing that goes wrong: what, when and where, as a regression's YAML file has it."""
+"""One fault: kind, time and place, as stored in a regression's YAML file."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from elastic_train.system import failpoints
 
 POINTS = tuple(point for point in failpoints.POINTS if point != "sync")
-"""The failpoints that a simulated process comes to; its disk has no file system under it."""
+"""Failpoints that a simulated process reaches; `sync` is missing because its disk has no file system."""
 AT_POINTS = ("kill", "stop", "raise")
-"""What happens to the process that comes to a failpoint; what happens at a moment is in `kinds`."""
+"""Effects at a failpoint; effects at a moment are in `kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimFault:
-    """One fault: what, when (seconds, or from then on the n-th time that anybody comes to a failpoint), where, and for
-    how long. Seconds are counted from the job's start, or from when it has applied `step` steps."""
+    """One fault: kind, time (seconds; with `point`, then the n-th hit of that failpoint), place and duration. Seconds
+    count from the start of the job, or from when it has applied `step` steps."""
 
     kind: str
     at_s: float = 0.0
     point: str = ""
     nth: int = 0
     node: int = 0
-    """The node, counted from 0; -1: that of the leader, whichever that is then."""
+    """Index of the node; -1: the node that leads at the time."""
     rank: int = 0
-    """The worker of that node."""
+    """Index of the worker on that node."""
     other: int = 0
     """The other end of a cut."""
     for_s: float = 0.0

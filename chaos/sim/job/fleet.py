@@ -1,4 +1,4 @@
-"""The nodes of a simulated job, and what faults do to them: a node is killed, stopped, frozen, and comes back."""
+"""The nodes of a simulated job, and what faults do to them: kill, stop, freeze, restart."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Process
 
 OTHER_RUN_ID = "other"
-"""Of the job that is started in the folder of the one that is simulated."""
+"""Run id of the other job that is started in the simulated job's folder."""
 
 
 class Fleet:
-    """All nodes of a job; `busy_until` is when all that was done to them, or to what they need, is over."""
+    """All nodes of a job; `busy_until` is when all pending faults are over."""
 
     def __init__(self, host: Host) -> None:
         self.around, self.record, self.shape, self.kernel = host.around, host.record, host.shape, host.kernel
@@ -24,10 +24,10 @@ class Fleet:
 
     @property
     def restarts(self) -> bool:
-        """Whether a fault ends all processes of a world, and others begin again from a commit."""
+        """True if a fault restarts all processes of a world from a commit."""
         return self.shape.recovery == "restart"
 
-    # Whom a fault hits.
+    # Targets of faults.
 
     def node(self, fault: SimFault) -> int:
         if fault.node >= 0:
@@ -36,7 +36,7 @@ class Fleet:
         return leader.node if leader is not None else 0
 
     def worker(self, fault: SimFault) -> list[Process]:
-        """Return the worker that a fault is for, if it lives."""
+        """Return the worker that a fault targets, if it lives."""
         leader = self.record.leader
         if fault.node < 0 and leader is not None:
             return [] if leader.is_dead else [leader]
@@ -44,7 +44,7 @@ class Fleet:
         return [] if process is None or process.is_dead else [process]
 
     def member(self, fault: SimFault) -> list[Process]:
-        """Return the process that holds the lease by which others know of a worker: the agent's in `restart` mode."""
+        """Return the process that holds the worker's lease: the agent's in `restart` mode."""
         hit = self.worker(fault)
         return [agent for process in hit for agent in self.nodes[process.node].live_agent()] if self.restarts else hit
 
@@ -52,10 +52,10 @@ class Fleet:
         return [process for node in self.nodes for process in node.live_workers()]
 
     def worker_of(self, process: Process) -> Worker:
-        """Return what is known of a worker beside its process."""
+        """Return the data of a worker's process."""
         return self._host.workers[process]
 
-    # What is done to nodes.
+    # Operations on nodes.
 
     def freeze(self, processes: list[Process], for_s: float) -> None:
         for process in processes:
@@ -75,14 +75,14 @@ class Fleet:
         return hit
 
     def start_guests(self, for_s: float) -> None:
-        """Start as many nodes again, under the same run id, and kill them after a while."""
+        """Start a second set of nodes under the same run id, and kill it after `for_s`."""
         first = self.shape.nodes
         self.nodes += [self._make_node(number) for number in range(len(self.nodes), 2 * first)]
         self._visit(self.nodes[first : 2 * first], "start_twin", for_s)
 
     def start_other_job(self, for_s: float) -> list[Process]:
-        """Start as many nodes with a run id of their own, kill them after a while, and return their agents."""
-        first = max(len(self.nodes), 2 * self.shape.nodes)  # below are those of twins
+        """Start a second set of nodes with another run id, kill it after `for_s`, and return its agents."""
+        first = max(len(self.nodes), 2 * self.shape.nodes)  # lower numbers belong to twins
         self.nodes += [self._make_node(number) for number in range(len(self.nodes), first)]
         others = [self._make_node(first + place, OTHER_RUN_ID) for place in range(self.shape.nodes)]
         self.nodes += others
@@ -90,7 +90,7 @@ class Fleet:
         return [agent for node in others for agent in node.live_agent()]
 
     def start_again(self, number: int) -> None:
-        """Undo what has ended a node."""
+        """Restart a node that a fault stopped."""
         if not self.nodes[number].is_up:
             self.record.write("chaos", "undo", kind="kill_node", node=number, pids=[])
         self.start_node(number)
@@ -101,7 +101,7 @@ class Fleet:
             self.nodes[number].start()
 
     def keep_busy(self, for_s: float) -> None:
-        """Take something to last so long from now."""
+        """Extend `busy_until` to `for_s` seconds from now."""
         self.busy_until = max(self.busy_until, self.kernel.now + for_s)
 
     def _visit(self, guests: list[Node], kind: str, for_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A node's workers as TorchElastic's agents have them: looked at, asked to leave, and ended."""
+"""A node's workers as TorchElastic's agents see them: polled, asked to stop, and killed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from chaos.sim.job.host import Host
 from chaos.sim.machine.kernel import Process
 
 LOOK_S = 0.1
-"""How long an agent takes to see that a worker has ended."""
+"""Seconds until an agent notices that a worker has ended."""
 STOP_GRACE_S = 30
-"""How long it waits for its workers when it is asked to stop, or when one of them has failed."""
+"""Seconds that it waits for its workers when asked to stop, or after one has failed."""
 
 
 class Started:
-    """What stands for TorchElastic's handler of a program that was started."""
+    """Stand-in for TorchElastic's handler of a started program."""
 
     def __init__(self, host: Host, worker: Process) -> None:
         self._host, self._worker = host, worker
         self.proc = SimpleNamespace(pid=worker.pid, poll=self._code)
 
     def _code(self) -> int | None:
-        """Return what the worker ended with, a signal negated; None while it runs."""
+        """Return the worker's exit code, negative for a signal; None while it runs."""
         if not self._worker.is_dead:
             return None
         return -signal.SIGKILL if self._worker.code is None else self._worker.code
@@ -40,10 +40,10 @@ class Started:
 
 
 class Generation(SubprocessContext):
-    """The workers that were started together, and those that took the place of one: what fails ends with all others."""
+    """Workers that were started together, and their replacements: one failure ends all."""
 
     def __init__(self, host: Host, workers: Mapping[int, Process]) -> None:
-        """Nothing is started, logged or written, so nothing of TorchElastic's own beginning is needed."""
+        """Skip TorchElastic's own initialisation: nothing is started, logged or written."""
         self._host = host
         started: dict[int, Any] = {rank: Started(host, worker) for rank, worker in workers.items()}
         self.subprocess_handlers = started
@@ -52,7 +52,7 @@ class Generation(SubprocessContext):
         self.stdouts = self.stderrs = dict.fromkeys(workers, "")
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
-        """Return what came of the workers, None while all of them run."""
+        """Return the workers' result; None while all run."""
         assert timeout == 0, "an agent looks and does not wait"
         if not self._failed() and any(handler.proc.poll() is None for handler in self._started()):
             return None
@@ -60,7 +60,7 @@ class Generation(SubprocessContext):
         return RunProcsResult(return_values=dict.fromkeys(self.subprocess_handlers), failures=self._failed())
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = STOP_GRACE_S) -> None:
-        """Ask all workers to leave, and end those that have not left in time."""
+        """Ask all workers to stop, and kill those that have not ended in time."""
         kernel = self._host.kernel
         until = kernel.now + timeout
         for handler in self._started():

@@ -1,4 +1,4 @@
-"""What the product asks of the machine that it runs on: a plan, context and environment, the time that work takes."""
+"""What the product asks of its machine: plan, context, environment and the duration of work."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class SimLeaveRequest(LeaveRequest):
 
 @dataclass(eq=False)
 class Worker:
-    """What the launcher passes to a worker."""
+    """A worker, as its launcher started it."""
 
     context: LiveContext | None
-    """None in `restart` mode, in which the environment says all."""
+    """None in `restart` mode, which passes everything in the environment."""
     local_rank: int
     leave: SimLeaveRequest
     state: ModelledState | AppliedState | None = None
-    """What it trains, once it has built it and as long as it lives."""
+    """Its training state, from construction until it dies."""
     is_loss_spoilt: bool = False
-    """Whether the loss of its next lane is not a number."""
+    """True if the loss of its next lane will be NaN."""
 
 
 class Host:
-    """The product's side of a simulated job; a question is answered for the process that asks it."""
+    """The product's side of a simulated job; answers are for the process that asks."""
 
     def __init__(self, around: Surroundings, record: RunRecord, nonfinite: Collection[int] = ()) -> None:
-        """`nonfinite` are steps, counted from 0, of which no loss is a number."""
+        """`nonfinite` lists the steps, counted from 0, without a finite loss."""
         self.around, self.record, self._nonfinite = around, record, nonfinite
         self.kernel, self.shape = around.kernel, around.shape
         self.plan = make_plan(around.shape, around.data, record.take_witness, self._take_state)
@@ -60,7 +60,7 @@ class Host:
         return self.workers[self.kernel.process].context
 
     def identity(self) -> dict[str, object]:
-        """Return what tells the process that asks from those of its pid on other nodes, and before it."""
+        """Return what identifies the process across nodes and over time, beyond its pid."""
         process = self.kernel.process
         return {"host": host_of(process.node), "boot": host_of(process.node), "born": process.born}
 
@@ -69,7 +69,7 @@ class Host:
         return self._environs.setdefault(process, {})
 
     def compute(self, num_lanes: int) -> None:
-        """Take the time of a step's lanes; while a process is stopped, it computes nothing."""
+        """Advance time by a step's lanes; a stopped process makes no progress."""
         process = self.kernel.process
         left_s = self.shape.lane_s * num_lanes * process.slowness * self.pace.uniform(0.8, 1.4)
         while left_s > 0:
@@ -78,26 +78,27 @@ class Host:
             left_s = max(process.stopped_s - stopped_s, process.hangs_until - self.kernel.now)
 
     def end(self, code: int) -> None:
-        """End the process that asks with a code, as `os._exit` does."""
+        """End the calling process with a code, as `os._exit` does."""
         process = self.kernel.process
         process.code = code
         self.kernel.kill(process)
         raise Killed
 
     def takes_loss_away(self, step: int) -> bool:
-        """Say whether the loss of a lane of this step is to be none, once for each time that it was spoilt."""
+        """Return True if the loss of a lane of this step must be NaN; each injected fault counts once."""
         worker = self.workers[self.kernel.process]
         is_spoilt, worker.is_loss_spoilt = worker.is_loss_spoilt, False
         return is_spoilt or step in self._nonfinite
 
     def _take_state(self, state: ModelledState | AppliedState) -> None:
-        """Know a worker's state as long as it lives."""
+        """Remember a worker's state while it lives."""
         process = self.kernel.process
         worker = self.workers[process]
         worker.state = state
         process.at_death["state"] = lambda: setattr(worker, "state", None)
 
     def copy(self) -> None:
-        """Take the time of a save's copy: often less than a step's, now and then more; only a slow one is given up."""
+        """Advance time by a save's copy: often less than a step, sometimes more, but never so slow that it is given
+        up."""
         seconds = min(self.shape.lane_s * self.pace.choice((0.1, 1.0, 5.0)), LEAST_S / 2)
         self.kernel.sleep(seconds * self.kernel.process.slowness)

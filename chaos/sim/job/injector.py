@@ -1,4 +1,4 @@
-"""Has the faults of a simulated job come when they are due: at a moment, at a step, or at a failpoint."""
+"""Inject faults when they are due: at a time, at a step, or at a failpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Killed, Process
 
 TIMES = {"scale_down": 5.0, "start_twin": 5.0}
-"""What lasts so many times as long as its fault says."""
+"""Duration factors by kind."""
 WHOSE: Mapping[str, Callable[[Fleet, list[Process]], list[int]]] = {
     "slow_etcd": lambda fleet, hit: [node.number for node in fleet.nodes],  # here for all of them
     "twin_dir": lambda fleet, hit: [agent.node for agent in hit],
 }
-"""Which nodes a fault affects, by its kind, where that is not the one that it was drawn for."""
+"""Nodes that a fault affects, for kinds that affect others than the one drawn."""
 
 
 class Injector:
-    """A job's faults; what came is recorded in its history, and counted in `num_faults` by kind (kind@point)."""
+    """A job's faults; each that takes effect is recorded in the history and counted in `num_faults` by kind
+    (kind@point)."""
 
     def __init__(self, fleet: Fleet, faults: tuple[SimFault, ...]) -> None:
         self._fleet, self._faults, self._kernel, self._record = fleet, faults, fleet.kernel, fleet.record
@@ -35,17 +36,17 @@ class Injector:
 
     @property
     def last_end_s(self) -> float:
-        """When the last fault that comes at a moment is over, seconds from the job's start."""
+        """When the last timed fault is over, in seconds from the job's start."""
         return max((fault.at_s + (0.0 if fault.point else fault.for_s) for fault in self._faults), default=0.0)
 
     def begin(self) -> None:
-        """Wait for the moments of all faults that wait for no step."""
+        """Schedule all faults that wait for no step."""
         for fault in self._faults:
             if fault.step == 0:
                 self._await_moment(fault)
 
     def reach(self, point: str) -> None:
-        """Have the faults that wait for the n-th time that anybody comes to a failpoint."""
+        """Inject the faults that wait for this hit of a failpoint."""
         self._reached[point] = nth = self._reached.get(point, 0) + 1
         armed = self._armed.get(point)
         for fault in armed.pop(nth, ()) if armed else ():
@@ -60,7 +61,7 @@ class Injector:
         self._kernel.after(fault.at_s, lambda: act(fault))
 
     def _arm(self, fault: SimFault) -> None:
-        """Let a fault wait for the process that comes to its failpoint; times are counted from now on."""
+        """Arm a fault at its failpoint; hits are counted from now on."""
         nth = self._reached.get(fault.point, 0) + fault.nth
         self._armed.setdefault(fault.point, {}).setdefault(nth, []).append(fault)
 
@@ -85,7 +86,7 @@ class Injector:
         for_s = fault.for_s * TIMES.get(fault.kind, 1)
         fleet.keep_busy(for_s)
         damaged = [*storage.damaged.values()][before:]
-        # What affects all, or the way to etcd, has happened although no worker was there to notice.
+        # Faults that affect all nodes, or the path to etcd, count even if no worker noticed.
         if hit or damaged or affects_all(fault.kind) or cuts_off(fault.kind):
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
             if fault.kind in WHOSE:

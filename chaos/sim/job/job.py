@@ -1,4 +1,4 @@
-"""A job in the simulated world, from its start to the evidence that it leaves for the judge."""
+"""A job in the simulated world, from its start to the evidence for the judge."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from chaos.sim.machine.etcd import LEAST_TTL_S
 from rendezvous.membership.records import Keys
 
 PATIENCE_S = 1800.0
-"""Virtual seconds from the last fault's end, beside those that the whole job takes, within which it must come to its
-end: the bound on liveness."""
+"""Liveness bound: virtual seconds after the last fault, beyond the job's own duration, within which it must end."""
 LOOK_S, RESTART_S = 10.0, 60.0
-"""A node that has ended by itself is started again after so long, however many faults are still to come."""
+"""Interval of the operator's checks, and the delay before a failed node is restarted, whatever faults are to come."""
 
 
 class Job:
@@ -40,7 +39,7 @@ class Job:
         first_pid: int = 1000,
         nonfinite: Collection[int] = (),
     ) -> None:
-        """`nonfinite` are steps, counted from 0, of which no loss is a number, whatever faults come."""
+        """`nonfinite` lists the steps, counted from 0, whose losses are never finite."""
         spoils_data = any(fault.kind == "bad_row_group" for fault in faults)
         self.around = Surroundings(shape, seed, may_spoil_data=spoils_data, first_pid=first_pid)
         self.record = RunRecord(self.around.kernel)
@@ -50,7 +49,7 @@ class Job:
         self._bug = bug or {}
 
     def run(self) -> Evidence:
-        """Run to the end, or to where patience ends, and return what the judge needs."""
+        """Run until the job ends, or patience runs out, and return the judge's evidence."""
         host, kernel, tracking = self._host, self.around.kernel, self.around.tracking
         with installed(host, self._fleet.nodes, self.injector.reach, self._bug), tracking or contextlib.nullcontext():
             self._begin()
@@ -73,7 +72,7 @@ class Job:
         self.injector.begin()
 
     def _outlived(self) -> list[str] | None:
-        """Return the members' keys that are there when every lease of a job that is done must have ended."""
+        """Return the member keys that outlived their leases; None unless the job is done and all nodes are down."""
         if not self.record.is_done or any(node.is_up for node in self._fleet.nodes):
             return None
         self.around.kernel.sleep(2 * self.around.shape.ttl_s + LEAST_TTL_S)
@@ -90,20 +89,20 @@ class Job:
             is_quiet = kernel.now > max(last, fleet.busy_until)
             is_up = any(node.is_up for node in fleet.nodes)
             if self.record.is_done and not is_up and kernel.now > fleet.busy_until:
-                return  # faults that are still to come have nothing to hit
+                return  # the remaining faults have no target
             own = fleet.nodes[: shape.nodes]
             if not is_up and is_quiet:
                 if all(node.would_end_alike for node in own):
                     return
                 for node in own:
-                    fleet.start_again(node.number)  # as the job's operator would
+                    fleet.start_again(node.number)  # as an operator would
             elif is_quiet and not self.record.is_done and kernel.now > 1.0:
                 for node in own:
                     if not node.is_up and node.agent is not None and not node.would_end_alike:
                         fleet.start_again(node.number)
 
     def _restart_failed(self) -> None:
-        """Start nodes again that have ended by themselves, as the job's operator would after a while."""
+        """Restart nodes that have failed, as an operator would after a while."""
         for node in self._fleet.nodes[: self.around.shape.nodes]:
             if node.is_up or node.agent is None or node.would_end_alike:
                 node.down_for_s = 0.0

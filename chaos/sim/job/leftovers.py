@@ -1,4 +1,4 @@
-"""What a simulated job left for the judge: its histories, its commits as they are in storage, its result."""
+"""Evidence that a simulated job leaves for the judge: histories, stored commits, result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_train.config.schema import Config
 
 
 def _commits(store: Storage) -> list[Commit]:
-    """Return the commits of one store; a job that has kept some in another has no one lineage."""
+    """Return the commits of one store; a job that used several has no single lineage."""
     return [
         Commit.of(key, content)
         for key, (content, _) in sorted(store.files.items())

@@ -1,8 +1,8 @@
-"""A machine of the simulated world: an agent that watches over workers one by one.
+"""A machine of the simulated world whose agent supervises workers individually.
 
-What runs is `rendezvous.torchelastic.live_agent.LiveAgent`, its restart budgets and pauses included; only processes are
-modelled. A worker runs `elastic_train.training.supervisor.supervise`, the whole of the product's loop. Workers die
-with their agent. What it is in `restart` mode is in `chaos.sim.job.restart_node`.
+It runs `rendezvous.torchelastic.live_agent.LiveAgent`, with its restart budgets and pauses; only processes are
+modelled. A worker runs `elastic_train.training.supervisor.supervise`, the product's whole loop. Workers die with their
+agent. For `restart` mode see `chaos.sim.job.restart_node`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUN_ID = "sim"
 
 
 class SimLiveHandler(LiveRendezvousHandler):
-    """The product's handler over the simulated etcd; it buries, and nothing is at its address."""
+    """The product's handler over the simulated etcd; it removes dead members, and nothing listens at its address."""
 
     def __init__(self, host: Host, context: LiveContext) -> None:
         self._run_id, self._keys, self.node, self.context = context.run_id, Keys(context.run_id), context.node, context
@@ -51,9 +51,9 @@ class Node:
         self.workers: dict[int, Process] = {}
         self.away_until = self.down_for_s = 0.0
         self.max_nodes = host.shape.max_nodes
-        """As its --nnodes has it; other nodes turn it away if theirs differs."""
+        """The upper limit of --nnodes; other nodes reject this one if theirs differs."""
         self.code: int | None = None
-        """What it ended with, None while it has not."""
+        """Exit code; None while it runs."""
         self._host, self._kernel = host, host.kernel
         self._watcher: Task | None = None
         self._is_stopping = False
@@ -65,10 +65,10 @@ class Node:
 
     @property
     def would_end_alike(self) -> bool:
-        """Whether its exit code says that starting it again is in vain, and nobody has fixed what was wrong."""
+        """True if its exit code says that a restart is useless, and nobody has fixed the cause."""
         around = self._host.around
         if self.code == CorruptError.exit_code and around.data.is_own(self.number):
-            return False  # its copy can be restored, and is when it is started again
+            return False  # its copy can be restored, which a restart does
         return self.code in FINAL_CODES and not around.storage.is_mended(self.number)
 
     def live_workers(self) -> list[Process]:
@@ -95,7 +95,7 @@ class Node:
         return hit
 
     def stop(self) -> list[Process]:
-        """Ask all workers to leave; none is started in another's place any more."""
+        """Ask all workers to stop, and replace none from now on."""
         hit, self._is_stopping = self.live_workers(), True
         for process in hit:
             self._host.workers[process].leave.ask(self._kernel.now)
@@ -103,12 +103,13 @@ class Node:
         return hit
 
     def look(self) -> None:
-        """Let the agent see at its next look what has become of its workers."""
+        """Let the agent poll its workers at its next turn."""
         if self._watcher is not None:
             self._kernel.wake(self._watcher)
 
     def _watch_over(self) -> None:
-        """Be the agent: start workers, look at them by the product's rules, and end with the last, or when one must."""
+        """Act as the agent: start workers, supervise them by the product's rules, end with the last or when one
+        must."""
         agent, shape = self._kernel.process, self._host.shape
         agent.at_death["workers"] = self._kill_workers
         context = self._make_context(agent)
@@ -137,7 +138,7 @@ class Node:
         self._end(agent, 0 if self._is_stopping or code in LEAVING_CODES else code)
 
     def _rest(self, agent: Process, watching: LiveAgent) -> None:
-        """Let time pass until the agent may see something; while all is well its looks, ten a second, cost nothing."""
+        """Sleep until the agent may see something; its ten polls a second cost nothing while all is well."""
         stopped_s = agent.stopped_s
         if all(worker.is_running for worker in self.workers.values()) and not (watching._due_at or self._is_stopping):
             self._kernel.park()
@@ -173,7 +174,7 @@ class Node:
             self._kernel.kill(worker)
 
     def start_in_place(self, local_rank: int) -> Started:
-        """Start a worker in another's place; called by the agent."""
+        """Start a replacement worker; called by the agent."""
         return Started(self._host, self._start(local_rank))
 
     def stopped_by(self, pid: int) -> Literal["signal"] | None:
@@ -204,7 +205,7 @@ class Node:
         return process
 
     def _work(self, process: Process, leave: SimLeaveRequest) -> None:
-        """Be a worker: warm up, train, end with a code, as `elastic_train.training.run.run` does."""
+        """Act as a worker: warm up, train, and end with a code, as `elastic_train.training.run.run` does."""
         self._kernel.sleep(self._host.shape.warm_s * self._host.pace.uniform(0.7, 1.3))
         try:
             ended = product.supervise(self._host.plan.config, leave, EPOCH_S + self._kernel.now)
@@ -227,16 +228,16 @@ class Node:
 
 
 def here(nodes: Sequence[Node], kernel: Kernel) -> Node:
-    """Return the node of the agent that asks."""
+    """Return the node of the calling agent."""
     return nodes[kernel.process.node]
 
 
 def start_worker(nodes: Sequence[Node], kernel: Kernel, *, local_rank_id: int, **_: object) -> Started:
-    """Be TorchElastic's function that starts a program, called by an agent for a worker in another's place."""
+    """Stand in for TorchElastic's function that starts a program; agents call it for a replacement worker."""
     return here(nodes, kernel).start_in_place(local_rank_id)
 
 
 def kill(nodes: Sequence[Node], kernel: Kernel, pid: int, number: signal.Signals) -> None:
-    """Be `os.kill`, as far as an agent ends workers by it."""
+    """Stand in for `os.kill`, which agents use only for SIGKILL."""
     assert number is signal.SIGKILL, "an agent sends no other signal"
     here(nodes, kernel).kill_number(pid)

@@ -1,9 +1,9 @@
 """A machine in `restart` mode: torchrun's agent and our handler, round by round; only processes are modelled.
 
-What runs is `rendezvous.torchelastic.restart_handler.EtcdRendezvousHandler` under
-`rendezvous.torchelastic.restart_agent.ElasticAgent`, and so TorchElastic's own loop: it joins a round, starts a
-generation of workers, looks at them ten times a second, and ends them all for the next round. A worker trains in the
-one world that its environment names, and begins with the newest commit.
+It runs `rendezvous.torchelastic.restart_handler.EtcdRendezvousHandler` under
+`rendezvous.torchelastic.restart_agent.ElasticAgent`, hence TorchElastic's own loop: join a round, start a generation of
+workers, poll it ten times a second, and end it for the next round. A worker trains in the one world that its
+environment names, starting from the newest commit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 class RestartNode(Node):
     """A machine whose workers form no worlds themselves.
 
-    Its agent is two processes here, one of which has the main thread: a signal ends what that is at, and the other does
-    what torchrun does then.
+    Its agent is two processes here: a signal ends the one that stands for the main thread, and the other does what
+    torchrun does then.
     """
 
     def __init__(self, host: Host, number: int, run_id: str = RUN_ID) -> None:
@@ -44,20 +44,20 @@ class RestartNode(Node):
         return [process for process in (self.agent, self._main) if process is not None and not process.is_dead]
 
     def stop(self) -> list[Process]:
-        """Ask torchrun to end; it passes that on to its workers."""
+        """Ask torchrun to stop, which passes that on to its workers."""
         hit, self._is_stopping = self.live_workers(), True
         self.look()
         return hit
 
     def start_generation(self, envs: Mapping[int, Mapping[str, str]]) -> Generation:
-        """Start the workers of a round; called by the agent, in place of starting programs."""
+        """Start the workers of a round; the agent calls this in place of starting programs."""
         mine = self._host.environ_of(self._kernel.process)
         self.workers = {rank: self._spawn_worker(None, rank, {**mine, **env}) for rank, env in envs.items()}
         self._generation = Generation(self._host, self.workers)
         return self._generation
 
     def _watch_over(self) -> None:
-        """Be torchrun: make the handler and the agent, and end with the last round, with an error, or when asked to."""
+        """Act as torchrun: make handler and agent, and end with the last round, an error, or on request."""
         agent, kernel, host = self._kernel.process, self._kernel, self._host
         self._watcher, self._main, self._generation = kernel.current, None, None
         agent.at_death["workers"] = self._kill_workers
@@ -80,7 +80,7 @@ class RestartNode(Node):
         self._end(agent, code)
 
     def _run_rounds(self, main: Process, handler: EtcdRendezvousHandler) -> None:
-        """Be the agent's main thread."""
+        """Act as the agent's main thread."""
         shape = self._host.shape
         spec = WorkerSpec("default", shape.ranks, handler, entrypoint="train", max_restarts=shape.max_restarts)
         try:
@@ -111,7 +111,7 @@ class RestartNode(Node):
 def start_processes(
     nodes: Sequence[Node], kernel: Kernel, *, envs: Mapping[int, Mapping[str, str]], **_: object
 ) -> Generation:
-    """Be TorchElastic's function of this name, called by an agent; `envs` has an environment for each local rank."""
+    """Stand in for TorchElastic's function of this name; `envs` maps local rank to environment."""
     node = nodes[kernel.process.node]
     assert isinstance(node, RestartNode), "no other node has generations of workers"
     return node.start_generation(envs)

@@ -1,4 +1,4 @@
-"""What is simulated: a job and its surroundings, and the plan that the product makes of it."""
+"""A job and its surroundings, and the product's plan for it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Recovery = Literal["live", "restart"]
 Shards = Literal["optimizer", "gradients", "parameters"]
 
 TINY_OPTIMIZER = {"lr": 0.01, "clip_norm": 64.0, "warmup_steps": 2, "decay_norms_and_biases": True}
-"""What trains a tiny model: some steps' gradients are clipped, and others' not. Everything decays, in vectors of three
-kinds."""
+"""Optimizer settings of the tiny model: some steps' gradients are clipped, others not; all parameters decay, in vectors
+of three kinds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What runs: the job and its surroundings; times are virtual seconds."""
+    """A job and its surroundings; times are virtual seconds."""
 
     nodes: int = 3
     ranks: int = 1
     min_nodes: int = 1
     spares: int = 0
-    """How many of the nodes are more than the job may have at once: they wait until another is lost."""
+    """Number of nodes beyond the job's maximum: they wait until another is lost."""
     lanes: int = 6
     micro_batch: int = 4
     rows: tuple[int, ...] = (40, 7, 30, 24)
@@ -41,51 +41,52 @@ class Shape:
     commit_every: int = 5
     keep_last: int = 3
     least_part_bytes: int = 1
-    """The modelled state has some bytes only: as many ranks write parts of it as it has tensors, or rank 0 alone."""
+    """Bytes from which state is split between writers. The modelled state is tiny: 1 gives as many writers as tensors,
+    a large value leaves all to rank 0."""
     lane_s: float = 0.1
     warm_s: float = 3.0
     ttl_s: float = 3.0
     peer_timeout_s: float = 60.0
     delay_s: float = 0.003
     piece_s: float = 0.0
-    """How long a mirror of etcd is busy with what it has heard before it hears of more."""
+    """Seconds that a mirror of etcd needs for an update before it receives the next."""
     look_s: float = 1.0
-    """The longest that a wait goes without looking again, whatever the watch says."""
+    """Longest pause between two looks of a wait, whatever the watch says."""
     recovery: Recovery = "live"
     max_restarts: int = 10
-    """How often a node restarts workers for failures of its own: in `live` mode by each cause, an hour."""
+    """Restart budget of a node for its own failures: in `live` mode per cause and hour."""
     unreadable: Literal["fail", "quarantine"] = "fail"
-    """What a job does about a row group that cannot be read."""
+    """Reaction to an unreadable row group."""
     tracked: bool = False
-    """Whether its metrics are sent to a tracker."""
+    """True if metrics are sent to a tracker."""
     vectors: bool = False
-    """Whether its lanes have short vectors that the product's own exchange sums, not only the simulator's."""
+    """True if lanes have short vectors that the product's own exchange sums."""
     device: bool = False
-    """Whether these vectors are on devices, whose exchanges end some time after they were asked for."""
+    """True if these vectors are on devices, whose exchanges are asynchronous."""
     copies: int = 0
-    """In how many copies the state of a real, tiny model is held, in shards; 0 where the state is modelled. In cells
-    that is what the optimizer keeps of each place's part."""
+    """Number of copies of a real, tiny model's sharded state; 0: modelled state. With cells, of each parameter shard's
+    optimizer state."""
     shards: Shards = "optimizer"
-    """What of that state is in shards."""
+    """What of that state is sharded."""
     cell: int = 1
-    """How many workers hold the state together, each a part of it."""
+    """Workers that hold the state together, one parameter shard each."""
     stages: int = 1
-    """In how many stages these are; the workers of one are of one node, and stages may be of different ones."""
+    """Stages of a cell; the workers of a stage are on one node, stages may be on different ones."""
     is_whole: bool = False
-    """Whether every rank holds all of the state all the same, as where nothing is sharded, or in parts."""
+    """True if every rank holds the whole state nevertheless, as without sharding or model parallelism."""
 
     @property
     def max_nodes(self) -> int:
-        """The most that a world may have, as --nnodes has it."""
+        """Most nodes in a world, as in --nnodes."""
         return self.nodes - self.spares
 
     @property
     def num_replicas(self) -> int:
-        """How many there are if nothing is wrong: ranks, or cells."""
+        """Number of replicas without faults: ranks, or cells."""
         return self.max_nodes * self.ranks if self.is_whole else self.cells_of([self.ranks] * self.max_nodes)
 
     def cells_of(self, workers: Iterable[int]) -> int:
-        """Return how many cells nodes of so many workers make."""
+        """Return how many cells these nodes form, given their numbers of workers."""
         return sum(number // (self.cell // self.stages) for number in workers) // self.stages
 
     @property
@@ -94,25 +95,25 @@ class Shape:
 
     @property
     def step_s(self) -> float:
-        """About how long a step takes."""
+        """Approximate duration of a step."""
         return self.lane_s * -(-self.lanes // self.num_replicas)
 
     @property
     def patience_s(self) -> float:
-        """How long a fault that is over may still have consequences.
+        """How long after a fault's end consequences may last.
 
-        Leases end, peers are waited for, saves are given up, nodes are started again, and some steps pass.
+        Leases expire, peers time out, saves are given up, nodes restart, and some steps pass.
         """
         return 300.0 + 2 * self.ttl_s + self.peer_timeout_s + 5 * self.step_s
 
     @property
     def recovery_s(self) -> float:
-        """How long it takes until the next step is applied after a fault, if no other comes."""
+        """Time from a fault to the next applied step, if no other fault follows."""
         return 2 * self.ttl_s + self.warm_s + 2 * self.step_s
 
     @property
     def span_s(self) -> float:
-        """About how long the job takes without faults."""
+        """Approximate duration of the job without faults."""
         return self.warm_s + 3.0 + self.total_steps * self.lane_s * -(-self.lanes // self.num_replicas)
 
 
@@ -122,9 +123,9 @@ def make_plan(
     take_witness: Callable[[Int64s], None],
     take_state: Callable[[ModelledState | AppliedState], None],
 ) -> ModelledPlan:
-    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a job that is done.
+    """Return what `elastic_train.job.plan.make_plan` would; `take_witness` gets the counts of a finished job.
 
-    `take_state` gets what every process builds.
+    `take_state` gets the state that each process builds.
     """
     parallel: dict[str, object] = {}
     if shape.cell > 1 and not shape.is_whole:
@@ -132,7 +133,7 @@ def make_plan(
     special: dict[str, object] = {"parallel": parallel}
     if shape.copies:
         shards = "none" if shape.is_whole else shape.shards
-        # Nothing is differentiated here, so nothing can be exchanged beside it.
+        # There is no backward pass here, so no exchange can overlap with it.
         parallel |= {"shards": shards, "copies": shape.copies, "bucket_mb": None}
         special["optimizer"] = TINY_OPTIMIZER
     config = Config.model_validate(

@@ -1,4 +1,4 @@
-"""What is simulated under a job: time, network, etcd, storage, training data and a tracker, all drawn from one seed."""
+"""The simulated world under a job: time, network, etcd, storage, data and tracker, all drawn from one seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chaos.sim.modelled.training_data import Dataset
 
 
 class Surroundings:
-    """The simulated machines of one job; `tracking` is None for a job that has no tracker."""
+    """The simulated machines of one job; `tracking` is None without a tracker."""
 
     def __init__(self, shape: Shape, seed: int, *, may_spoil_data: bool, first_pid: int) -> None:
         self.shape, self.seed = shape, seed
@@ -27,17 +27,17 @@ class Surroundings:
         self.storage = Storage(self.kernel, self.draws("storage"), 3 * shape.delay_s)
         self.data = Dataset(self.kernel, may_spoil=may_spoil_data)
         self.other_code = set[int]()
-        """Nodes on which another version of the package is installed."""
+        """Nodes with another version of the package."""
         self.unfit = set[int]()
         """Nodes whose processors compute wrongly."""
         self.tracking = self._make_tracking() if shape.tracked else None
 
     def draws(self, name: str) -> random.Random:
-        """Return a stream of its own for each use, so that a fault left out changes no other's draws."""
+        """Return a random stream for one purpose, so that removing a fault changes no other draws."""
         return random.Random(f"{self.seed}/{name}")
 
     def process(self, node: int, name: str) -> Process:
-        """Make a process with the lowest number that no live one of its node has, as every container counts."""
+        """Make a process with the lowest free pid of its node, as in a container."""
         living = [process for process in self._processes.get(node, ()) if not process.is_dead]
         taken = {process.pid for process in living}
         pid = next(pid for pid in itertools.count(self._first_pid) if pid not in taken)

@@ -1,8 +1,8 @@
-"""What the ranks of one world send one another: collective calls, and letters from rank to rank.
+"""Communication between the ranks of one world: collectives, and letters from rank to rank.
 
-A collective is whole when every rank has come; its result then travels to each rank on its own, so a rank that dies, or
-a link that is cut, at that moment leaves some ranks with the result and others without: the seam at which survivors are
-at step s or at s+1.
+A collective is complete when every rank has called it; the result then travels to each rank separately. So a rank that
+dies, or a link that is cut, at that moment leaves some ranks with the result and others without: survivors are then at
+steps s and s+1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESET_S, RESENT_S = 0.05, 0.2
 
 @dataclass(slots=True)
 class Letter:
-    """A tensor from one rank to another, on its way or there."""
+    """A tensor on its way from one rank to another, or arrived."""
 
     tensor: Tensor
     is_here: bool = False
@@ -32,7 +32,7 @@ class Letter:
 
 @dataclass(slots=True)
 class Post:
-    """What one rank sends another: the n-th letter is for the n-th receiver, however long that waits to look."""
+    """Letters from one rank to another: the n-th is for the n-th receive, however late."""
 
     letters: dict[int, Letter] = field(default_factory=dict)
     num_sent: int = 0
@@ -43,7 +43,7 @@ class Post:
         self.num_sent += 1
 
     def ask(self) -> int:
-        """Return the number of the letter that the next receiver gets."""
+        """Return the number of the letter that the next receive gets."""
         self.num_asked += 1
         return self.num_asked - 1
 
@@ -52,7 +52,7 @@ class Post:
 
 
 class Hub:
-    """What the ranks of one world send one another."""
+    """Communication state of one world."""
 
     def __init__(self, net: Net, *, is_part: bool = False) -> None:
         self.net, self.is_part = net, is_part
@@ -61,30 +61,29 @@ class Hub:
         self.collectives: dict[int, Collective] = {}
         self.letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], Post] = defaultdict(Post)
-        """Those of exchanges, which nobody waits for when they are sent."""
+        """Letters of exchanges, which are sent without waiting."""
         self.lost: set[int] = set()
-        """Ranks that are known to be gone."""
+        """Ranks known to be gone."""
         self.waiting: dict[int, Task] = {}
         self.has_dead = False
         self._parts: dict[str, Hub] = {}
 
     def join(self, rank: int, process: Process) -> None:
-        """Come in as a rank; in a part, as one of its own, whose world says when its process ends."""
+        """Add a rank; a subgroup's ranks have their own numbers, and the world announces their deaths."""
         self.members[rank], self.places[process] = process, rank
         if not self.is_part:
             process.at_death["world"] = lambda: self.leave(rank)
 
     def part(self, name: str) -> Hub:
-        """Return the hub of a part of the world, which is named alike by all of its ranks."""
+        """Return the hub of a subgroup; all its ranks use the same name."""
         if name not in self._parts:
             self._parts[name] = Hub(self.net, is_part=True)
         return self._parts[name]
 
     def leave(self, rank: int) -> None:
-        """Reset the connections of a rank whose process has ended, in parts, too; those of a machine that is gone stay
-        silent.
+        """Reset the connections of a dead rank, in subgroups as well; those of a lost machine stay silent.
 
-        What a process that ends by itself has sent arrives before the end of its connections.
+        Data sent before a process's own exit arrive before its connections end.
         """
         process = self.members[rank]
         if process.code is not None:
@@ -102,20 +101,20 @@ class Hub:
         self.wake()
 
     def flush(self) -> None:
-        """Let all that every rank has given to arrive wherever no link is cut."""
+        """Deliver everything that all ranks have given, where no link is cut."""
         for collective in self.collectives.values():
             if len(collective.given) == collective.size:
                 collective.has_result.update(rank for rank in collective.given if self.is_whole_for(rank))
         self.wake()
 
     def wake(self, rank: int | None = None) -> None:
-        """Let a rank look again whether what it waits for has come; without one, all of them."""
+        """Let one rank (default: all) check again for what it waits for."""
         for other in list(self.waiting) if rank is None else [rank]:
             if other in self.waiting:
                 self.net.kernel.wake(self.waiting[other])
 
     def is_whole_for(self, rank: int) -> bool:
-        """Say whether every link between a rank and its peers is open."""
+        """Return True if all links between a rank and its peers are open."""
         if self.net.is_whole:
             return True
         mine = self.members[rank].node
@@ -130,7 +129,7 @@ class Hub:
 
 
 class Collective:
-    """One collective call of all ranks: what each gave, and who has the result."""
+    """One collective call: each rank's value, and the ranks that have the result."""
 
     def __init__(self, hub: Hub, kind: str, size: int) -> None:
         self.hub, self.kind, self.size = hub, kind, size
@@ -154,7 +153,7 @@ class Collective:
                 self._deliver(other)
 
     def made(self, make: Callable[[list[object]], T]) -> T:
-        """Return what is made of all ranks' values, by rank: it is the same for all, so the first one makes it."""
+        """Return the result made from all ranks' values, by rank; computed once, as it is the same for all."""
         if not self._made:
             self._made.append(make([self.given[rank] for rank in range(self.size)]))
         return cast(T, self._made[0])
@@ -167,9 +166,9 @@ class Collective:
 
     def _arrive(self, rank: int) -> None:
         if not self.hub.is_whole_for(rank):
-            self.hub.net.kernel.after(RESENT_S, lambda: self._arrive(rank))  # what is cut is sent again
+            self.hub.net.kernel.after(RESENT_S, lambda: self._arrive(rank))  # retransmit over a cut link
             return
         if self.hub.has_dead and self.hub.net.draws.random() < 0.5:
-            return  # it was on its way when its sender died
+            return  # in flight when its sender died
         self.has_result.add(rank)
         self.hub.wake(rank)

@@ -1,7 +1,7 @@
-"""A simulated device, and what connects the devices of a world: each operation runs when the device gets to it.
+"""A simulated device, and a communicator between devices: operations run in the order of the device's queue.
 
-What one is to fill holds NaN until it is done. An operation whose peer is gone, or silent, does not end: only an abort
-ends it, as NCCL's, and leaves NaN. That a peer's connection was reset is known of it, but nothing follows by itself.
+Outputs hold NaN until their operation is done. An operation with a dead or silent peer does not end by itself: only an
+abort ends it, as NCCL's, and leaves NaN. A peer's connection reset is visible, but has no effect of its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from chaos.sim.machine.collectives import Hub
 from elastic_train.parallel.devices.device import Device
 
 PostTo = Callable[[int, Sequence[Tensor]], None]
-"""Sends tensors to a rank, which arrive together."""
+"""Sends tensors to a rank; they arrive together."""
 
 
 COMM_ERROR = 2
-"""What torch calls the result of an operation whose peer is gone, or the connection to it (`WorkResult`)."""
+"""torch's code (`WorkResult`) for a lost peer or connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of an operation: nothing yet, 0 of one that has not failed, or how it has."""
+    """Result of an operation: None while unknown, 0 without failure, else the failure."""
 
     result: int | None
 
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation; `take` gives what its outputs become, once all of that `is_here`."""
+    """One operation; `take` returns the values of its outputs once `is_here` is true."""
 
     is_here: Callable[[], bool]
     take: Callable[[], Sequence[Tensor]]
@@ -52,7 +52,7 @@ class Operation:
     is_aborted: bool = False
 
     def end(self) -> bool:
-        """Fill the outputs, if it can end by now; say whether it has."""
+        """Fill the outputs if the operation can complete; return True if it has ended."""
         if not self.is_aborted and self.is_here():
             for output, value in zip(self.outputs, self.take(), strict=True):
                 output.copy_(value)
@@ -66,7 +66,7 @@ class Operation:
         return self.is_done or self.has_lost()
 
     def get_future_result(self) -> Found:
-        """Return what torch's own thread has found of it, which is in time here."""
+        """Return what torch's own thread has found, without delay here."""
         return Found(COMM_ERROR if not self.is_done and self.has_lost() else 0 if self.is_done else None)
 
 
@@ -98,7 +98,7 @@ class SimDevice:
 
 
 class SimCommunicator:
-    """What NCCL's backend is to a group of the product."""
+    """Stand-in for NCCL's backend in a product group."""
 
     def __init__(self, device: SimDevice, hub: Hub, rank: int, size: int, post: PostTo) -> None:
         self._device, self._hub, self._rank, self._size, self._post = device, hub, rank, size, post
@@ -107,7 +107,7 @@ class SimCommunicator:
         self._parts: tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]] | None = None
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """The first operation of all ranks does it."""
+        """Do nothing: the first operation of all ranks connects."""
 
     def allreduce(self, tensors: list[Tensor]) -> Operation:
         [tensor] = tensors
@@ -165,7 +165,7 @@ class SimCommunicator:
 
 
 def device_of(device: SimDevice, hub: Hub, post: PostTo) -> Device:
-    """Return a process's device as the product's groups see it: the short vectors of lanes are there."""
+    """Return a process's device as the product's groups see it; only the short lane vectors are on it."""
 
     def connect(store: object, rank: int, size: int, timeout: timedelta) -> SimCommunicator:
         return SimCommunicator(device, hub, rank, size, post)

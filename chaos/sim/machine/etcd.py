@@ -1,9 +1,9 @@
-"""Etcd with its weather: one store for all, and for every process a client whose calls take time and may fail.
+"""Etcd with faults: one store for all, and per process a client whose calls take time and may fail.
 
-Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, the twin that passes the same
-contract tests as the real client. Added is what is between a process and etcd: delays, one-way and two-way cuts,
-outages, refusals, answers that are lost after the write has happened, watches that lag or fall silent, leases that run
-out because they were not renewed, and leases that etcd ends too early.
+Keys, revisions, guards and leases are those of `rendezvous.membership.memory_store`, which passes the same contract
+tests as the real client. Added are the faults between process and etcd: delays, one-way and two-way cuts, outages,
+refusals, answers lost after the write has happened, watches that lag or fall silent, leases that expire unrenewed, and
+leases that etcd ends too early.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ NUM_MEMBERS = 3
 Call = Literal["read", "renewal", "write", "delete"]
 Refusal = Literal["nospace", "corrupt", "auth"]
 REFUSALS: tuple[Refusal, ...] = ("nospace", "corrupt", "auth")
-"""Why etcd answers and does not do it: two alarms, in which it reads and renews, and users whom it does not know."""
+"""Reasons for refusals: two alarms, under which etcd still reads and renews, and a rejected user."""
 
 
 class Etcd:
-    """The servers: what they hold, whether they answer, and which way to which node is cut."""
+    """The servers: data, availability, and links that are cut."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float, piece_s: float = 0.0) -> None:
         self.kernel, self.draws, self.delay_s, self.piece_s = kernel, draws, delay_s, piece_s
@@ -62,7 +62,7 @@ class Etcd:
         self.leases: list[SimLease] = []
         self.watches: dict[SimWatch, None] = {}
         self.idle: dict[SimWatch, None] = {}
-        """Watches that have heard of all that has happened."""
+        """Watches that are up to date."""
         self._shown: dict[str, Snapshot] = {}
 
     @property
@@ -80,22 +80,22 @@ class Etcd:
         return shown
 
     def notify(self) -> None:
-        """Let every watch hear of a change, each after its own delay."""
+        """Schedule an update of every watch, each after its own delay."""
         for watch in list(self.idle):
             watch.expect()
 
     def outage(self, seconds: float) -> None:
-        """Be away; leases are kept over it, as etcd renews all of them when it is back."""
+        """Be unavailable; leases survive, as etcd renews them all when it is back."""
         self.down_until = max(self.down_until, self.kernel.now + seconds)
         for lease in self.leases:
             lease.ends_at = max(lease.ends_at, self.down_until + lease.ttl_s)
 
     def refuse(self, refusal: Refusal, seconds: float) -> None:
-        """Answer and refuse; watches go on meanwhile, since their streams are open."""
+        """Answer but refuse; open watch streams continue."""
         self._refusal, self._refuses_until = refusal, self.kernel.now + seconds
 
     def refusal_of(self, call: Call) -> StoreUnavailableError | None:
-        """Return why a call is refused now; a full etcd still deletes."""
+        """Return why a call is refused now; etcd without space still deletes."""
         refused = self._refusal
         if self.kernel.now >= self._refuses_until or (call in ("read", "renewal") and refused != "auth"):
             return None
@@ -104,18 +104,19 @@ class Etcd:
         return None if call == "delete" and refused == "nospace" else StoreBlockedError(f"the alarm {refused}")
 
     def lose_member(self, member: int, seconds: float) -> None:
-        """Lose one member: its clients' calls may have been done or not, and their watches are silent for as long."""
+        """Lose one member: its clients' pending calls may or may not have been executed, and their watches fall
+        silent."""
         self.lost_member, self.lost_until = member, self.kernel.now + seconds
         for watch in self.watches:
             if self.is_lost_to(watch.process):
                 watch.fall_silent(seconds)
 
     def is_lost_to(self, process: Process) -> bool:
-        """Say whether a process speaks to the member that is gone."""
+        """Return True if a process is connected to the lost member."""
         return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
 
     def forget(self) -> None:
-        """Lose all data: what is made afterwards begins with revision 1, and knows no lease."""
+        """Lose all data: revisions restart at 1, and no lease is known."""
         self.core, self._shown = MemoryStore(), {}
         for lease in self.leases:
             lease.core.is_lost = True
@@ -180,7 +181,7 @@ class EtcdClient:
         """Connections are not modelled."""
 
     def _call(self, ask: Callable[[], T], give_up_after_s: float, kind: Call = "read") -> T:
-        """Ask, and again after failures; the answer to what etcd has done may be lost."""
+        """Call, and retry after failures; the answer to an executed call may be lost."""
         etcd, kernel, node = self._etcd, self._etcd.kernel, self._process.node
         started = kernel.now
         while True:
@@ -206,7 +207,7 @@ class EtcdClient:
 
 
 class SimLease:
-    """A lease that its process renews as the real one does, as long as it runs and reaches etcd."""
+    """A lease that is renewed while its process runs and reaches etcd, as the real one."""
 
     def __init__(self, etcd: Etcd, process: Process, ttl_s: float, renew: bool) -> None:
         self.ttl_s, self.is_lost = ttl_s, False
@@ -249,7 +250,7 @@ class SimLease:
         etcd.kernel.after(wait_s, self._renew)
 
     def _look(self) -> None:
-        """End if the time to live is over; it may have been renewed meanwhile."""
+        """End the lease if its time to live is over and it has not been renewed."""
         etcd = self._etcd
         if self.core.is_lost:
             return
@@ -260,7 +261,7 @@ class SimLease:
 
 
 class SimWatch:
-    """A mirror that hears of changes late, and of none while its stream is broken."""
+    """A mirror that receives changes late, and none while its stream is broken."""
 
     def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, data_loss: DataLossDetector) -> None:
         self.snapshot, self._data_loss = first, data_loss
@@ -284,12 +285,12 @@ class SimWatch:
         self._etcd.idle.pop(self, None)
 
     def fall_silent(self, seconds: float = RELIST_S) -> None:
-        """Break the stream without a sign: the next list, after `RELIST_S`, finds what was missed."""
+        """Break the stream silently; the next relist, after `RELIST_S`, finds what was missed."""
         self.silent_until = self._etcd.kernel.now + seconds
         self.expect()
 
     def expect(self) -> None:
-        """Hear of what has happened, after a while."""
+        """Schedule the next update."""
         if not self._is_expecting:
             self._is_expecting = True
             self._etcd.idle.pop(self, None)
@@ -323,7 +324,7 @@ class SimWatch:
 
 
 def _in_life(snapshot: Snapshot, life: int) -> Snapshot:
-    """Return a snapshot of a life; the same object where it is of that, since what is worked out of it is kept."""
+    """Return a snapshot with this `life`; the same object if unchanged, since results derived from it are cached."""
     return snapshot if snapshot.life == life else replace(snapshot, life=life)
 
 

@@ -1,11 +1,11 @@
-"""Virtual time: processes whose threads run one at a time, in an order that a seed alone decides.
+"""Virtual time: one thread runs at a time, in an order determined by the seed.
 
-A task has its own stack, a greenlet's, and gives way to another where the code that it runs would block. So the
-product's blocking code runs as it is. Between two blocking calls a task is alone, and time stands still: time advances
-only when no task is left to run, to the next event in the queue.
+A task has its own stack (a greenlet) and yields where its code would block, so the product's blocking code runs
+unchanged. Between two blocking calls a task runs alone and time stands still: the clock advances to the next queued
+event only when no task is ready.
 
-A process that is paused gets no turn until it is resumed; one that is dead gets one more, to raise `Killed` wherever it
-was. Whatever a dead process still tries on its way out is refused with the same exception.
+A paused process gets no turn until it is resumed; a dead one gets one more, to raise `Killed` wherever it was. Anything
+that a dead process tries afterwards raises the same exception.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 
 EPOCH_S = 1_800_000_000.0
-"""The wall clock at the beginning of virtual time, in unix seconds."""
+"""Wall clock at the beginning of virtual time, in unix seconds."""
 
 TICK_S = 1e-6
-"""The least that a wait takes: a wait for less than the clock can tell apart would never end."""
+"""Shortest wait: a wait below the clock's resolution would never end."""
 MOST_AT_ONCE = 100_000
-"""Turns of tasks within one moment, after which a task must be looping without waiting."""
+"""Most turns within one moment; beyond, a task must be looping without waiting."""
 
 
 Moment = tuple[float, int]
-"""A time, and a number: of what happens at the same time, the lower one comes first."""
+"""A time and a sequence number, which orders events at the same time."""
 
 
 class Killed(BaseException):
-    """The process of the task that meets this is dead."""
+    """Raised in the tasks of a dead process."""
 
 
 class Timeless(AssertionError):  # noqa: N818 - what happened to time
-    """Time stands still: nothing is left that could happen, or a task loops without ever waiting."""
+    """Time cannot advance: no event is left, or a task loops without waiting."""
 
 
 class Process:
-    """A simulated process: what a SIGKILL ends, a SIGSTOP holds and a clock belongs to."""
+    """A simulated process: the unit of SIGKILL, SIGSTOP and of a clock."""
 
     def __init__(self, pid: int, node: int, name: str, born: float = 0.0) -> None:
         self.pid, self.node, self.name, self.born = pid, node, name, born
@@ -50,11 +50,11 @@ class Process:
         self.held: list[Task] = []
         self.device: object = None
         self.listening: Task | None = None
-        """The task that is to look again when the process hears of a change of membership."""
-        self.tasks: dict[Task, None] = {}  # in the order of their start: a set's order does not follow from the seed
+        """The task to wake when the process learns of a membership change."""
+        self.tasks: dict[Task, None] = {}  # in start order: a set's order would not follow from the seed
         self.at_resume: list[Callable[[], None]] = []
         self.at_death: dict[str, Callable[[], None]] = {}
-        """What its end does to others, by name: what it held before under a name is let go of."""
+        """Callbacks at its death, by name; a new one replaces the old one of its name."""
         self.code: int | None = None
 
     @property
@@ -69,12 +69,12 @@ class Task:
         self.kernel, self.process = kernel, process
         self.is_done = self.is_ready = False
         self.deadline: Moment | None = None
-        """Until when it is parked, if that has an end."""
+        """When the current wait ends; None: it has no limit."""
         self.alarm: Moment | None = None
-        """When the queue looks at it next, at its deadline or before; None: not at all."""
+        """When the queue checks it next, at its deadline or before; None: never."""
         self._run = run
         self.stack: greenlet | None = None
-        """Where it runs; None: it has had no turn."""
+        """Its greenlet; None before its first turn."""
 
     def run(self) -> None:
         kernel = self.kernel
@@ -98,25 +98,25 @@ class Kernel:
         self.num_events = self._num_turns = 0
         self.failure: BaseException | None = None
         self.skews: dict[int, float] = {}
-        """By how much the clocks of some nodes are ahead of all others', whatever a fault does to them later."""
+        """Constant clock skew of some nodes, beside what faults add later."""
         self.processes: dict[Process, None] = {}
-        """Those that have tasks."""
+        """Processes that have tasks."""
         self.conductor = Task(self, None, lambda: None)
         self.conductor.stack = getcurrent()
         self.current = self.conductor
         self._starter = greenlet(self._start_each)
         self._events: list[tuple[float, int, Any, bool]] = []
-        """A moment, and an act, or a task whose alarm that is, which is what is said last."""
+        """Heap of a moment, a callback or task, and True if it is a task's alarm."""
         self._ready: deque[Task] = deque()
 
     @property
     def process(self) -> Process:
-        """The process whose code runs now."""
+        """The running process."""
         assert self.current.process is not None, "the conductor is not a process"
         return self.current.process
 
     def at(self, moment: float, act: Callable[[], object]) -> None:
-        """Do something later; `act` must not block."""
+        """Call `act` at a moment; it must not block."""
         self.num_events += 1
         heapq.heappush(self._events, (max(moment, self.now), self.num_events, act, False))
 
@@ -124,7 +124,7 @@ class Kernel:
         self.at(self.now + seconds, act)
 
     def spawn(self, process: Process | None, run: Callable[[], None]) -> Task:
-        """Start a task; it runs when its turn comes."""
+        """Start a task; it runs at its turn."""
         task = Task(self, process, run)
         if process is not None:
             process.tasks[task] = self.processes[process] = None
@@ -132,7 +132,7 @@ class Kernel:
         return task
 
     def forget(self, task: Task) -> None:
-        """Let go of a task that has ended."""
+        """Drop a task that has ended."""
         process = task.process
         if process is not None:
             process.tasks.pop(task, None)
@@ -140,7 +140,7 @@ class Kernel:
                 self.processes.pop(process, None)
 
     def wake(self, task: Task) -> None:
-        """Let a task run when its turn comes; one of a paused process when that is resumed."""
+        """Make a task ready; that of a paused process runs once resumed."""
         if task.is_ready or task.is_done:
             return
         task.is_ready = True
@@ -150,7 +150,7 @@ class Kernel:
             self._ready.append(task)
 
     def park(self, timeout_s: float | None = None) -> None:
-        """Block the running task until it is woken, or the time is over."""
+        """Block the running task until it is woken or times out."""
         task = self.current
         if task.process is None or task.process.is_dead:
             self.check(task)
@@ -171,10 +171,10 @@ class Kernel:
         heapq.heappush(self._events, (*moment, task, True))
 
     def _ring(self, task: Task) -> None:
-        """Wake a task whose time is over, or look again when it is.
+        """Wake a task whose deadline is here, or set its next alarm.
 
-        Most waits end long before their time. So a task that has an alarm needs no other one for a later deadline,
-        which keeps its own place in the queue all the same.
+        Most waits end long before their deadline. So a task keeps its alarm for a later deadline, which still has its
+        own place in the queue.
         """
         rung, task.alarm = task.alarm, None
         if task.deadline == rung:
@@ -197,15 +197,15 @@ class Kernel:
             self.park(until - self.now)
 
     def _give_way(self, mine: Task) -> None:
-        """Let the next task run, and come back when it is the caller's turn again."""
+        """Run the next task; return at the caller's next turn."""
         self.current = following = self._next()
         if following is not mine:
             (following.stack or self._starter).switch()
 
     def _start_each(self, *_: object) -> None:
-        """Start the task whose first turn it is; a task that ends comes back to here, and the next one has its turn.
+        """Start the tasks that have their first turn; a task that ends returns here, and the next one runs.
 
-        All begin on this stack and not on each other's, whose depth would add up.
+        All start from this stack: nested in each other, their depth would add up.
         """
         while True:
             task = self.current
@@ -242,7 +242,7 @@ class Kernel:
                 self._ring(act)
 
     def kill(self, process: Process) -> None:
-        """End a process at once: its tasks run no more, its connections are gone."""
+        """Kill a process at once: its tasks stop, its connections end."""
         if process.is_dead:
             return
         process.is_dead, process.is_paused = True, False

@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet: what stands for a TCPStore, and the port by which a node's agent is known."""
+"""The meeting point of a world's ranks: a stand-in for TCPStore, and the port that identifies a node's agent."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rendezvous.meeting_point import CALL_TIMEOUT_S
 RETRY_S = 0.5
 """How often the client of a store that does not answer tries again."""
 FROZEN_S = 0.5
-"""How often a connecting process looks whether the host of its world runs again."""
+"""Seconds between checks whether the frozen host of a world runs again."""
 
 
 class MeetingStore:
-    """What stands for a TCPStore: it names the world that meets at it, and dies with its process."""
+    """Stand-in for a TCPStore, which dies with its process."""
 
     node = ""
 
@@ -33,14 +33,14 @@ class MeetingStore:
         assert isinstance(hosted, MeetingStore), "nothing else listens"
         until = net.kernel.now + CALL_TIMEOUT_S
         while hosted.process.is_paused and net.kernel.now < until:
-            net.kernel.sleep(FROZEN_S)  # its machine has answered for it
+            net.kernel.sleep(FROZEN_S)  # the frozen process's machine has accepted the connection
         if not hosted.process.is_running:
             raise TimeoutError(f"{address}:{port} does not answer")
         self.process, self.port, self.hub = hosted.process, port, hosted.hub
 
 
 def agent_port(net: Net, node: str) -> str:
-    """Open the port at which a node's agent says who it is; called by the agent."""
+    """Open the port at which an agent identifies its node; called by the agent."""
     store = MeetingStore(net, "", 0, is_master=True)
     store.node = node
     return f"{host_of(net.kernel.process.node)}:{store.port}"
@@ -49,7 +49,7 @@ def agent_port(net: Net, node: str) -> str:
 def agent_store(
     net: Net, address: str, port: int, _: object, is_master: bool, timeout: timedelta, **__: object
 ) -> object:
-    """Be a TCPStore's client, which tries on until its host answers; RuntimeError once its time is over."""
+    """Stand in for a TCPStore client, which retries until its host answers; raise RuntimeError after `timeout`."""
     until = net.kernel.now + timeout.total_seconds()
     while True:
         try:

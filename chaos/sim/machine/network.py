@@ -1,6 +1,6 @@
 """The network between nodes: links that can be cut one way, and ports that die with their process.
 
-A dead process is known to its peers soon, a machine that is gone or frozen is not.
+Peers notice a dead process soon, but not a lost or frozen machine.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ LOSS, RETRANSMIT_S, MOST_RETRANSMIT_S = 1 / 3, 0.2, 10.0
 
 
 class Listener(Protocol):
-    """What listens at a port: it is gone when its process is."""
+    """A listener on a port, which closes with its process."""
 
     process: Process
     node: str
-    """The node that it answers for; empty if it is no agent."""
+    """The node that it identifies; empty if it is no agent."""
 
 
 class Net:
-    """Which node reaches which, and what listens where."""
+    """Reachability between nodes, and listeners by port."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
         self.cuts: set[tuple[int, int]] = set()
-        """Directed: what the first node sends to the second does not arrive."""
+        """Directed links that are cut: (sender, receiver)."""
         self.silent: set[int] = set()
-        """Machines that are gone: nothing refuses there, nothing answers."""
+        """Lost machines: they neither refuse nor answer."""
         self.refusing: set[int] = set()
-        """Machines whose address refuses whoever comes from another one."""
+        """Machines that refuse connections from other machines."""
         self.shared: set[int] = set()
-        """Machines whose address every machine has: it leads whoever uses it to himself."""
+        """Machines with an address that every machine has: connections to it reach the caller itself."""
         self.ports: dict[int, Listener] = {}
         self.slow_until = self.lossy_until = self.blocked_until = 0.0
-        """Until when messages are late, packets lost, and the connections that make a world blocked."""
+        """When delays, packet loss and the block of world connections end."""
         self._waits: list[float] | None = None
-        """What concurrent connections would wait, each by itself."""
+        """Waits of concurrent connections, collected instead of slept."""
 
     def delay(self) -> float:
         delay_s = self.draws.expovariate(1 / self.delay_s)
@@ -56,7 +56,7 @@ class Net:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all nodes reach each other."""
+        """True if all nodes reach each other."""
         return not (self.cuts or self.refusing or self.shared)
 
     def reaches(self, sender: int, receiver: int) -> bool:
@@ -71,7 +71,7 @@ class Net:
         return port
 
     def connect(self, address: str, port: int) -> None:
-        """Raise what a connection to a port would: refused where nothing listens, timed out where nothing answers."""
+        """Raise what a connection would: refused where nothing listens, timeout where nothing answers."""
         listener = self.ports.get(port)
         mine, node = self.kernel.process.node, _node_of(address)
         is_elsewhere = mine != node and bool({mine, node} & (self.refusing | self.shared))
@@ -89,11 +89,11 @@ class Net:
             self._waits.append(seconds)
 
     def at_once(self, num_threads: int) -> AtOnce:
-        """Return what stands for a pool of threads that connect, and do nothing else."""
+        """Return a stand-in for a thread pool that only connects."""
         return AtOnce(self, num_threads)
 
     def collect_waits(self, act: Callable[[], T]) -> tuple[T, list[float]]:
-        """Do something that connects, at one moment; return its result, and what each connection would have waited."""
+        """Connect without advancing time; return the result, and the wait of each connection."""
         waits: list[float] = []
         self._waits = waits
         try:
@@ -129,7 +129,7 @@ class Net:
 
 
 class AtOnce:
-    """A pool of threads that connect: the caller waits once for all that are under way together."""
+    """A stand-in for a thread pool that connects: concurrent waits overlap."""
 
     def __init__(self, net: Net, num_threads: int) -> None:
         self._net, self._num_threads = net, num_threads

@@ -1,8 +1,8 @@
-"""Storage with its weather: one set of keys for all, and for every process a client whose calls take time and may fail.
+"""Storage with faults: one set of keys for all, and per process a client whose calls take time and may fail.
 
-A create is atomic, as every store promises; its answer may be lost, and what was sent may arrive long after its sender
-has given up, or has died. A file that is being written is there in part, and stays so if its writer dies. Files of a
-commit may be damaged without anyone noticing.
+A create is atomic, as every store promises; its answer may be lost, and a request may arrive long after its sender has
+given up or died. A partly written file is visible, and stays so if its writer dies. Files of a commit may be damaged
+silently.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from elastic_train.errors import StorageError
 
 ANSWER_TIMEOUT_S = 5.0
 Files = dict[str, tuple[bytes, float]]
-"""Contents and times of their last change, by key."""
+"""Content and modification time, by key."""
 SLOWNESS, SYNC_SLOWNESS = 100.0, 1000.0
 
 
 class LateListing:
-    """What a listing shows while it is late: what was there at a moment, and what a node has changed by itself since.
+    """A stale listing: the keys at one moment, plus a node's own changes since.
 
-    So does a client of NFS, which lists a folder from its cache. A key that is opened by its name is there at once.
+    It behaves like an NFS client's cached folder; a key opened by name is always found.
     """
 
     def __init__(self, files: Files) -> None:
@@ -55,7 +55,7 @@ def entry_of(key: str, content: bytes, at: float) -> Entry:
 
 
 class Storage:
-    """What is stored, and how it fares."""
+    """Stored data and current faults."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
@@ -66,24 +66,24 @@ class Storage:
         self.conflict_until = self.taken_until = self.slow_until = self.slow_sync_until = 0.0
         self.num_lost_answers = 0
         self.is_unconditional = False
-        """Whether a key is created although it exists."""
+        """True if a key is created although it exists."""
         self.is_to_tear = False
         self.at_tear: Callable[[Process], None] = lambda process: None
-        """Called with a process that dies in the middle of a file."""
+        """Called with the process that dies in the middle of a file."""
         self.damaged: dict[str, str] = {}
-        """Attempts of which a file was damaged, and the names of their records."""
+        """Attempts with a damaged file, and the names of their records."""
         self.private: dict[int, Storage] = {}
-        """What nodes see in its place where it is not mounted: folders on their own disks."""
+        """Local folders that nodes see where the storage is not mounted."""
         self.ever_private: list[Storage] = []
         self.readonly_until: dict[int, float] = {}
-        """Until when nodes see everything and can write nothing."""
+        """Until when each node can read but not write."""
 
     def is_mended(self, node: int) -> bool:
-        """Say whether a node can write again that could not before."""
+        """Return True if a node has regained write access."""
         return 0.0 < self.readonly_until.get(node, 0.0) <= self.kernel.now
 
     def isolate(self, node: int) -> None:
-        """Let a node see a folder of its own, which is empty, from now on."""
+        """Give a node a separate, empty folder from now on."""
         self.private[node] = Storage(self.kernel, self.draws, self.delay_s)
         self.ever_private.append(self.private[node])
 
@@ -91,7 +91,7 @@ class Storage:
         return self.private.get(node, self)
 
     def put(self, key: str, content: bytes, node: int | None = None) -> None:
-        """Store a key; a node that wrote it itself lists it at once."""
+        """Store a key; its writer sees it in listings at once."""
         self.files[key] = content, EPOCH_S + self.kernel.now
         self._note(key, node)
 
@@ -100,11 +100,11 @@ class Storage:
             self._note(key, node)
 
     def list_late(self, for_s: float) -> None:
-        """Let listings show for a while what is there now."""
+        """Freeze listings at their current content for a while."""
         self._late, self._late_until = LateListing(self.files), self.kernel.now + for_s
 
     def listed(self, node: int, prefix: str) -> list[Entry]:
-        """Return what a node sees in a listing of everything below a prefix."""
+        """Return the keys below a prefix, as a node's listing shows them."""
         if self._late is not None and self.kernel.now < self._late_until:
             return [entry for entry in self._late.seen_by(node, self.files) if entry.key.startswith(prefix)]
         self._late = None
@@ -117,11 +117,11 @@ class Storage:
     def delay(self, *, is_write: bool = False) -> float:
         slowness = SLOWNESS if self.kernel.now < self.slow_until else 1.0
         if is_write and self.kernel.now < self.slow_sync_until:
-            slowness = SYNC_SLOWNESS  # not of what is slow already: a call of hours is what the product's store ends
+            slowness = SYNC_SLOWNESS  # not combined with SLOWNESS: the product's store ends calls that take hours
         return slowness * self.draws.expovariate(1 / self.delay_s)
 
     def has_bad_luck(self, until: float, share: float = 0.5) -> bool:
-        """Say whether a call meets what affects so many of them up to a moment."""
+        """Return True, with probability `share`, while the fault lasts."""
         return self.kernel.now < until and self.draws.random() < share
 
 
@@ -138,7 +138,7 @@ class StorageClient:
         return self._mounted.seen_from(self._process.node)
 
     def create(self, key: str, content: bytes) -> None:
-        """Create a key; while storage is lossy the request, or its answer, may be late or lost."""
+        """Create a key; with lossy storage the request or answer may be late or lost."""
         storage, kernel, node = self._storage, self._storage.kernel, self._process.node
         self._ask(is_write=True)
         if storage.has_bad_luck(storage.conflict_until):
@@ -156,7 +156,7 @@ class StorageClient:
         storage.put(key, content, node)
         kernel.sleep(storage.delay(is_write=True))
         if storage.has_bad_luck(storage.taken_until):
-            raise KeyTaken(f"{key}: exists already")  # says the store, asked twice by its SDK
+            raise KeyTaken(f"{key}: exists already")  # the answer of a store whose SDK asked twice
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:

@@ -1,4 +1,4 @@
-"""The product's group of ranks, over the simulated network; `chaos.sim.machine.collectives` says how calls travel."""
+"""The product's group over the simulated network; see `chaos.sim.machine.collectives`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from elastic_train.parallel.point_to_point import Work
 
 T = TypeVar("T")
 BLOCKED_S = 10.0
-"""How long a rank tries to connect where nothing is let through."""
+"""Seconds that a rank tries to connect where connections are blocked."""
 
 
 @dataclass(slots=True)
 class Receipt:
-    """A tensor on its way from a rank, its `number`-th, or, without one, to it: that has been copied already."""
+    """A receive of letter `number` from `source`; without one, a send that is already copied."""
 
     source: int | None
     tensor: Tensor
@@ -37,14 +37,14 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class PartStore:
-    """Where the ranks of a part of a world meet: they are connected already."""
+    """Meeting point of a subgroup: its ranks are connected already."""
 
     net: Net
     hub: Hub
 
 
 class SimGroup(Group):
-    """The ranks of a world, over the simulated network; waits end as those of the real group do."""
+    """The ranks of a world over the simulated network; waits end as in the real group."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class SimGroup(Group):
         return made
 
     def fold(self, value: object, make: Callable[[list[object]], T]) -> T:
-        """Return what `make` makes of every rank's value, by rank; all ranks get one object, and must not change it."""
+        """Return `make` of every rank's value, by rank; all ranks share the result and must not change it."""
         return make([value]) if self.size == 1 else self._collect("fold", value).made(make)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
-        return self._collect("gather", tensor.clone()).made(_stack)  # one for all: it is only read
+        return self._collect("gather", tensor.clone()).made(_stack)  # shared by all, and read only
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
         if self.size == 1:
@@ -118,12 +118,12 @@ class SimGroup(Group):
             tensor.copy_(self._collect("reduce", tensor.clone()).made(_sum))
 
     def send(self, rank: int, tensor: Tensor) -> Receipt:  # type: ignore[override]  # torch makes other works
-        """Send at once: it arrives when no link is cut, whatever becomes of this rank."""
+        """Send without waiting: it arrives if no link is cut, even if this rank dies."""
         self._post(rank, [tensor])
         return Receipt(None, tensor)
 
     def _post(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to one rank, which arrive together: one connection has them one after another."""
+        """Send tensors to one rank; they arrive together, as on one connection."""
         hub, net = self._hub, self._hub.net
         mine, other = self._kernel.process.node, hub.members[rank].node
         letters = [Letter(tensor.clone()) for tensor in tensors]
@@ -183,7 +183,7 @@ class SimGroup(Group):
         tensor.copy_(letters.popleft())
 
     def _let_go(self) -> list[DeviceGroup]:
-        """Leave: ranks that still wait for this one learn of it."""
+        """Leave: ranks that wait for this one get a connection reset."""
         if self.size > 1 and self.rank not in self._hub.lost:
             self._kernel.after(RESET_S, lambda: self._hub._reset(self.rank))
         found = [one for part in self._parts for one in part._let_go()]
@@ -201,10 +201,10 @@ class SimGroup(Group):
         return collective
 
     def _wait(self, has_come: Callable[[], bool], peer: int | None) -> None:
-        """Wait for a peer, or for all, until one is lost, the world is broken, or the time is over.
+        """Wait for a peer, or all, until one is lost, the world is broken, or time is over.
 
-        It looks again when something comes, a peer is lost, or its process hears of a change of membership; and else
-        every `look_s`, as reach is asked for by how long has been waited.
+        It checks again on arrivals, lost peers and membership changes, and otherwise every `look_s`, because
+        reachability checks depend on how long it has waited.
         """
         if not has_come():
             with self._resting():

@@ -1,6 +1,6 @@
-"""What the product finds in place of `time`, `threading`, `queue`, `uuid`, `random` and `socket` while it is simulated.
+"""Stand-ins for `time`, `threading`, `queue`, `uuid`, `random` and `socket`.
 
-Only what the product uses is there; anything else is an AttributeError, and so is noticed.
+They have only what the product uses; anything else raises AttributeError, and so is noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chaos.sim.machine.kernel import (
 
 
 class Time:
-    """The `time` module over virtual time; the wall clock is the process's own, which a fault may set."""
+    """`time` over virtual time; the wall clock is the process's own, which a fault may set."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -39,7 +39,7 @@ class Time:
 
 
 class SteadyTime(Time):
-    """A node's clock as it was set up: no fault moves it."""
+    """A node's clock with its constant skew only: faults do not move it."""
 
     def time(self) -> float:
         process = self._kernel.current.process
@@ -47,7 +47,7 @@ class SteadyTime(Time):
 
 
 class SeldomTime(Time):
-    """The time of what looks every second: it looks every few here, which makes it later, and not otherwise."""
+    """Time for code that polls every second: it polls more rarely here, which only makes it later."""
 
     def __init__(self, kernel: Kernel, least_s: float) -> None:
         super().__init__(kernel)
@@ -58,7 +58,7 @@ class SeldomTime(Time):
 
 
 class Lock:
-    """A lock that its holder may take again; waiting tasks are parked."""
+    """A reentrant lock; waiting tasks are parked."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -105,7 +105,7 @@ class Condition(Lock):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel)
-        self._parked: dict[Task, None] = {}  # in the order of their coming
+        self._parked: dict[Task, None] = {}  # in order of arrival
 
     def wait_for(self, fact: Callable[[], bool], timeout: float | None = None) -> bool:
         until = None if timeout is None else self.kernel.now + max(timeout, TICK_S)
@@ -205,7 +205,7 @@ class Queue:
 
 
 class Unique:
-    """The `uuid` module, as far as names need it."""
+    """`uuid`, only as needed for names."""
 
     def __init__(self, draws: random.Random) -> None:
         self._draws = draws
@@ -220,7 +220,7 @@ class Name:
 
 
 class Here:
-    """The `socket` and `os` modules as far as they say who and where a process is, and reach a port."""
+    """`socket` and `os`, only as needed to identify a process and to connect to a port."""
 
     def __init__(self, kernel: Kernel, connect: Callable[[str, int], None]) -> None:
         self._kernel, self._connect = kernel, connect
@@ -241,9 +241,9 @@ class Here:
 
 class Connection:
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def host_of(node: int) -> str:
-    """Return the name, and the address, of a node's machine."""
+    """Return a node's host name, which is also its address."""
     return f"node-{node}"

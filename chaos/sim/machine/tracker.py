@@ -1,8 +1,8 @@
-"""A tracker with its weather, and what stands for the job's run in it (`elastic_train.tracking.mlflow_run.MlflowRun`).
+"""A tracker with faults, and the stand-in for `elastic_train.tracking.mlflow_run.MlflowRun`.
 
-All above that is the product's: the local files, which are in a folder of the machine, the thread that sends what is
-settled, the delivery, and `elastic-train sync`. A call may not arrive, may be done without an answer, or be done long
-after its sender has given up. As a database of MLflow does, it keeps one of two points that are equal in all.
+The rest is the product's: local files in a real folder, the thread that sends settled values, the delivery, and
+`elastic-train sync`. A call may not arrive, may be executed without an answer, or long after its sender has given up.
+Duplicate points are stored once, as in MLflow's database.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ LATE_S = (0.0, 2.0, 20.0)
 
 
 class TrackingServer:
-    """What the tracker holds of the one run, and whether it answers."""
+    """The run's points on the tracker, and whether it answers."""
 
     def __init__(self, kernel: Kernel, draws: random.Random, delay_s: float) -> None:
         self.kernel, self.draws, self.delay_s = kernel, draws, delay_s
         self.down_until = 0.0
         self.points: dict[tuple[str, int, float, float], None] = {}
-        """Name, step, value and time of each, in the order of their coming."""
+        """Name, step, value and time of each point, in order of arrival."""
 
     def call(self, act: Callable[[], T]) -> T:
-        """Do something there; while it is down the request or the answer is lost, or the request comes late."""
+        """Call the tracker; while it is down the request or answer is lost, or the request arrives late."""
         kernel = self.kernel
         kernel.sleep(self.draws.expovariate(1 / self.delay_s))
         if kernel.now < self.down_until:
@@ -50,7 +50,7 @@ class TrackingServer:
         return answer
 
     def held(self) -> Line:
-        """Return step and value of every metric's points."""
+        """Return the points of every metric as (step, value)."""
         held: dict[str, list[object]] = {}
         for name, step, value, _ in self.points:
             held.setdefault(name, []).append([step, value])
@@ -58,7 +58,7 @@ class TrackingServer:
 
 
 class TrackedRun:
-    """The job's run, as the product's delivery sees it."""
+    """The tracker's run, as the product's delivery sees it."""
 
     run_id = "sim"
 
@@ -93,7 +93,7 @@ class TrackedRun:
 
 
 class Lines(LineFile):
-    """A term's file, written at once; a simulated process that dies closes nothing, so others do."""
+    """A term's file, written unbuffered; a killed process closes nothing, so `Tracking` does."""
 
     def __init__(self, kernel: Kernel, path: Path) -> None:
         self._kernel = kernel
@@ -109,7 +109,7 @@ class Lines(LineFile):
 
 
 class Tracking:
-    """A job's tracker, and the folder with its metrics; both are there only for a job that is tracked."""
+    """A job's tracker and metrics folder; only jobs with a tracker have one."""
 
     def __init__(
         self, kernel: Kernel, draws: random.Random, delay_s: float, make_process: Callable[[int, str], Process]
@@ -125,7 +125,7 @@ class Tracking:
         return MetricsWriter(self._writers[-1], term)
 
     def sync(self) -> None:
-        """Send what is missing when all is over, as a user does with `elastic-train sync`."""
+        """Send what is missing at the end, as a user does with `elastic-train sync`."""
         kernel = self._kernel
         if not list(self.folder.glob("metrics/*")):
             return

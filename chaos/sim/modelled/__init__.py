@@ -1,1 +1,1 @@
-"""What is modelled in place of tensors: commit files, training data, weights."""
+"""Models that replace tensors: commit files, training data, weights."""

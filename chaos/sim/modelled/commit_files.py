@@ -1,4 +1,4 @@
-"""The files of a modelled commit: staged by the product, planned once for every shape, and written as JSON."""
+"""Files of a modelled commit: staged by the product, planned once per shape, written as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from elastic_train.placement.grains import CutDims
 
 
 class SlowSnapshot(Snapshot):
-    """A snapshot whose copy takes time, so that training comes to where it must wait for it."""
+    """A snapshot whose copy takes time, so that training has to wait for it."""
 
     def __init__(self, sleep: Callable[[], None], part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]):
         super().__init__(part, leaves, is_still)
@@ -49,7 +49,7 @@ _plan_attempt = layout.plan_attempt
 
 
 def plan_attempt(state: State, num_writers: int = 1, dims: CutDims | None = None) -> AttemptPlan:
-    """Plan as the product does, once for every shape: torch's planner is slow, and states of one size are alike."""
+    """Plan as the product does, but cached by shape: torch's planner is slow."""
     model = state["model"]
     assert isinstance(model, dict), "as `ModelledState.tensors` makes it"
     sizes, cut = (model["counts"].numel(), model["digest"].numel()), tuple(sorted((dims or {}).items()))
@@ -117,7 +117,7 @@ def read_leaves(
 
 
 def load_weights(files: Mapping[str, tuple[bytes, float]], record: Mapping[str, object]) -> Tensors:
-    """Return what the files of a commit record hold, for the judge, by whose rules they are checked."""
+    """Return the weights that a commit record's files hold, checked by the judge's rules."""
 
     def open_file(name: str) -> BinaryIO | None:
         held = files.get(f"{record['attempt']}/{name}")
@@ -132,5 +132,5 @@ def load_weights(files: Mapping[str, tuple[bytes, float]], record: Mapping[str, 
 
 @lru_cache(64)
 def _tensors_of(content: bytes) -> dict[str, torch.Tensor]:
-    """Read a file's tensors: all ranks of a world read the same ones."""
+    """Read a file's tensors; cached, since all ranks of a world read the same ones."""
     return {name: torch.tensor(numbers) for name, numbers in json.loads(content).items()}

@@ -1,6 +1,6 @@
-"""What all processes of a simulation work out alike, worked out once: by what it is worked out of, or by its value.
+"""Cache results that all processes of a simulation compute alike, by value or by identity.
 
-A result that was remembered is the same object for everybody, and nobody may change it.
+A cached result is shared: nobody may change it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ Y = TypeVar("Y")
 Ys = TypeVarTuple("Ys")
 T = TypeVar("T")
 MOST_KNOWN = 1 << 12
-"""So many results of a kind are remembered, the last ones."""
+"""Most results of a kind that are cached; the oldest go first."""
 
 
 class Known:
-    """Results by what they follow from."""
+    """A cache of results by key."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, object] = {}
@@ -32,7 +32,7 @@ class Known:
 
 
 def memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *Ys], Y]:
-    """Remember what was worked out of the last objects: every process of a simulation does it of the same ones."""
+    """Cache a function of the last `size` objects, by identity: all processes call it with the same ones."""
     known: dict[int, tuple[X, Y]] = {}  # by identity, which nothing loses while it is here
 
     def remembered(found: X, *rest: *Ys) -> Y:

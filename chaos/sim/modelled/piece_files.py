@@ -1,8 +1,7 @@
-"""The files of a real model's commits, as JSON: tensors whole or in spans, each with its path, and plain values.
+"""Files of a real model's commits as JSON: whole tensors or spans, with their paths, and plain values.
 
-Every writer writes the spans that the state's `Pieces` say are its own, of moments and of weights, and its turn of the
-whole tensors. A reader puts tensors together from all files, and takes what it holds of them: who has written what
-shows in nothing.
+Every writer writes the spans that the state's `Pieces` assign to it, of moments and weights, and its share of the whole
+tensors. A reader assembles tensors from all files and takes what it holds: the result does not depend on the writers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from elastic_train.placement.norm import in_memory_order
 
 
 class _Item(NamedTuple):
-    """What becomes a slot: a tensor, or a span of one, whose shape is then that of the whole."""
+    """Content of a slot: a tensor, or a span of one with `shape` that of the whole."""
 
     path: StatePath
     dtype: torch.dtype
@@ -43,7 +42,7 @@ class PiecePart(Part):
 
 
 class PiecePlanner(Planner):
-    """Plans such files; every kind of state once, whichever process asks."""
+    """Planner of such files; cached by kind of state for all processes."""
 
     def plan(self, state: State, leaves: Leaves, num_writers: int, dims: CutDims | None = None) -> AttemptPlan:
         made_for = tuple((path, _kind_of(path, leaf, dims or {})) for path, leaf in leaves.items()), num_writers
@@ -60,7 +59,7 @@ _Kind = tuple[torch.dtype, torch.Size, _Written | None, Cut | None] | None
 
 
 def _kind_of(path: StatePath, leaf: object, dims: CutDims) -> _Kind:
-    """Return what a plan has to know of a leaf; None for a plain value."""
+    """Return what a plan depends on in a leaf; None for a plain value."""
     if isinstance(leaf, Pieces):
         return leaf.dtype, leaf.shape, tuple(tuple(spans) for spans in leaf.written), leaf.cut
     if not isinstance(leaf, Tensor):
@@ -109,7 +108,7 @@ def _lay_out(number: int, items: Sequence[_Item]) -> PiecePart:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part's file, and the digests of the weights in it: whole ones by name, and those of spans by grains."""
+    """A part's file with digests of its weights: whole tensors by name, spans by grains."""
 
     content: bytes
     digests: Mapping[str, str]
@@ -138,7 +137,7 @@ def is_piece_file(content: bytes) -> bool:
 
 @lru_cache(64)
 def tensors_of(contents: tuple[bytes, ...]) -> dict[StatePath, Tensor]:
-    """Return the tensors that the files of a commit hold, put together from their spans."""
+    """Return the tensors of a commit, assembled from their spans."""
     found: dict[StatePath, Tensor] = {}
     spans: dict[StatePath, list[tuple[Span, Tensor]]] = {}
     kinds: dict[StatePath, tuple[list[int], int | None]] = {}
@@ -179,7 +178,7 @@ def read_leaves(contents: tuple[bytes, ...], wanted: Mapping[StatePath, object])
 
 
 def fill_pieces(pieces: Pieces, stored: Tensor) -> None:
-    """Copy what is held of a tensor out of the whole of it."""
+    """Copy the held spans out of a whole tensor."""
     for (lo, hi), held in pieces.held.items():
         held.copy_(in_memory_order(stored.view(pieces.shape), pieces.cut)[lo:hi])
 

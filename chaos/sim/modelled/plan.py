@@ -1,4 +1,4 @@
-"""The plan of a simulated job: its data set, its task, and the state that every process begins with."""
+"""The plan of a simulated job: data set, task and initial state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ModelledManifest:
 
 
 class ModelledTask:
-    """Leaves the witness's counts at the end."""
+    """A task that passes on the witness's counts at the end."""
 
     def __init__(self, leave: Callable[[Int64s], None]) -> None:
         self._leave = leave
@@ -74,7 +74,7 @@ class ModelledTask:
 
 @dataclass(frozen=True)
 class ModelledPlan:
-    """What `elastic_train.job.plan.Plan` is to its users."""
+    """Stand-in for `elastic_train.job.plan.Plan`."""
 
     config: Config
     task: ModelledTask
@@ -84,13 +84,13 @@ class ModelledPlan:
     total_steps: int
     device: torch.device
     take_state: Callable[[ModelledState | AppliedState], None]
-    """Gets every state that is built, on behalf of the process that builds it."""
+    """Called with every state that is built, in the process that builds it."""
     sources: tuple[()] = ()
     why_compiled: None = None
     is_tiny: bool = False
-    """Whether a real, tiny model is trained, by the product's own state, in place of a modelled one."""
+    """True if the product's own state trains a real, tiny model instead of a modelled one."""
     num_parts: int = 1
-    """How many parts the modelled weights have, whoever holds them."""
+    """Number of shards of the modelled weights."""
 
     @property
     def num_lanes(self) -> int:
@@ -123,7 +123,7 @@ class ModelledPlan:
         return modelled_state(weights, self.config.parallel.cell)
 
     def first_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole of the weights that every rank begins with."""
+        """Yield the whole initial weights, the same on every rank."""
         model = TinyModel(self.manifest.num_rows) if self.is_tiny else self._first_weights()
         yield from model.state_dict().items()
 

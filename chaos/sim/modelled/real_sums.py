@@ -1,7 +1,7 @@
-"""A step's sums where a real model is trained: gradients by the product's own sum, counts by the simulator's.
+"""Sums of a step with a real model: gradients by the product's own sum, counts by the simulator's.
 
-Nothing is differentiated: a lane leaves its gradients as a backward pass would. What the product exchanges during that
-pass, it exchanges at the lane's end then.
+There is no backward pass: a lane sets its gradients directly, and exchanges that would overlap with the pass happen at
+the lane's end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_train.job.state import AppliedState
 
 
 class RealSum(SampleCounts):
-    """What `GradientSum` is: that of the state's shards, and beside it the samples of the lanes."""
+    """Stand-in for `GradientSum`: the sum of the state's shards, plus the lanes' samples."""
 
     def __init__(self, state: AppliedState, group: SimGroup, num_lanes: int) -> None:
         model = state.model
@@ -44,7 +44,7 @@ class RealSum(SampleCounts):
 
 
 class CountedBuffers:
-    """What `BufferMean` is to its users: buffers that a step changes by what was counted of it."""
+    """Stand-in for `BufferMean`: buffers derived from a step's counts."""
 
     has_changed = False
     is_tracking = True

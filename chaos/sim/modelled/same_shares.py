@@ -1,9 +1,8 @@
-"""What every rank works out of the same seats, worked out once for all ranks of a job.
+"""Compute once for all ranks of a job what follows from the same seats.
 
-Ranks of one job have one layout, or, in cells, one for each place, so what follows from seats, arcs and grains is the
-same on all of them. Nothing is
-kept from one job to the next, as a planted bug may be in what is worked out; but what an optimizer keeps is, among jobs
-without one: to try it takes longer than some of them.
+Ranks of one job have one layout, or in cells one per place, so results derived from seats, arcs and grains are equal.
+Results are not shared between jobs, because a planted bug may affect them; except optimizer slots, among jobs without a
+bug: trying the optimizer out takes longer than some jobs.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
 
 NUM_LAYOUTS = 1 << 10
-"""Layouts that processes have, which are of one kind, or, in cells, of one for each place."""
+"""Most layouts of processes that are remembered; they are equal, or in cells one kind per place."""
 _SLOTS = Known()
-"""What optimizers keep, for all jobs in which no bug is planted."""
+"""Optimizer slots, for all jobs without a planted bug."""
 
 
 class SameShares:
-    """The product's functions of seats, for the ranks of one job; what follows from one list is remembered with it."""
+    """The product's functions of seats, cached for the ranks of one job; results of one list live as long as it."""
 
     def __init__(self, *, is_planted: bool) -> None:
-        """`is_planted` says that some of the product's code is replaced by a bug."""
+        """`is_planted` is True if a bug replaces some of the product's code."""
         self._runs, self._owned, self._cuts = Known(), Known(), Known()
         kinds = dict[tuple[LaidOut, ...], int]()
         self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
@@ -49,7 +48,7 @@ class SameShares:
         self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
-        by_layout = self._common(seats)  # the seats of a cell mean the same in the column of each place
+        by_layout = self._common(seats)  # seats of a cell mean the same in every place's column
         if id(layout) not in by_layout:
             by_layout[id(layout)] = _CommonSeating(layout, circle, seats, 0)
         return _OwnSeating(by_layout[id(layout)], rank)
@@ -58,7 +57,7 @@ class SameShares:
         return self._left(brought, shards)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> list[Slots]:
-        """Return what an optimizer keeps, which is tried out once."""
+        """Return the optimizer's slots, tried out once."""
         groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
         return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))
 
@@ -83,7 +82,7 @@ def _bytes_of(arrays: Sequence[Int64s]) -> tuple[bytes, ...]:
 
 
 class _CommonSeating(Seating):
-    """What all ranks of a world find of their seats."""
+    """The part of a seating that is equal on all ranks of a world."""
 
     @cached_property
     def known_runs(self) -> Known:
@@ -95,7 +94,7 @@ class _CommonSeating(Seating):
 
 
 class _OwnSeating(Seating):
-    """A rank's seating, which asks that of all for what is no rank's own."""
+    """A rank's seating, which delegates whatever is not specific to the rank."""
 
     def __init__(self, common: _CommonSeating, rank: int) -> None:
         self.layout, self.seats, self.rank = common.layout, common.seats, rank

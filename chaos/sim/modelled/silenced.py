@@ -1,4 +1,4 @@
-"""What a simulated process has no use for, and does nothing: a display, a compaction."""
+"""Stand-ins that do nothing: a display, a compaction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Silent:
 
 
 class Uncompacted:
-    """A compaction that does not happen: the simulated etcd keeps no history."""
+    """A compaction that does nothing: the simulated etcd keeps no history."""
 
     def __init__(self, *_: object) -> None: ...
     def close(self) -> None: ...

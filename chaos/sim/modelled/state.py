@@ -1,7 +1,7 @@
-"""The modelled state of a rank: its place's part of the weights, by the product's rules.
+"""The modelled state of a rank: its shard of the weights, by the product's rules.
 
-What is modelled are the tensors. Which part a rank has, takes, gives, compares, writes and reads, and what becomes of a
-step that its world has left, is what `elastic_train.job` says.
+Only tensors are modelled. `elastic_train.job` decides which shard a rank holds, receives, sends, compares, writes and
+reads, and what happens to a step whose world is abandoned.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from elastic_train.placement.holdings import Column
 from elastic_train.placement.table import Parts
 
 _EXACT = (1 << 52) - 1
-"""Integers up to here are floats of their own."""
+"""Largest integer that a float64 represents exactly here."""
 
 
 class CutWeights:
-    """What `CutModel` is to its users: the digest is cut for the places of a cell, and the counts are not."""
+    """Stand-in for `CutModel`: the digest is split over the places of a cell, the counts are not."""
 
     experts = None
     has_weights = True
@@ -84,10 +84,10 @@ class CutWeights:
 
 
 class ModelledShare(WholeShare):
-    """All of a part of the modelled weights; there are no moments."""
+    """A whole shard of the modelled weights, without moments."""
 
     def __init__(self, weights: Weights, column: Column, kept: State) -> None:
-        """`kept` is what an optimizer keeps of the part."""
+        """`kept` is the optimizer's state of the shard."""
         nothing = SimpleNamespace(param_groups=[], state={})
         Share.__init__(self, weights, nothing, column)  # type: ignore[arg-type]  # all that is asked of them
         self._weights, self._kept = weights, kept
@@ -112,7 +112,7 @@ class ModelledShare(WholeShare):
         return {}
 
     def measure(self) -> Tensor:
-        """Return what all places hold, and this place's part, as first grains; no norm of what is whole is asked."""
+        """Return stand-in norms, one for this place's shard; empty for whole weights, which need none."""
         gradient = self._weights.gradient
         assert gradient is not None, "a step has a gradient"
         if len(self._weights.parts) == self._weights.size:
@@ -131,7 +131,7 @@ class ModelledShare(WholeShare):
 
 
 class Rate:
-    """What stands for a learning rate's schedule."""
+    """Stand-in for a learning rate schedule."""
 
     def get_last_lr(self) -> list[float]:
         return [1.0]
@@ -139,7 +139,7 @@ class Rate:
 
 @dataclass
 class ModelledState:
-    """What `elastic_train.job.state.AppliedState` is to its users."""
+    """Stand-in for `elastic_train.job.state.AppliedState`."""
 
     model: Weights
     shards: StateShards
@@ -203,7 +203,7 @@ class ModelledState:
 
 
 def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
-    """Return the state of a rank that no world has given a place yet, around the whole of the first weights."""
+    """Return the initial state of a rank without a place, around the whole initial weights."""
     kept: State = {"optimizer": {"state": {}}} if cell.holds_parts else {}
     shards = StateShards(
         model=weights,  # type: ignore[arg-type]  # it has all that is asked of one
@@ -217,7 +217,7 @@ def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
 
 @lru_cache(64)
 def _parts(num_rows: int, size: int, num_parts: int) -> Parts:
-    """Return what the ranks of each part hold of a digest of `size` parts: the counts, and one part, or all."""
+    """Return the tensors that each place holds: the counts, and one shard of a digest of `size` shards, or all."""
     counts = Listed("counts", (num_rows,), "torch.int64")
     cut = cut_along((WORDS * size,), 0)
     assert cut is not None, "it is cut"

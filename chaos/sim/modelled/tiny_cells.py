@@ -1,9 +1,7 @@
-"""The tiny model where cells hold it: each place has a part, and spreads that part's moments over its column.
+"""The tiny model in cells: each place has a parameter shard, whose moments are sharded over its column.
 
-The state is the product's own. Only what a task says of a model is said
-here: which of its parameters are in which stage, and along which dimension those of a stage are cut for its ranks. What
-a lane gives is element by element, so every rank works out that of its part by itself, and nothing is exchanged within
-a lane.
+The state is the product's own; only the task's part is here: which parameters are in which stage, and along which
+dimension they are split within it. Gradients are element-wise, so every rank computes its own shard without exchanges.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from elastic_train.placement.grains import cut_along
 from elastic_train.placement.holdings import Column
 
 UNCUT = 3
-"""Of so many neighbouring parameters of a stage one is whole on all of its ranks."""
+"""One in this many consecutive parameters of a stage is not split."""
 
 
 @lru_cache(64)
 def tiny_cuts(cell: Cell) -> Mapping[str, Cut]:
-    """Return how the model is cut: its parameters go to stages in turn, and most are cut for the ranks of theirs."""
+    """Return the cuts of the model: parameters go to stages round-robin, and most are split within a stage."""
     cuts = dict[str, Cut]()
     for number, (name, shape) in enumerate(SHAPES.items()):
         stage, turn = number % cell.stage, number // cell.stage
@@ -51,7 +49,7 @@ def _span(number: int, degree: int, length: int) -> tuple[int, int]:
 
 
 class TinyCut(CutModel):
-    """The product's cut of a model, of whose parts none needs another within a lane."""
+    """The product's cut of a model whose shards are independent within a lane."""
 
     def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
         super().__init__(model, plan, cell, links)
@@ -75,14 +73,14 @@ def _joined(parts: Sequence[object], cut: Cut) -> Tensor:
 
 @lru_cache(1 << 14)
 def _part_of_leaf(ids: tuple[int, ...], cell: Cell, place: int) -> Mapping[str, Tensor]:
-    """Return what a place has of a lane's part of the gradient that its samples alone decide."""
+    """Return a place's shard of a lane's sample-dependent gradient."""
     cuts = tiny_cuts(cell)
     leaf = leaf_of(ids)
     return {name: cuts[name].part_of(one, place) if name in cuts else one for name, one in leaf.items()}
 
 
 class SameColumns:
-    """What the places of a cell hold, worked out once for all ranks of a job."""
+    """Compute once for all ranks of a job what the places of a cell hold."""
 
     def __init__(self) -> None:
         self._known = Known()

@@ -1,9 +1,8 @@
-"""A real model of a dozen parameters of a few elements, which the product's own state trains, whole or in shards.
+"""A real model of a dozen tiny parameters, trained by the product's own state, whole or in shards.
 
-Every parameter is a grain of its own, so that shares are cut between them. Two are updated by other settings, and one
-is frozen: flat vectors of three kinds. Six stand in two blocks, whose weights are gathered one block at a time where
-they are in shards. The witness's counts and the digest word of the modelled weights are its buffers, which every rank
-has whole.
+Every parameter is one grain, so shards are cut between parameters. Two have other optimizer settings, and one is
+frozen: flat vectors of three kinds. Six are in two blocks, which are gathered one at a time if sharded. The witness's
+counts and the digest of the modelled weights are buffers, whole on every rank.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "p11": (5, 1),
 }
 CUT_DIMS = {name: (len(shape) - 1) * (number % 2) for number, (name, shape) in enumerate(SHAPES.items())}
-"""The dimension along which cells cut each: vectors and some matrices by the first, other matrices by the second."""
+"""Dimension along which cells split each parameter: the first for vectors and some matrices, else the second."""
 _GROUPS = (
     ParameterGroup(("blocks.0.p3", "blocks.1.p8"), lr_factor=0.5),
     ParameterGroup(("blocks.1.p6",), is_frozen=True),
 )
 _FROZEN = {name for group in _GROUPS if group.is_frozen for name in group.names}
 _SHARE = 0.25
-"""Of the weights, in every lane's gradient: a power of two, so that no kernel's fused addition rounds otherwise."""
+"""Share of the weights in each lane's gradient: a power of two, so that fused additions round alike."""
 
 
 class _Part(nn.Module):
-    """Some of the parameters; a pass through it adds a lane's gradient, of those in its own parts included."""
+    """Some of the parameters; its forward pass adds a lane's gradient, including those of submodules."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -64,17 +63,17 @@ class _Part(nn.Module):
         self._own = [path.rpartition(".")[2] for path in self._trained]
 
     def forward(self, leaf: Mapping[str, Tensor]) -> None:
-        """Add a leaf, and so much of the weights, to the gradients; there are none yet where each lane has its own."""
+        """Add a leaf, and `_SHARE` of the weights, to the gradients, which are unset if each lane has its own."""
         trained = [self._parameters[name] for name in self._own]
         weights = [one.detach() for one in trained if one is not None]
         added = torch._foreach_add([leaf[path] for path in self._trained], weights, alpha=_SHARE)
         for one, gradient in zip(trained, added, strict=True):
             assert one is not None, "a parameter by its name"
-            one.grad = gradient if one.grad is None else one.grad.add_(gradient)  # the sum of the leaf's sibling
+            one.grad = gradient if one.grad is None else one.grad.add_(gradient)  # adds to its sibling's gradient
 
 
 class TinyModel(_Part):
-    """The parameters, and beside them what is counted; `gradient` is what the next step counts."""
+    """The parameters and counting buffers; `gradient` is the next step's counts."""
 
     counts: Tensor
     digest: Tensor
@@ -86,17 +85,17 @@ class TinyModel(_Part):
         self.register_buffer("digest", torch.zeros(2, dtype=torch.int64))
         self.gradient: Gradient | None = None
         self.part_of: Callable[[tuple[int, ...]], Mapping[str, Tensor]] = leaf_of
-        """What a lane of some samples adds to the gradients, without what the weights add."""
+        """Sample-dependent part of a lane's gradient."""
 
     def add_gradient(self, ids: tuple[int, ...]) -> None:
-        """Add a lane's gradient, which follows from its samples and from the weights."""
+        """Add a lane's gradient, a function of its samples and the weights."""
         leaf = self.part_of(ids)
         self(leaf)
         for block in self.blocks:
             block(leaf)
 
     def counted(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers, and what they become with the step that is in place."""
+        """Return the buffers, each with its value after the next step."""
         assert self.gradient is not None, "a step has a gradient"
         low, high = self.digest.tolist()
         digest = derive(high << 32 | low, self.gradient.digest, step)
@@ -105,7 +104,7 @@ class TinyModel(_Part):
 
 
 def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> AppliedState:
-    """Build the product's state around such a model."""
+    """Build the product's state around a tiny model."""
     return build_state(
         TinyModel(num_rows),
         config.optimizer,
@@ -121,19 +120,19 @@ def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> Applied
 
 @cache
 def _initial_weights() -> Mapping[str, Tensor]:
-    """Return what all parameters begin with, by path."""
+    """Return the initial parameters, by path."""
     return dict(zip(SHAPES, _floats_of(0, list(SHAPES.values()), -4), strict=True))
 
 
 @lru_cache(1 << 12)
 def leaf_of(ids: tuple[int, ...]) -> Mapping[str, Tensor]:
-    """Return a lane's part of the gradient that its samples alone decide, by trained parameter."""
+    """Return a lane's sample-dependent gradient, by trained parameter."""
     shapes = {name: shape for name, shape in SHAPES.items() if name not in _FROZEN}
     return dict(zip(shapes, _floats_of(hash_of(ids), list(shapes.values()), 0), strict=True))
 
 
 def _floats_of(key: int, shapes: Sequence[tuple[int, ...]], exponent: int) -> list[Tensor]:
-    """Return floats of 2^-8 to 2^8, times a power of two, of either sign."""
+    """Return floats of random sign, magnitude 2^-8 to 2^8 times 2^`exponent`."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     words = mix64_array(np.arange(sum(sizes), dtype=np.uint64) + np.uint64(derive(key)))
     mantissas = 1.0 + (words >> np.uint64(8) & np.uint64(0xFFFFFF)) / (1 << 24)

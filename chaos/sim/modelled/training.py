@@ -1,7 +1,7 @@
-"""What is modelled because it would be tensors: the model, its gradient, and the samples' bytes.
+"""Models of the model, its gradient and the samples' bytes.
 
-The state is a hash that every step folds the applied samples' ids into (in any order, since lanes add up), and the
-witness's counts, one for every sample. Equal hashes at the end are equal weights; the counts need no trust in anything.
+The state is a hash into which every step folds the applied samples' ids (in any order, since lanes add up), and the
+witness's count of every sample. Equal final hashes mean equal weights; the counts are independent evidence.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from elastic_train.parallel.gradient_sum import make_sum
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 CUT_DIMS = {"digest": 0}
-"""The tensor that is cut in cells."""
+"""The tensor that cells split."""
 _NO_NORM = torch.tensor(0.0)
 WORDS = 2
-"""How many words a digest has: an int64 holds no 64 bits without a sign."""
+"""Words per digest: an int64 cannot hold 64 unsigned bits."""
 VECTOR = 7
-"""How long the lanes' vectors are: no number of ranks cuts them evenly."""
+"""Length of the lanes' vectors: no number of ranks divides it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What a step adds: how often each sample is in it, and the sum of its lanes' hashes."""
+    """A step's contribution: counts of each sample, and the sum of its lanes' hashes."""
 
     counts: Int64s
     digest: int
     bits: int = 0
-    """A checksum of the mean of the lanes' vectors, where the job has them."""
+    """A checksum of the mean of the lanes' vectors, if the job has them."""
 
 
 @dataclass
 class Weights:
-    """The modelled weights, and the gradient that the next step adds.
+    """The modelled weights, and the next step's gradient.
 
-    They have as many parts as a cell has places, each a digest of its own, of two words; `parts` are those that are
-    held of `size`, and everybody holds the counts.
+    They have one shard per place of a cell, each a digest of two words; `parts` are the held ones of `size`. Every rank
+    holds the counts.
     """
 
     counts: Int64s
@@ -61,7 +61,7 @@ class Weights:
     device: ClassVar = torch.device("cpu")
 
     def advance(self, step: int) -> None:
-        """Add the gradient, which no part has as another."""
+        """Add the gradient, which changes each shard differently."""
         gradient = self.gradient
         assert gradient is not None, "a step has a gradient"
         self.counts += gradient.counts
@@ -87,7 +87,7 @@ class Weights:
 
 
 class SampleCounts:
-    """The lanes' samples, and the commutative sum of their hashes."""
+    """The lanes' samples, and the sum of their hashes."""
 
     def __init__(self, num_rows: int, group: SimGroup) -> None:
         self._num_rows, self._group = num_rows, group
@@ -100,7 +100,7 @@ class SampleCounts:
         self._ids.append(ids)
 
     def counted(self) -> Gradient:
-        """Return what all ranks' lanes add up to."""
+        """Return the sum over all ranks' lanes."""
         return self._group.fold(tuple(self._ids), self._add)
 
     def _add(self, parts: list[object]) -> Gradient:
@@ -110,7 +110,7 @@ class SampleCounts:
 
 
 class ModelledSum(SampleCounts):
-    """What `GradientSum` is, of samples alone."""
+    """Stand-in for `GradientSum`, of samples only."""
 
     def __init__(self, weights: Weights, group: SimGroup) -> None:
         super().__init__(len(weights.counts), group)
@@ -124,9 +124,9 @@ class ModelledSum(SampleCounts):
 
 
 class VectorSum(ModelledSum):
-    """The same, and beside it the product's own sum of short vectors, one of each lane, along the tree of lanes.
+    """A sum of samples, plus the product's own sum of one short vector per lane, along the tree of lanes.
 
-    Their floats do not add up to the same bits in another order, so a wrong tree, or a wrong cut, is another hash.
+    Float addition depends on the order, so a wrong tree or cut gives another hash.
     """
 
     def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
@@ -155,7 +155,7 @@ class VectorSum(ModelledSum):
 
 @lru_cache(1 << 12)
 def _vector_of(ids: tuple[int, ...]) -> torch.Tensor:
-    """Return a lane's vector: floats between 2^-8 and 2^8 that follow from its samples."""
+    """Return a lane's vector: floats between 2^-8 and 2^8, derived from its samples."""
     words = [derive(hash_of(ids), place) for place in range(VECTOR)]
     return torch.tensor([2.0 ** (word % 16 - 8) * (1.0 + (word >> 8 & 0xFFFFFF) / (1 << 24)) for word in words])
 

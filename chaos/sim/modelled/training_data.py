@@ -1,7 +1,7 @@
-"""The training data as the product meets it: which row groups can be read where, and the lanes that are made of them.
+"""Simulated training data: readability of row groups per node, and the lanes made of them.
 
-Ids come from the product's own order and sampler, and what is left out or missed from its own batch builder; there are
-no rows. What a loader has read it holds for a while, so of two ranks one may still have what the other cannot read.
+Ids come from the product's own order and sampler, missing samples from its own batch builder; there are no rows. A
+loader holds what it has read for a while, so one rank may still have what another cannot read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from elastic_train.system.failpoints import reach
 
 EVERYWHERE = -1
 MOST_HELD = 2
-"""So many row groups a loader holds; a real one holds those of some blocks for each lane, which is all that there is
-here."""
+"""Row groups that a loader holds; a real one holds some blocks per lane, here that is everything."""
 
 
 class Dataset:
-    """Which row groups cannot be read, and from which nodes; `may_spoil` says that a run has such faults."""
+    """Unreadable row groups, and from which nodes; `may_spoil` is True if the run has such faults."""
 
     def __init__(self, kernel: Kernel, *, may_spoil: bool) -> None:
         self._kernel, self.may_spoil = kernel, may_spoil
@@ -47,20 +46,20 @@ class Dataset:
             self._bad.remove((group, node))
 
     def is_own(self, node: int) -> bool:
-        """Say whether a node has, or had, a copy of its own that is damaged."""
+        """Return True if a node has, or had, its own damaged copy."""
         return node in self._own
 
     def restore(self, node: int) -> None:
-        """Give a node a good copy, as an operator would."""
+        """Give a node an intact copy, as an operator would."""
         self._bad = [(group, other) for group, other in self._bad if other != node]
 
     def is_bad(self, group: int) -> bool:
-        """Say whether the node of the running process cannot read a row group."""
+        """Return True if the running process's node cannot read a row group."""
         return (group, EVERYWHERE) in self._bad or (group, self._kernel.process.node) in self._bad
 
 
 class ModelledFeed:
-    """What `elastic_train.job.sample_streams.Feed` is to its users."""
+    """Stand-in for `elastic_train.job.sample_streams.Feed`."""
 
     validation_digest = None
 
@@ -81,7 +80,7 @@ class ModelledFeed:
                 step = []
 
     def try_collate(self, order: Order) -> None:
-        """A modelled batch draws nothing."""
+        """Do nothing: a modelled batch uses no random numbers."""
 
     def why_unreadable(self, group: int) -> str:
         return _why(group) if self._data.is_bad(group) else ""
@@ -91,7 +90,7 @@ class ModelledFeed:
 
 
 class _Loader:
-    """Reads the row groups that slices need, and holds the last ones."""
+    """Reads the row groups of slices, and holds the last ones."""
 
     def __init__(
         self, data: Dataset, order: Order, left_out: tuple[tuple[int, int], ...], *, quarantines: bool
@@ -114,7 +113,7 @@ class _Loader:
         return _sifted(order, epoch, lane, lo, hi, self._left_out, missed)
 
     def _has(self, group: int) -> bool:
-        """Say whether a row group is held, or can be read, and so is held from now on."""
+        """Return True if a row group is held, or can be read and held from now on."""
         if group not in self._held and self._data.is_bad(group):
             return False
         self._held.pop(group, None)
@@ -130,7 +129,7 @@ def micro_batch_of(order: Order) -> int:
 
 @lru_cache(64)
 def order_of(rows: tuple[int, ...], num_lanes: int, seed: int, micro_batch: int) -> Order:
-    """Return the order of a run; runs of one shape share it, and what was worked out of it."""
+    """Return the order of a run, cached by shape."""
     order = Order(rows, num_lanes=num_lanes, seed=seed, block_row_groups=2)
     order.micro_batch = micro_batch  # type: ignore[attr-defined]
     return order
@@ -144,7 +143,7 @@ def _batch(order: Order, epoch: int, lane: int, lo: int, hi: int) -> LaneBatch:
 
 @lru_cache(1 << 17)
 def _ids_of_lane(order: Order, epoch: int, lane: int) -> Int64s:
-    """Return all of a lane's sample ids: its ranks ask for them step by step, all in the same epochs."""
+    """Return all of a lane's sample ids, cached: its ranks ask step by step."""
     return order.epoch(epoch).ids(lane, 0, -(-order.num_samples // order.num_lanes))
 
 
@@ -164,7 +163,7 @@ def _sifted(
     left_out: tuple[tuple[int, int], ...],
     missed: tuple[int, ...],
 ) -> LaneBatch:
-    """Make a micro-batch as the product does, of a slice that has samples in holes, or that cannot be read."""
+    """Make a micro-batch as the product does, from a slice with unreadable samples or holes."""
 
     def rows_of(group: int) -> Rows:
         if group in missed:
@@ -181,7 +180,7 @@ def _sifted(
 @lru_cache(64)
 def _rows(count: int) -> Rows:
     numbers = pa.py_buffer(np.arange(count))
-    return Rows(pa.table({"row": pa.Array.from_buffers(pa.int64(), count, [None, numbers])}))  # imports no pandas
+    return Rows(pa.table({"row": pa.Array.from_buffers(pa.int64(), count, [None, numbers])}))  # avoids importing pandas
 
 
 def _why(group: int) -> str:

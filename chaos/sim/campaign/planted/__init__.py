@@ -1,5 +1,5 @@
-"""Bugs planted in the product's code while it is simulated: each must be caught by the invariant named beside it.
+"""Bugs planted in the running product: the judge must catch each with one of the invariants listed for it.
 
-A simulator that has never failed has proved nothing. `chaos.planted.catalogue` plants what bugs leave in files; here
-the bug itself is in the running code, and the faults have to bring it to light within a bounded number of seeds.
+A simulator that has never failed has proved nothing. `chaos.planted.catalogue` plants the traces of bugs in files; here
+the running code has the bug, and faults must expose it within a bounded number of seeds.
 """

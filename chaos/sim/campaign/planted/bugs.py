@@ -1,4 +1,4 @@
-"""Product code as it must not be: what `chaos.sim.campaign.planted.catalogue` puts in the place of the real one."""
+"""Broken versions of product functions, which `chaos.sim.campaign.planted.catalogue` installs."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ from rendezvous.membership.store import Snapshot
 
 
 def let_epochs_pass(*_: object) -> None:
-    """Compare nothing at the end of an epoch."""
+    """Skip the coverage check at the end of an epoch."""
 
 
 def meet_or_drop(session: Session, norm: Tensor) -> tuple[Tensor, None]:
-    """Lose the step with the peer."""
+    """Drop the step when a peer is lost."""
     session.world.group.all_gather(norm)
     return norm, None
 
 
 def facts_of_a_sound_step(*facts: Any) -> StepFacts:
-    """Take a step's loss for a number, whatever it is."""
+    """Treat every loss as finite."""
     return replace(StepFacts(*facts), loss=0.0)
 
 
 def merge_from_left_to_right(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:
-    """Name additions that make up the same sum otherwise."""
+    """Merge from left to right: the same sum in another order."""
     first, *others = sorted(parts, key=lambda part: part.lo)
     return [(first, other, first) for other in others]
 
 
 def halving_off_by_one(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Let the upper half begin one element too late, for both partners."""
+    """Start the upper half one element too late, for both partners."""
     return [
         (partner, kept, (given[0] + 1, given[1])) if kept[0] < given[0] else (partner, (kept[0] + 1, kept[1]), given)
         for partner, kept, given in halving_turns(rank, size, length)
@@ -82,7 +82,7 @@ def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Ch
 
 
 def steps_from(shift: int) -> Callable[[Session], Iterator[Sequence[LaneBatch]]]:
-    """Begin a world at another cursor than the applied one: ahead by what was fetched, or one step behind."""
+    """Start a world at a wrong cursor: `shift` steps after the applied one, or before it if negative."""
 
     def steps(self: Session) -> Iterator[Sequence[LaneBatch]]:
         plan, state, order = self.plan, self.state, self.plan.order
@@ -94,18 +94,18 @@ def steps_from(shift: int) -> Callable[[Session], Iterator[Sequence[LaneBatch]]]
 
 
 def steps_run_dry(self: Session) -> Iterator[Sequence[LaneBatch]]:
-    """Feed two thirds of the job's steps, and take that for its end."""
+    """Feed two thirds of the job's steps, then end as if the job were complete."""
     plan, state = self.plan, self.state
     left = max(0, plan.total_steps * 2 // 3 - state.step)
     return iter(plan.feed.training(plan.order, self.lanes, state.cursor, left)) if left else iter(())
 
 
 def finish_without_commit(self: Commits) -> None:
-    """Take the newest commit for the last one."""
+    """Skip the last commit."""
 
 
 def record_first(self: writer.CommitWriter, draft: Any, write: Callable[[], Any], gate: Any = None) -> Any:
-    """Create the record, and only then let the store have the files that it promises."""
+    """Create the commit record first, and only then write the files that it lists."""
     kept, pending = self._store, _Pending(self._store)
 
     def write_pending() -> Any:
@@ -126,7 +126,7 @@ _PUBLISH = writer.CommitWriter.publish
 
 
 class _Pending:
-    """A store that keeps files back and creates records at once."""
+    """A store that delays files and creates records at once."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._held = store, dict[str, bytes]()
@@ -152,7 +152,7 @@ class _Pending:
 
 
 def one_before(store: Store, *, published: str | None = None) -> reader.Discovery:
-    """Find the newest commit, and continue from the one before it."""
+    """Find the newest commit, but continue from its parent."""
     found = _DISCOVER(store, published=published)
     before = found.head and found.head.parent_key
     return replace(found, head=reader.read_record(store, before)) if before else found
@@ -162,18 +162,18 @@ _DISCOVER = reader.discover
 
 
 def forget_holes(*_: object) -> tuple[Hole, ...]:
-    """Begin a world as if all data could be read."""
+    """Start a world as if all data were readable."""
     return ()
 
 
 def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
-    """Add a hole, also where one of the same row group is known that was to begin later."""
+    """Add a hole even if one of the same row group, with a later start, is known."""
     self.num_repeats += 1
     self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
 
 
 def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
-    """Send all lines, whatever the tracker holds of them, with a time that nothing else has."""
+    """Send all lines again, each with a new timestamp, whatever the tracker already has."""
     values = [replace(line, t=line.t + next(_SENT)) for line in lines if isinstance(line, Values)]
     self._opened().append(values)
     return len(values)
@@ -190,7 +190,7 @@ def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) ->
 def crash_if_different(
     group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
 ) -> None:
-    """Take what the configuration forbids for a crash."""
+    """Turn a forbidden configuration difference into a crash."""
     try:
         uniformity.check_alike(group, plan, outline, weights)
     except ConfigError as error:
@@ -198,30 +198,30 @@ def crash_if_different(
 
 
 def read_files_alone(run_dir: Path, _: object) -> LineageReader:
-    """Take the lineage from the files alone."""
+    """Read the lineage from the metrics files only."""
     return LineageReader(run_dir)
 
 
 class Unsettled(LineageReader):
-    """Reads what no commit holds, too."""
+    """Also read values that no commit covers."""
 
     def read(self, settled: float = math.inf) -> list[Values | Settled]:
         return super().read()
 
 
 def newest_by_time(store: Store, published: str | None = None) -> list[str]:
-    """Order commits by when they were made."""
+    """Order commits by modification time."""
     found = [entry for entry in store.list(COMMITS) if place_of(entry.key) and entry.size != len(VOID)]
     return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
 
 
 def _property_of(owned: Callable[[int, int, int], range]) -> property:
-    """Let a session take its lanes from a function of its replica, of how many there are, and of the lanes' number."""
+    """Make a session's lanes a function of its replica, the number of replicas and the number of lanes."""
     return property(lambda self: owned(self.world.mesh.replica, self.world.mesh.num_replicas, self.plan.num_lanes))
 
 
 def stale_lanes() -> property:
-    """Once a world has grown again, rank 1 takes the lanes of rank 0."""
+    """Give rank 1 the lanes of rank 0 once the world has grown again."""
     sizes: list[int] = []
 
     def owned(rank: int, world_size: int, num_lanes: int) -> range:
@@ -233,7 +233,7 @@ def stale_lanes() -> property:
 
 
 def first_stride() -> property:
-    """Every rank keeps the stride of the first world, whatever the size of its own."""
+    """Keep the stride of the first world, whatever the current world size."""
     sizes: list[int] = []
 
     def owned(rank: int, world_size: int, num_lanes: int) -> range:
@@ -244,7 +244,7 @@ def first_stride() -> property:
 
 
 def without_tail(order: Order, micro_batch: int) -> int:
-    """Count the steps in which every lane has a full micro-batch."""
+    """Count only the steps in which every lane has a full micro-batch."""
     return order.num_samples // order.num_lanes // micro_batch
 
 
@@ -272,7 +272,7 @@ LISTED_AFTER_S = 15.0
 
 
 class _Unchecked(CheckedFile):
-    """A file whose blocks are compared with nothing."""
+    """A file whose block checksums are not compared."""
 
     def _compare(self, checksum: int, end: int) -> None:
         pass
@@ -283,12 +283,12 @@ def unchecked(store: Store, key: str, record: FileRecord) -> CheckedFile:
 
 
 def known_or_error(key: str, found: object) -> object:
-    """Return a record, or raise what keeps it from being read."""
+    """Return a record, or raise its read error."""
     if isinstance(found, UnreadableRecordError):
         raise found
     return found
 
 
 def impatient(most: int | None, least_s: float, reached: Callable[[], int]) -> Standstill:
-    """Give up after two worlds, however soon."""
+    """Give up after two failed worlds, however soon."""
     return Standstill(2, 0.0, reached)

@@ -1,4 +1,4 @@
-"""The planted bugs: what is wrong, the code that does it, the invariants that see it, the faults that lead there."""
+"""The planted bugs: description, code that causes it, invariants that detect it, faults that expose it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
 from elastic_train.job.resharding import Taken
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
-"""Training ends by itself at the end of an epoch whose samples were not applied once each. It does not while bugs are
-planted that lead there: the judge has to see them without its help."""
+"""Disables the product's own coverage check at an epoch's end, so that the judge must find these bugs itself."""
 
 PLANTED = (
     SimBug(
@@ -283,7 +282,7 @@ PLANTED = (
         faults.kills,
         replace(SHAPE, tracked=True, recovery="restart"),
     ),
-    # What was found on the way, in the case that found it.
+    # Bugs found during development, each with the case that found it.
     SimBug(
         "any-branch-counts",
         "a world follows the rank that is furthest, even past a published commit",
@@ -358,7 +357,7 @@ PLANTED = (
     *SHARED_WEIGHTS,
     *IN_CELLS_PLANTED,
     *SHARES_IN_CELLS,
-    # The canary: nothing is wrong with the product, and the judge must say that something is wrong.
+    # The canary: the product is correct, but the judge must report a violation.
     SimBug(
         "canary",
         "storage neither lists nor opens a commit of the last seconds, against its promise",
@@ -373,7 +372,7 @@ PLANTED = (
 
 
 def named(name: str) -> SimBug:
-    """Return the planted bug of a name; ScenarioError with all names if there is none."""
+    """Return the planted bug with this name; raise ScenarioError with all known names if there is none."""
     bugs_by_name = {bug.name: bug for bug in PLANTED}
     if name not in bugs_by_name:
         raise ScenarioError(f"--plant {name}: there is no such bug; known are {', '.join(bugs_by_name)}")

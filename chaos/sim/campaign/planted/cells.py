@@ -1,4 +1,4 @@
-"""Planted bugs of cells: a lane that two have, a part at another's place or that nobody misses, a stage that lacks."""
+"""Planted bugs in cells: a lane computed twice, a wrong or unnoticed missing parameter shard, an incomplete stage."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from rendezvous.membership.rules.cells import Arrangement, CellShape
 _ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
 IN_STAGES = replace(IN_CELLS, nodes=4, ranks=2, cell=4, stages=2)
-"""Two cells, each of whose stages is two workers of a node of its own."""
+"""Two cells; each stage consists of two workers of one node."""
 
 
 def owner_before(self: Mesh) -> int:
-    """Let the last of several cells compute the lanes of the one before it."""
+    """Let the last of several cells compute the previous cell's lanes."""
     return min(self.replica, max(0, self.num_replicas - 2))
 
 
 def arrange_crossed(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Let the members of a cell change places where it lost one."""
+    """Reorder the members of a cell that has lost one."""
     found = _ARRANGE(members, shape, last, most)
     if last is None:
         return found
@@ -43,14 +43,14 @@ def arrange_crossed(
 
 
 def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group, holders: Group) -> None:
-    """Take the part of another place for that of the new one."""
+    """Keep the parameter shard of the old place after moving to a new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
     _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
 
 
 def nothing_is_missing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-    """Count a step as held if one rank holds its part of it."""
+    """Treat a step as complete if every shard column has one rank that holds it."""
     furthest = max(one.place for one in brought)
     there = {shards.column_of(rank) for rank, one in enumerate(brought) if one.place == furthest}
     return [
@@ -61,7 +61,7 @@ def nothing_is_missing(shards: StateShards, brought: Sequence[PeerState]) -> tup
 def arrange_without_a_stage(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Take a cell for whole that a fault has left without its last stage."""
+    """Accept a cell that has lost its last stage."""
     found = _ARRANGE(members, shape, last, most)
     if last is None or not found.spares:
         return found
@@ -72,7 +72,7 @@ def arrange_without_a_stage(
 def arrange_across_nodes(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Let the first members of the last stage of two cells change places, whatever their nodes are."""
+    """Swap the first members of the last stage between two cells, regardless of their nodes."""
     found, at = _ARRANGE(members, shape, last, most), shape.size - shape.stage_size
     if len(found.cells) < 2:
         return found
@@ -82,7 +82,7 @@ def arrange_across_nodes(
 
 
 def kills_in_cells(draws: random.Random) -> tuple[SimFault, ...]:
-    """Workers of any place die one after another."""
+    """Kill any workers, one after another."""
     return tuple(
         SimFault("kill_worker", at_s=draws.uniform(6, 16), node=draws.randrange(2), rank=draws.randrange(3))
         for _ in range(4)
@@ -90,7 +90,7 @@ def kills_in_cells(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def loses_a_place(draws: random.Random) -> tuple[SimFault, ...]:
-    """The same worker of both nodes dies, soon one after the other: often the two hold the same part."""
+    """Kill the same worker on both nodes in short succession: often these hold the same parameter shard."""
     at_s, rank = draws.uniform(6, 12), draws.randrange(2)
     return tuple(
         SimFault("kill_worker", at_s=at_s + node * draws.uniform(0.0, 0.2), node=node, rank=rank) for node in (0, 1)

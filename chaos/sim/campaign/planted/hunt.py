@@ -1,4 +1,4 @@
-"""A planted bug, and the hunt for a run in which the judge sees it."""
+"""A planted bug, and the search for a run in which the judge detects it."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ LIKELY: Mapping[str, int] = {
     "sweeps-without-the-name": 8,
     "waits-for-the-dead": 2,
 }
-"""The case that is run first, by its place, where the bug was found in none before it. That is only quicker: where
-another version of the product brings nothing to light there, all others follow."""
+"""Index of the case to run first: the first that exposed the bug. Only a shortcut: if the case no longer exposes the
+bug, all others follow."""
 SHAPE = Shape(nodes=3, ranks=1, lanes=6, rows=(40, 7, 30, 24), epochs=4, commit_every=3)
 
 
 @dataclass(frozen=True, slots=True)
 class SimBug:
-    """A bug: what is wrong, the code that it replaces, the invariants that see it, and the faults that lead there."""
+    """A bug: description, replaced code, invariants that detect it, and faults that expose it."""
 
     name: str
     bug: str
     code: Callable[[], Mapping[str, object]]
     invariants: Sequence[str]
     faults: Callable[[random.Random], tuple[SimFault, ...]] | str
-    """What draws faults, or the name of the kept case in which the bug was found."""
+    """Function that draws faults, or the name of the saved case in which the bug was found."""
     shape: Shape = field(default=SHAPE)
 
     def cases(self) -> Iterator[Case]:
-        """Yield every case once, the likely one first."""
+        """Yield every case once, the likeliest first."""
         every = list(self._every_case())
         yield every.pop(LIKELY.get(self.name, 0))
         yield from every
@@ -66,7 +66,7 @@ class SimBug:
             yield Case(seed, self.shape, self.faults(random.Random(f"{seed}/{self.name}")))
 
     def hunt(self) -> tuple[Outcome | None, int]:
-        """Return the first run that a named invariant counts against, None if there is none; and how many were run."""
+        """Return the first run that violates one of `invariants` (None without one), and the number of runs."""
         for number, case in enumerate(self.cases(), 1):
             outcome = simulate(case, self.code())
             if any(finding.invariant in self.invariants for finding in outcome.violations):
@@ -75,7 +75,8 @@ class SimBug:
 
 
 def near(kept: Case) -> Iterator[Case]:
-    """Yield a kept case, then its like: where the product does a little more, its faults come a little later."""
+    """Yield a saved case, then variants of it with slightly shifted faults, since the product's timing may have
+    changed."""
     yield kept
     for seed in range(SEEDS - 1):
         draws = random.Random(f"{seed}/near")

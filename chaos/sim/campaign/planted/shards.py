@@ -1,4 +1,4 @@
-"""Planted bugs of a state in shards: wrong cuts, wrong givers, steps made twice or lost, seats taken too soon."""
+"""Planted bugs in sharded state: wrong cuts, wrong senders, steps applied twice or lost, shards dropped too soon."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
 
 def runs_off_by_one(self: Seating) -> list[list[Run]]:
-    """Let what an owner finishes begin one element too late."""
+    """Start the runs that an owner reduces one element too late."""
     return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
 def at_any_place(shards: Zero1Share, one: PeerState, furthest: Place) -> Holder:
-    """Take what a rank holds for the furthest step's, however far it is."""
+    """Treat a rank's shards as those of the furthest step, whatever its own step."""
     return Holder() if one.seat is None else Holder(furthest, grains_in(shards.circle, all_arcs_of(one)))
 
 
@@ -51,7 +51,7 @@ def measure_and_remember(self: Zero1Share) -> Tensor:
 
 
 def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
-    """Apply a step, and hold it as pending."""
+    """Apply a step, and also keep it as pending."""
     _APPLY(self, facts, norm)
     if isinstance(self.shards.share, Zero1Share):
         self.pending = Pending(facts, _MEASURED.get(self.shards.share, torch.zeros(1, dtype=torch.float64)))
@@ -65,12 +65,12 @@ def keep_nothing(*_: object) -> Retained:
 
 
 def none_can(*_: object) -> list[int]:
-    """Say that no rank can apply a pending step."""
+    """Return no ranks: nobody can apply a pending step."""
     return []
 
 
 def furthest_or_nothing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-    """Look at the furthest step alone."""
+    """Consider only ranks at the furthest step."""
     furthest = max(one.place for one in brought)
     there = [one for one in brought if furthest in (one.place, comes_to(one))]
     _, num_lost = leave_out_unfinished(shards, there)

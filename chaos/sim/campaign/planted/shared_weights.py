@@ -1,4 +1,4 @@
-"""Planted bugs that show only where weights are in shards, too: stale shares, copies that nobody compares."""
+"""Planted bugs that show only with sharded weights: stale shards, copies that are not compared."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LAST: WeakKeyDictionary[Zero3Share, dict[tuple[str, Span], Tensor]] = WeakKeyDi
 
 
 def gather_from_first_memory(self: Zero3Share, column: Group, *, by_unit: bool) -> UnitWeights | None:
-    """Give peers a share from where it first was, also after it has gone and come back."""
+    """Send peers a shard from its first memory, even after it has left and come back."""
     known = _FIRST.setdefault(self, {})
     for one in self.runs:
         known.setdefault(one.run, one.weights)
@@ -49,7 +49,7 @@ def move_all_but_a_joiners_weights(
     runs: Sequence[HeldRun],
     old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Let who joins take moments alone: its weights are those that it began with."""
+    """Leave the weights of a joining rank unchanged: it receives moments only."""
     first = [one.weights.clone() for one in runs]
     arrived = _MOVE(group, shards, seating, plan, runs, old)
     for one, weights in zip(runs, first, strict=True) if shards.seating is None else ():
@@ -58,7 +58,7 @@ def move_all_but_a_joiners_weights(
 
 
 def weights_of_the_last_commit(self: Zero3Share) -> State:
-    """Return weights as they were when they were last asked for, where this rank held them then."""
+    """Return the weights as of the previous call, where this rank held them then."""
     found, known = _HELD_WEIGHTS(self), _LAST.get(self, {})
     now = {
         (name, span): tensor.clone()

@@ -1,4 +1,4 @@
-"""Planted bugs of shares within cells: one of the neighbour place, a column by itself, a loss that is none."""
+"""Planted bugs of sharded moments within cells: a neighbour's shard, a diverging column, a missed loss."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from elastic_train.parallel.group import Group
 
 _FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, peer_states._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
-"""Three cells, over which each place's moments are held twice."""
+"""Three cells; the moments of each parameter shard are held twice."""
 
 
 def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: Mapping[str, Cut], place: int) -> State:
-    """Read what the next place has of every tensor of which it has as much."""
+    """Read the neighbour's shard of every tensor whose shards have the same shape."""
     crossed = {name: replace(one, spans=(*one.spans[1:], one.spans[0])) for name, one in cuts.items()}
     alike = {name for name, one in crossed.items() if one.part_shape(place) == cuts[name].part_shape(place)}
     return _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
@@ -49,7 +49,7 @@ def rolled_forward_by_column(
 
 
 def missing_in_the_first_group(shards: StateShards, brought: Sequence[PeerState], place: Place) -> int:
-    """Count as lost what the first of the groups that hold everything once does not hold."""
+    """Count as lost whatever the first shard group alone does not hold."""
     first = [
         one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, retained=()) for one in brought
     ]
@@ -57,12 +57,12 @@ def missing_in_the_first_group(shards: StateShards, brought: Sequence[PeerState]
 
 
 def kills_of_everybody(draws: random.Random) -> tuple[SimFault, ...]:
-    """All die, once or twice, some time after a commit."""
+    """Kill all nodes once or twice, some time after a commit."""
     return tuple(SimFault("kill_job", at_s=at_s, for_s=1.0) for at_s in (draws.uniform(7, 12), draws.uniform(16, 24)))
 
 
 def dies_half_way(draws: random.Random) -> tuple[SimFault, ...]:
-    """Ranks die between others' receipts of a step's norm, so that some have applied it, and some hold it."""
+    """Kill ranks while a step's norm arrives, so that some have applied the step and others still hold it."""
     return tuple(
         SimFault("kill", point=draws.choice(("exchange", "apply", "applied")), nth=draws.randint(20, 160))
         for _ in range(3)
@@ -70,7 +70,7 @@ def dies_half_way(draws: random.Random) -> tuple[SimFault, ...]:
 
 
 def kills_one_by_one(draws: random.Random) -> tuple[SimFault, ...]:
-    """Workers of any place die, with time between them."""
+    """Kill any workers, some seconds apart."""
     return tuple(
         SimFault(
             "kill_worker", at_s=7 + 8 * turn + draws.uniform(0, 4), node=draws.randrange(3), rank=draws.randrange(2)

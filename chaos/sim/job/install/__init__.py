@@ -1,6 +1,6 @@
-"""Puts the simulated world under the product: the tables of what is replaced, module by module, and the stand-ins.
+"""Install the simulated world under the product: tables of replaced names, module by module, and the stand-ins.
 
-The product's modules keep their code. While a simulation runs, the names by which they reach the machine (clock,
-threads, sockets, etcd's client, storage, process groups, tensors) lead to the simulated ones. What is in no line of
-these tables is what ships.
+The product's modules keep their code. During a simulation, the names through which they reach the machine (clock,
+threads, sockets, etcd's client, storage, process groups, tensors) refer to simulated ones. Everything not in these
+tables is the code that ships.
 """

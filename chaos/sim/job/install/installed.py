@@ -1,4 +1,4 @@
-"""Puts everything that the tables name in place, for as long as a simulation runs."""
+"""Install all replacements for the duration of a simulation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from chaos.sim.job.live_node import Node
 def installed(
     host: Host, nodes: Sequence[Node], reach: Callable[[str], None], bug: Mapping[str, object]
 ) -> Iterator[None]:
-    """Let the product run over a job's simulated world, for as long as the context lasts.
+    """Run the product over a job's simulated world within this context.
 
-    `reach` is called with every failpoint that a process comes to; `bug` replaces product code by path.
+    `reach` is called at every failpoint; `bug` replaces product code by path.
     """
     outside = (*machine(host.around), *world(host, reach), *launch(host, nodes), *track(host.around.tracking))
     with contextlib.ExitStack() as undo:

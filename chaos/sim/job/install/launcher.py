@@ -1,4 +1,4 @@
-"""What agents, and the workers of `restart` mode, find on their machine."""
+"""Replacements for agents, and for the workers of `restart` mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from chaos.sim.modelled.silenced import Uncompacted
 
 
 def launch(host: Host, nodes: Sequence[Node]) -> Iterable[Replacement]:
-    """Replace what agents, and the workers of `restart` mode, find on their machine."""
+    """Yield the replacements for agents, and for the workers of `restart` mode."""
     around, client, kernel = host.around, client_of(host.around), host.kernel
     agents = "torch.distributed.elastic.agent.server"
     mine = {"os": Launcher(host), "atexit": SimpleNamespace(register=lambda _: None)}

@@ -1,4 +1,4 @@
-"""The machine's own modules, wherever the product has imported them."""
+"""The standard library's modules, wherever the product imports them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MACHINE: Mapping[str, ModuleType] = {
 
 
 def machine(around: Surroundings) -> Iterator[Replacement]:
-    """Replace the machine's own modules wherever the product has imported them."""
+    """Yield replacements for the standard library's modules wherever the product imports them."""
     here = stdlib.Here(around.kernel, around.net.connect)
     stand_ins = {
         "time": stdlib.Time(around.kernel),
@@ -94,5 +94,5 @@ def machine(around: Surroundings) -> Iterator[Replacement]:
                 yield module, name, stand_ins[name]
     for path in ("elastic_train.world.claims", "elastic_train.tracking.history"):
         yield importlib.import_module(path), "os", here
-    # The judge compares when commits were made, so no jump of a clock moves that; what a clock is ahead, it finds out.
+    # Commit times are compared by the judge, so clock jumps do not affect them; it measures constant skews itself.
     yield importlib.import_module("elastic_train.checkpoint.commits.writer"), "time", stdlib.SteadyTime(around.kernel)

@@ -1,4 +1,4 @@
-"""One line of the tables, and stand-ins that need nothing of a job."""
+"""One entry of the tables, and stand-ins that need no job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 Replacement = tuple[ModuleType | type, str, object]
-"""A module or a class, a name in it, and what the name leads to meanwhile."""
+"""A module or class, a name in it, and the replacement."""
 
 
 def within(path: str, **stand_ins: object) -> Iterator[Replacement]:

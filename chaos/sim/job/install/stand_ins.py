@@ -1,4 +1,4 @@
-"""The stand-ins that know the job: its etcd, its environments, its evidence."""
+"""Stand-ins that know the job: etcd, environments, evidence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic_train.tracking.history_files import Stagnation
 
 
 def client_of(around: Surroundings) -> Callable[..., EtcdClient]:
-    """Return what makes a process's way to etcd."""
+    """Return the constructor of a process's etcd client."""
 
     def client(*_: object, give_up_after_s: float = 4.0) -> EtcdClient:
         return EtcdClient(around.etcd, around.kernel.process, give_up_after_s)
@@ -34,7 +34,7 @@ def undelayed(store: StorageClient, on_progress: object) -> StorageClient:
 
 
 class Launcher:
-    """The `os` of a process, as far as it is an environment: of a worker it is what its agent gave it."""
+    """`os`, reduced to the environment that the agent gave the process."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -45,7 +45,7 @@ class Launcher:
 
 
 class SimHistory(History):
-    """A history whose lines go to the evidence, stamped by a clock of its node that no fault moves."""
+    """A history that writes to the evidence, stamped by a node clock that no fault moves."""
 
     def __init__(self, host: Host, files: BackgroundFiles, run_dir: str, term: int, rank: int, most_bytes: int) -> None:
         self.term, self._rank = term, rank
@@ -66,7 +66,7 @@ class SimHistory(History):
         """Etcd alone names the newest commit."""
 
     def stagnation(self, most: int) -> Stagnation:
-        """Nothing in a simulated job keeps it at one step."""
+        """Return an empty record: nothing in a simulated job makes it stagnate."""
         return Stagnation()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class SimHistory(History):
 
 
 class SimUnformedWorlds(UnformedWorlds):
-    """What did not form, noted in the evidence."""
+    """Records worlds that did not form in the evidence."""
 
     def __init__(self, host: Host, *_: object) -> None:
         process = host.kernel.process
@@ -93,7 +93,7 @@ class SimUnformedWorlds(UnformedWorlds):
 
 
 def prove(host: Host, config: Config, device: torch.device) -> Proof | None:
-    """Begin to examine a machine that computes wrongly; of any other nothing would come."""
+    """Start the check of a machine that computes wrongly; return None for any other."""
     if host.kernel.process.node not in host.around.unfit or host.context() is None:
         return None
     wrong = fail("products", "core 0 computes wrongly", "take this machine out of use")

@@ -1,4 +1,4 @@
-"""What computes, and the format of tensors in files."""
+"""Computation and tensor files."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from elastic_train.world import uniformity
 _FORWARD = turns._Turns.forward
 _NORM_OF = gradient_norm.norm_of
 NUM_LANES_READ = 1 << 12
-"""Lanes of steps that some process has still to count: the same for all that read them."""
+"""Cached lanes of steps that some process has still to count; all readers share them."""
 
 
 def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
-    """Replace what computes, and the format of tensors in files; `is_planted` says that there is a bug beside it."""
+    """Yield replacements for computation and tensor files; `is_planted` is True if product code has a planted bug."""
 
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
@@ -76,20 +76,20 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.training.open_session",
         sum_of_gradients=gradient_sum,
-        # Every rank of a cell works out its lanes as a whole.
+        # Every rank of a cell computes its lanes whole.
         _open_stage=lambda plan, world, state: Stage(plan.task, state.model),
     )
     decided, deciding = Known(), uniformity.deciding
     yield from within(
         "elastic_train.world.uniformity",
         kernels_of=lambda device: {"device": device.type},
-        # Of the one plan that all processes of a job have: their code's version may differ.
+        # All processes share one plan, but their code versions may differ.
         deciding=lambda plan: decided(uniformity._version("elastic-train"), lambda: deciding(plan)),
     )
     yield from within("elastic_train.training.step", _coverage_of=coverage_of, fold=memory_of(step_sums.fold))
     yield from within("elastic_train.training.turns", _forward=forward)
     yield turns._Turns, "forward", first_forward
-    for name in ("identity", "to_yaml"):  # of the one configuration that all processes of a job have
+    for name in ("identity", "to_yaml"):  # all processes share one configuration
         yield Config, name, memory_of(getattr(Config, name))
     yield from within("elastic_train.parallel.group", _objects_in=memory_of(group._objects_in))
     yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
@@ -117,13 +117,13 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
 
 
 def _of_cells() -> Iterable[Replacement]:
-    """Work out once what all ranks of a world find of what they have gathered."""
+    """Compute once what all ranks of a world derive from gathered data."""
     yield from within("elastic_train.job.gradient_norm", norm_of=memory_of(_NORM_OF))
     yield from within("elastic_train.job.resharding.peer_states", _read=memory_of(peer_states._read))
 
 
 def _of_real_models(same: SameShares) -> Iterable[Replacement]:
-    """Replace the plan of a real model's commits, count samples in its buffers, and work shares out once."""
+    """Replace the commit plan of a real model, count samples in its buffers, and compute shards once."""
     yield from within("elastic_train.job.resharding.reshard", seats_at=same.seats_of, _plan_of=same.plan_of)
     yield from within("elastic_train.placement.table", Seating=same.seating, owned_of=same.owned_of)
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)

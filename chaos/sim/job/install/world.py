@@ -1,4 +1,4 @@
-"""The ways to etcd, storage, peers and the tracker."""
+"""Connections to etcd, storage, peers and the tracker."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from rendezvous.membership.reachability import SELDOM_S
 from rendezvous.membership.records import read_view
 
 WATCHED_EVERY_S = 5.0
-"""How often a process's own watchdog looks: a quarter of the shortest time that a process may hang."""
+"""Seconds between a watchdog's checks: a quarter of the shortest hang limit."""
 DEVICE_EVERY_S = 0.02
-"""How often a rank looks whether its device has come so far: fifty times as seldom as on a real one."""
+"""Seconds between a rank's polls of its device: fifty times as long as on a real one."""
 NUM_VIEWS = 256
-"""Snapshots on their way to a process, of a thousand nodes that all write at once."""
+"""Cached snapshots in flight, with a thousand nodes writing at once."""
 
 
 def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
-    """Replace the ways to etcd, storage, peers, and the launcher."""
+    """Yield replacements for etcd, storage, peers and the launcher."""
     around, client = host.around, client_of(host.around)
 
     def storage(url: str, near_dir: str | None = None) -> StorageClient:
@@ -86,7 +86,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
     # A simulated task has no source, and its configuration does not change.
     yield from within("elastic_train.training.open_session", say_changes=nothing, versions_of=lambda plan: {})
-    # What it says depends on seconds alone, and decides nothing.
+    # Its warnings depend on real seconds only, and decide nothing.
     yield from within("elastic_train.training.open_session", open_watch=nothing)
     yield from within("elastic_train.training.opening.saves", faults_before=lambda *_: Faults(0, 0.0))
     yield from within(
@@ -96,11 +96,11 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         make_plan=lambda _: host.plan,
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
-    # There is nothing to open or to load, and a sound machine is not examined.
+    # Nothing needs opening or loading, and healthy machines are not examined.
     yield from within("elastic_train.training.supervisor", warm_up=nothing)
     proofs = {"begin_proof": functools.partial(prove, host), "note_unfit": functools.partial(note_unfit, host)}
     yield from within("elastic_train.training.supervisor", **proofs)
-    yield from within("elastic_train.health.precheck", tell_mates=lambda unfit: unfit)  # each finds the same by itself
+    yield from within("elastic_train.health.precheck", tell_mates=lambda unfit: unfit)  # each finds the same
     yield from within(
         "elastic_train.training.supervisor", sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None))
     )
@@ -109,7 +109,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         time=stdlib.SeldomTime(around.kernel, WATCHED_EVERY_S * around.shape.look_s),
         MOST_LOOK_S=2 * WATCHED_EVERY_S * around.shape.look_s,
         faulthandler=SimpleNamespace(dump_traceback=lambda **_: None),
-        Observer=lambda: None,  # it is for a lock that nobody holds here
+        Observer=lambda: None,  # needed only for a lock that is never held here
         os=SimpleNamespace(_exit=host.end),
         sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None, flush=nothing)),
     )
@@ -118,7 +118,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
 
 
 def track(tracking: Tracking | None) -> Iterable[Replacement]:
-    """Replace the folder of metrics, and the run in the tracker; without one there is none of both."""
+    """Yield replacements for the metrics folder and the tracker's run; a job without a tracker has neither."""
     if tracking is None:
         yield from within("elastic_train.training.open_session", start_tracker=nothing)
         return

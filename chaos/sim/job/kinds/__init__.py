@@ -1,6 +1,6 @@
-"""What each kind of fault does to a running job; it returns the processes that it hits, for the record.
+"""What each kind of fault does to a running job; each returns the processes that it hits.
 
-A kind that hits no process has not happened, except to etcd and storage, which all meet sooner or later.
+A fault that hits no process has not happened, except on etcd and storage, which all processes meet sooner or later.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from chaos.sim.modelled.training_data import EVERYWHERE
 
 
 def bad_row_group(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A row group cannot be read, from one node or from all; for a while, or for good."""
+    """Make a row group unreadable, from one node or all; for a while, or for good."""
     group = fault.other % len(fleet.shape.rows)
     node = EVERYWHERE if fault.node < 0 else fleet.node(fault)
     hit = fleet.all_workers() if node == EVERYWHERE else fleet.nodes[node].live_workers()

@@ -1,4 +1,4 @@
-"""Faults of etcd: cut off from a node, slow, away in part or whole, without its data; leases and watches that break."""
+"""Faults of etcd: unreachable, slow, partly or fully down, data loss, broken leases and watches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rendezvous.membership.store import Put
 
 
 def cut_off_etcd(fleet: Fleet, fault: SimFault, *, ways: str = "both") -> list[Process]:
-    """A node's requests do not reach etcd, or the answers do not come back, or neither."""
+    """Drop a node's requests to etcd, the answers, or both."""
     number, etcd = fleet.node(fault), fleet.around.etcd
     for place in [place for name, place in (("out", etcd.deaf), ("in", etcd.mute)) if ways in (name, "both")]:
         place.add(number)
@@ -31,7 +31,7 @@ def lose_answers(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def slow_etcd(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Etcd takes a hundred times as long, often longer than a call's deadline."""
+    """Slow etcd down a hundredfold, often beyond a call's deadline."""
     fleet.around.etcd.slow_until = fleet.kernel.now + fault.for_s
     return fleet.all_workers()
 
@@ -42,19 +42,19 @@ def etcd_outage(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def kill_etcd_leader(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """No member of etcd answers during an election; leases are all renewed by the new leader."""
+    """Let no member of etcd answer during an election; the new leader renews all leases."""
     fleet.around.etcd.outage(min(fault.for_s, 2.0))
     return fleet.all_workers()
 
 
 def kill_etcd_member(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """One member of three is gone: its clients lose answers and watches, and go to another."""
+    """Remove one of three members: its clients lose answers and watches, and move to another."""
     fleet.around.etcd.lose_member(fault.other % 3, min(fault.for_s, 2.0))
     return fleet.all_workers()
 
 
 def lose_etcd_data(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Etcd comes back without its data under a job that continues, or, every other time, that starts again, too."""
+    """Restart etcd without its data under a running job; every other time the job restarts as well."""
     if fleet.around.storage.private:
         return []  # nothing but etcd says which store is the job's
     hit = kill_job(fleet, fault) if fault.other % 2 else fleet.all_workers()
@@ -64,13 +64,13 @@ def lose_etcd_data(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def etcd_refuses(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Etcd raises an alarm, or no longer accepts the job's user, until its operator has fixed that."""
+    """Let etcd raise an alarm or reject the job's user, until its operator has fixed that."""
     fleet.around.etcd.refuse(REFUSALS[_drawn(fault, len(REFUSALS))], fault.for_s)
     return fleet.all_workers()
 
 
 def alien_record(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Somebody writes below the job's prefix what is no record, or a member's record in a newer format."""
+    """Write an invalid record, or a member record in a newer format, below the job's prefix."""
     key, text = ALIEN_RECORDS[_drawn(fault, len(ALIEN_RECORDS))]
     fleet.around.etcd.core.swap({Keys(RUN_ID).prefix + key: Put(text)}, {})
     fleet.around.etcd.notify()
@@ -78,12 +78,12 @@ def alien_record(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def _drawn(fault: SimFault, count: int) -> int:
-    """Choose one of several by what was drawn for the fault already."""
+    """Choose one of several, derived from values already drawn for the fault."""
     return round(fault.at_s * 1000 + fault.for_s * 1000) % count
 
 
 def lose_lease(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Etcd ends a lease that its holder has renewed in time."""
+    """End a lease that its holder has renewed in time."""
     hit = fleet.member(fault)
     for lease in [lease for lease in fleet.around.etcd.leases if lease.process in hit]:
         fleet.around.etcd.end(lease)

@@ -1,4 +1,4 @@
-"""Faults of processes and machines: killed, stopped, frozen, hung, slow, started twice, and with a clock that jumps."""
+"""Faults of processes and machines: killed, stopped, frozen, hung, slow, started twice, clock jumps."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def kill_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Agent and workers at once; it is started again after a while."""
+    """Kill agent and workers at once; restart them after a while."""
     return fleet.kill_node(fleet.node(fault), fault.for_s)
 
 
 def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node starts again without its mount of the storage, sees an empty folder, and gets the mount later."""
+    """Restart a node without its storage mount, on an empty folder; it gets the mount later."""
     number, storage = fleet.node(fault), fleet.around.storage
     is_bound = bool(fleet.around.etcd.show(Keys(RUN_ID).store).entries)
     if not is_bound or number in storage.private:
-        return []  # the job may as well begin in its folder; or it is without its mount already
+        return []  # the job may as well begin in this folder, or the mount is missing already
     return _come_back_wrong(
         fleet, fault, lambda: storage.isolate(number), lambda: storage.private.pop(number), "private_storage"
     )
 
 
 def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node starts again with another --nnodes than the others, until somebody notices that it is turned away."""
+    """Restart a node with another --nnodes than the others, until an operator notices that it is rejected."""
     node = fleet.nodes[fleet.node(fault)]
     if node.max_nodes != fleet.shape.max_nodes:
         return []
@@ -52,7 +52,7 @@ def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def other_code(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node starts again with another version of the package than the others, until somebody installs theirs."""
+    """Restart a node with another version of the package, until an operator installs the right one."""
     number, others = fleet.node(fault), fleet.around.other_code
     if number in others:
         return []
@@ -60,7 +60,7 @@ def other_code(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node starts again with an address that leads nobody to it, as that of a bridge."""
+    """Restart a node with an unreachable address, such as a bridge's."""
     number, refusing = fleet.node(fault), fleet.around.net.refusing
     if number in refusing:
         return []
@@ -70,9 +70,9 @@ def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def unfit_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node starts again with a processor that computes wrongly, until somebody replaces it.
+    """Restart a node on a processor that computes wrongly, until an operator replaces it.
 
-    In `restart` mode workers start in a world that is sealed already, and examine nothing.
+    In `restart` mode workers start in a sealed world and examine nothing.
     """
     number, unfit = fleet.node(fault), fleet.around.unfit
     if number in unfit or fleet.restarts:
@@ -83,7 +83,7 @@ def unfit_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 def _come_back_wrong(
     fleet: Fleet, fault: SimFault, spoil: Callable[[], object], mend: Callable[[], object], kind: str
 ) -> list[Process]:
-    """Start a node again with something wrong, and once more, with nothing wrong, after the fault's time."""
+    """Restart a node with something wrong, and again, repaired, after the fault's duration."""
     number = fleet.node(fault)
     hit = fleet.nodes[number].kill()
     if not hit:
@@ -92,7 +92,7 @@ def _come_back_wrong(
     fleet.kernel.after(AWAY_S, lambda: fleet.start_again(number))
 
     def end() -> None:
-        """Whatever trains with what is wrong ends."""
+        """Kill the workers that train with the fault, repair and restart."""
         ended = fleet.nodes[number].kill()
         mend()
         fleet.record.write("chaos", "undo", kind=kind, node=number, pids=[process.pid for process in ended])
@@ -104,7 +104,7 @@ def _come_back_wrong(
 
 
 def lose_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The machine is gone, and says nothing: connections stay open, ports do not refuse."""
+    """Remove a machine silently: connections stay open, ports do not refuse."""
     number = fleet.node(fault)
     fleet.around.net.silent.add(number)
     return fleet.kill_node(number, fault.for_s)
@@ -115,7 +115,7 @@ def kill_job(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def kill_rack(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Half of the machines are gone at once, without a sign."""
+    """Remove half of the machines at once, silently."""
     first, num_nodes = fleet.node(fault), fleet.shape.nodes
     hit = []
     for number in range(first, first + -(-num_nodes // 2)):
@@ -125,12 +125,12 @@ def kill_rack(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def stop_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """SIGTERM to all workers of a node; it is started again after a while."""
+    """Send SIGTERM to all workers of a node; restart it after a while."""
     return fleet.stop_node(fleet.node(fault), fault.for_s)
 
 
 def flap_node(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node is asked to leave, and comes back, three times."""
+    """Stop and restart a node three times."""
     number = fleet.node(fault)
     for turn in (1, 2):
         fleet.kernel.after(2 * turn * fault.for_s, lambda: _flap(fleet, number, fault.for_s))
@@ -143,7 +143,7 @@ def _flap(fleet: Fleet, number: int, for_s: float) -> None:
 
 
 def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Half of the nodes are asked to leave, and come back much later: the job shrinks, and grows again."""
+    """Stop half of the nodes; they return much later: the job shrinks and grows again."""
     first, num_nodes = fleet.node(fault), fleet.shape.nodes
     hit = []
     for number in range(first, first + num_nodes // 2):
@@ -152,13 +152,13 @@ def scale_down(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def start_twin(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Somebody starts the same job once more under the same run id, and stops it after a while."""
+    """Start the same job a second time under the same run id, and stop it after a while."""
     fleet.start_guests(5 * fault.for_s)
     return fleet.all_workers()
 
 
 def twin_dir(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Somebody starts another job, with a run id of its own, in the job's folder; it does not belong there."""
+    """Start another job, with its own run id, in the job's folder."""
     return [] if fleet.restarts else fleet.start_other_job(fault.for_s)
 
 
@@ -175,14 +175,14 @@ def freeze_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def freeze_agent(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The agent alone: it answers nobody, and its workers train on, if they can without."""
+    """Freeze only the agent; its workers continue if they can."""
     hit = fleet.nodes[fleet.node(fault)].live_agent()
     fleet.freeze(hit, fault.for_s)
     return hit
 
 
 def hang_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A worker computes no further for a while; its threads renew its lease, and its saves continue."""
+    """Stop a worker's computation for a while; its threads renew its lease, and its saves continue."""
     hit = fleet.worker(fault)
     for process in hit:
         process.hangs_until = fleet.kernel.now + fault.for_s
@@ -198,7 +198,7 @@ def slow_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def jump_clock(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The wall clock of a node is set: by minutes, back or forth."""
+    """Set a node's wall clock by minutes, forward or back."""
     hit = fleet.nodes[fleet.node(fault)].live_workers()
     for process in hit:
         process.skew_s += 30.0 * (fault.for_s if fault.other % 2 else -fault.for_s)
@@ -206,7 +206,7 @@ def jump_clock(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def skew_clocks(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node's clock is ahead of the others', or late, by as many seconds as the fault lasts: from now on, for good."""
+    """Shift a node's clock for good, forward or back, by the fault's duration."""
     number, ahead_s = fleet.node(fault), fault.for_s if fault.other % 2 else -fault.for_s
     fleet.kernel.skews[number] = ahead_s
     hit = fleet.nodes[number].live_workers()

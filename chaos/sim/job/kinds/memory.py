@@ -1,4 +1,4 @@
-"""Faults of what a worker computes with: a bit of a weight flips, a loss is not a number; it does not notice."""
+"""Faults that a worker does not notice: a flipped bit in a weight, a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_train.job.state import AppliedState
 
 
 def flip_memory(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A bit of a weight flips on one worker; before the next commit the others find that, and all of them end.
+    """Flip a bit of a weight on one worker; before the next commit the others detect it, and all end.
 
-    It needs others that hold the weight as it does. What has one holder is what that says it is, and where weights are
-    in shards, too, a rank may hold them for the time of a step alone.
+    Detection needs another holder of the same weight. A value with one holder is correct by definition, and with
+    sharded weights a rank may hold them during a step only.
     """
     if fleet.shape.copies == 1 or (fleet.shape.copies and fleet.shape.shards == "parameters"):
         return []
@@ -33,13 +33,13 @@ def _flip(state: ModelledState | AppliedState, bit: int) -> None:
     if isinstance(state, ModelledState):
         state.model.words[0] ^= 1 << bit % 32
         return
-    first = next(one for one in state.model.parameters() if one.numel())  # a place may have nothing of some
+    first = next(one for one in state.model.parameters() if one.numel())  # some may be empty
     weights = first.data.view(torch.int32)
     weights.view(-1)[bit % weights.numel()] ^= 1
 
 
 def nan_loss(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The loss of one worker's next lane is not a number, as after a kernel that has gone wrong once."""
+    """Make the loss of one worker's next lane NaN, as a kernel that fails once."""
     hit = fleet.worker(fault)
     for process in hit:
         fleet.worker_of(process).is_loss_spoilt = True

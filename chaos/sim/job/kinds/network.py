@@ -1,4 +1,4 @@
-"""Faults between nodes: links that are cut one way or both, messages that are late, or lost and sent again."""
+"""Faults between nodes: links cut one way or both, messages delayed or lost and retransmitted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chaos.sim.machine.kernel import Process
 
 
 def cut_link(fleet: Fleet, fault: SimFault, *, is_one_way: bool = False) -> list[Process]:
-    """Two nodes do not reach each other."""
+    """Cut the link between two nodes."""
     a = fleet.node(fault)
     b = fault.other % len(fleet.nodes)
     for link in [(a, b)] if is_one_way else [(a, b), (b, a)]:
@@ -22,17 +22,17 @@ def cut_one_way(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def sever_link(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Two nodes do not reach each other for longer than it takes to form worlds without one."""
+    """Cut a link for longer than it takes to form worlds without one of its nodes."""
     return cut_link(fleet, fault)
 
 
 def refuse_address(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node and all others refuse each other's connections, as a firewall does that rejects."""
+    """Let a node and all others refuse each other's connections, as a rejecting firewall."""
     return _mislead(fleet, fault, fleet.around.net.refusing)
 
 
 def same_address(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A node is given an address that every machine has, as a bridge's: whoever uses it meets himself."""
+    """Give a node an address that every machine has, such as a bridge's: whoever uses it reaches itself."""
     return _mislead(fleet, fault, fleet.around.net.shared)
 
 
@@ -44,7 +44,7 @@ def _mislead(fleet: Fleet, fault: SimFault, misled: set[int]) -> list[Process]:
 
 
 def block_ports(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """A firewall lets agents answer, and no connection between workers through; those that stand are cut."""
+    """Block connections between workers, but not between agents; open connections are cut."""
     fleet.around.net.blocked_until = fleet.kernel.now + fault.for_s
     hit = fleet.all_workers()
     for process in hit:
@@ -53,13 +53,13 @@ def block_ports(fleet: Fleet, fault: SimFault) -> list[Process]:
 
 
 def slow_network(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """All that nodes send to one another takes a hundred times as long."""
+    """Slow all messages between nodes down a hundredfold."""
     fleet.around.net.slow_until = fleet.kernel.now + fault.for_s
     return fleet.all_workers()
 
 
 def lose_packets(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """One packet in three is lost between nodes, and sent again after ever longer pauses, as TCP does."""
+    """Lose one packet in three; retransmit with growing pauses, as TCP does."""
     fleet.around.net.lossy_until = fleet.kernel.now + fault.for_s
     return fleet.all_workers()
 

@@ -1,7 +1,6 @@
-"""Faults of storage: its weather, which everybody meets while it lasts, and damage to what was written.
+"""Faults of storage: outages and errors that affect all, and damage to stored files.
 
-A file of the newest commit is damaged only while the one that it continues is whole: so there always is one to resume
-from, however often files are damaged.
+The newest commit is damaged only while its parent is intact, so that there is always a commit to resume from.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WEATHER: Mapping[str, str] = {
     "storage_conflict": "conflict",
     "storage_taken": "taken",
 }
-"""What each kind turns on for a while; what that means is in `chaos.sim.machine.object_store.Storage`."""
+"""The condition that each kind turns on for a while; `chaos.sim.machine.object_store.Storage` implements it."""
 
 
 def _weather(what: str) -> Act:
@@ -41,32 +40,32 @@ def _weather(what: str) -> Act:
 
 
 def stale_listing(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """Listings lack what other nodes have written since, and still have what they have deleted."""
+    """Make listings stale: they miss other nodes' writes, and still show what these deleted."""
     fleet.around.storage.list_late(fault.for_s)
     return fleet.all_workers()
 
 
 def readonly_dir(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """One node can read, and not write; what is deleted there, when nobody looks, is of no interest."""
+    """Make storage read-only for one node; a delete there is not simulated."""
     number, storage = fleet.node(fault), fleet.around.storage
     storage.readonly_until[number] = max(storage.readonly_until.get(number, 0.0), fleet.kernel.now + fault.for_s)
     return fleet.nodes[number].live_workers()
 
 
 def tear_write(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The process that writes a file next dies in the middle of it."""
+    """Kill the next process that writes a file, in the middle of it."""
     if fleet.around.storage.is_to_tear:
-        return []  # one that waits for its writer is not yet another
+        return []  # a fault that still waits for a writer is not followed by another
     fleet.around.storage.is_to_tear = True
     return fleet.all_workers()
 
 
 _DIGIT = re.compile(rb"[0-9]")
-"""What a file of a commit has that holds anything: a rank without a share of the state writes an empty one."""
+"""Present in every non-empty file of a commit: a rank without a shard writes an empty one."""
 
 
 def _damage(change: Callable[[bytes], bytes | None]) -> Act:
-    """Change a file of the newest commit, unnoticed by the job, if the one that it continues is whole."""
+    """Silently damage a file of the newest commit, if its parent is intact."""
 
     def act(fleet: Fleet, fault: SimFault) -> list[Process]:
         files = fleet.around.storage.files

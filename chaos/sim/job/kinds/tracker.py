@@ -8,7 +8,7 @@ from chaos.sim.machine.kernel import Process
 
 
 def tracker_outage(fleet: Fleet, fault: SimFault) -> list[Process]:
-    """The tracker does not answer; what it is asked meanwhile may still be done, at once or late."""
+    """Take the tracker down; requests sent meanwhile may still be executed, at once or late."""
     if fleet.around.tracking is None:
         return []
     fleet.around.tracking.server.down_until = fleet.kernel.now + fault.for_s
