@@ -28,6 +28,8 @@ LEAVES_WITHIN_S = 600.0
 """How long after a worker's end that no other replaces, the rest of its node is taken to leave because of it."""
 SILENT_S = 120.0
 """After so long without a line, a run has stopped: a step, or a save, rarely takes longer."""
+TERMS_BEFORE = 3
+"""Of so many terms before the last step, processes are known that may have said at about its time how they ended."""
 MOST_SHOWN = 4
 """Files of evidence that people are shown."""
 CLOCKS_DIFFER_S = 5.0
@@ -66,7 +68,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
     applied = _last_step(Path(run))
     step, since = (whole(applied, "step"), at(applied)) if applied else (None, 0.0)
     members = _members(Path(run))
-    ends = _ends_after(Path(run), since, members)
+    ends = _ends_after(Path(run), applied, members)
     silent = _silent(Path(run), ends)
     if running := [member for member in silent if _is_of_this_machine(member) and _is_running(member)]:
         return _still_runs(running, step, since)
@@ -117,24 +119,31 @@ def _of_ends(run: Path, ends: Sequence[End], silent: Sequence[Line], step: int |
     return _of_an_end(for_good or (causes or ends)[0], ends, step)
 
 
-def _ends_after(run: Path, since: float, members: Sequence[Line]) -> list[End]:
+def _ends_after(run: Path, applied: Line | None, members: Sequence[Line]) -> list[End]:
     """Return the ends of processes that the last step did not survive, the oldest first.
 
-    A process of the newest world is known by its identity: the clocks of machines differ.
+    The term that applied it tells, and by the processes' identities their terms: the clocks of machines differ.
     """
-    term = max((term_of(path) for path in _newest(run)), default=0)
+    term, since = (whole(applied, "term") or 0, at(applied)) if applied else (0, 0.0)
     began = min((float(str(form["started_at"])) for form in members), default=0.0)
-    newest = {_who(form) for form in members}
+    last_terms = _last_terms(run, term)
 
     def counts(line: Line) -> bool:
         if line.get("node_leaves") is True and began <= at(line):
             return True
         of_term = whole(line, "of_term")
-        if of_term is not None:
-            return of_term >= term
-        return _who(line) in newest or at(line) >= since - AT_ONCE_S
+        of_term = last_terms.get(_who(line)) if of_term is None else of_term
+        return at(line) >= since - AT_ONCE_S if of_term is None else of_term >= term
 
     return sorted((end for end in _failures(run) if counts(end[1])), key=lambda end: at(end[1]))
+
+
+def _last_terms(run: Path, term: int) -> dict[tuple[object, ...], int]:
+    """Return the last term of each process of the worlds from a little before a term on."""
+    terms = _terms(run)
+    before = [parts for parts in terms if term_of(parts[0]) < term][-TERMS_BEFORE:]
+    later = [parts for parts in terms if term_of(parts[0]) >= term]
+    return {_who(_form(path)): term_of(path) for parts in (*before, *later) for path in parts}
 
 
 def _failures(run: Path) -> Iterator[End]:

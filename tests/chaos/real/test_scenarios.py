@@ -119,11 +119,12 @@ def broken(verdict: dict[str, Any]) -> str:
     return "\n".join(f"{each['invariant']}: {each['why']}" for each in verdict["invariants"] if each["truth"] != "true")
 
 
-START, NOTHING = ("start", 75), ("nothing", 0)
+START, FIX, NOTHING = ("start", 75), ("fix", 65), ("nothing", 0)
 WHY: dict[str, list[tuple[str, tuple[str, int]]]] = {
     "four worlds": [("kill_node", START), ("kill_node", START), ("stop_node", START), ("end", NOTHING)],
     "no bit": [("kill_worker", START), ("kill_node", START), ("end", NOTHING)],
     "live": [("kill_worker", START), ("kill_node", START), ("end", NOTHING)],
+    "errors": [("raise", FIX), ("kill_worker", START), ("oom", FIX), ("kill_job", START), ("end", NOTHING)],
 }
 """What `status --why` advises, and its exit code: as each fault that ends processes left the job, and at its end."""
 
@@ -200,6 +201,26 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
     validation = found["validation"]
     assert isinstance(validation, dict)
     assert validation["macro_f1"] == validation["reference_macro_f1"]
+
+
+def test_an_error_is_to_be_fixed_and_a_kill_to_be_started_again(
+    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bug, a device without memory, a kill of one worker, and one of all nodes: the run says which it was."""
+    faults = [
+        {"kind": "raise", "node": 1, "at_point": {"name": "applied", "nth": 12}},
+        {"kind": "kill_worker", "node": 1, "within": [0.25, 0.3]},
+        {"kind": "oom", "node": 1, "at_point": {"name": "reduce", "nth": 12}},
+        {"kind": "kill_job", "within": [0.6, 0.65], "for_s": 1},
+    ]
+    config = {**WITNESS, **paced(WITNESS, 10, tmp_path / "never"), "epochs": 20}
+    path = scenario(tmp_path, rows, config, nodes={"count": 2, **FORKED}, faults=faults)
+    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
+    assert found["valid"], broken(found)
+    assert answers(tmp_path / "run") == WHY["errors"]
+    assert "it named the right process 3 times" in str(found["invariants"]), (
+        "of a job killed whole nobody is left to say"
+    )
 
 
 def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:

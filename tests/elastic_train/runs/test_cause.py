@@ -89,6 +89,11 @@ class Left:
         self.now += 10.0
         self._attempt, self.started_at = self._attempt + 1, self.now
 
+    def begins_anew(self, *steps: int) -> None:
+        """At once other processes form a world."""
+        self._attempt, self.started_at = self._attempt + 1, self.now
+        self.train(*steps, started_at=self.now)
+
     def clock_is_late(self, rank: int, seconds: float) -> None:
         self._ahead_s[rank] = -seconds
 
@@ -206,6 +211,13 @@ STUCK = (93, "the last 3 worlds got no further than step 3", "NoProgressError")
             "fix",
             1,
             "the last 3 worlds got no further",
+        ),
+        (lambda run: (run.dies(1, -9, OOM), run.train(), run.fails(0, 1, *LOST)), "fix", 1, OOM),
+        (
+            lambda run: (run.fails(1, 65, "row 7"), run.begins_anew(4), run.fails(0, 1, *LOST)),
+            "start",
+            1,
+            "b lost power",
         ),
         (lambda run: (run.clock_is_late(1, 90.0), run.dies(1, -9, OOM)), "fix", 1, OOM),
         (lambda run: (run.clock_is_late(1, 90.0), run.fails(1, 65, "row 7")), "fix", 1, "row 7"),
