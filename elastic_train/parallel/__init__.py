@@ -1,1 +1,1 @@
-"""What ranks do together: groups, the gradient sum and its exchange, and the table of lanes."""
+"""Communication between ranks: groups, the gradient sum and its exchange, and the step tables."""

@@ -1,8 +1,9 @@
-"""Exchanges of gradients beside the backward pass that fills them: of units, or of buckets, slices of flat gradients.
+"""Exchange gradients while the backward pass still computes: by unit, or by bucket (a slice of a flat gradient).
 
-A backward pass comes to a model's parameters about in the opposite order. What is full is exchanged, on all ranks in
-the order of the turn's actions, whatever the order in which theirs fill. Buckets are exchanged on another thread. No
-bit can change: a bucket cuts the vectors, never the tree of lanes. (Li et al. 2020, section 3.2.3, for whole rings.)
+A backward pass reaches a model's parameters roughly in reverse order. Full units or buckets are exchanged in the order
+of the turn's actions, the same on all ranks, whatever the order in which they fill. Buckets are exchanged on another
+thread. Buckets cut the vectors but not the tree of lanes, so they do not change any bit. (Li et al. 2020, section
+3.2.3, for rings.)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rendezvous.waiting import Bystander
 
 
 class Placed(NamedTuple):
-    """A parameter, and the element of a flat gradient, by number, that its own begins with."""
+    """A parameter, and the position of its gradient: the flat gradient's number and the first element."""
 
     parameter: nn.Parameter
     flat: int
@@ -41,8 +42,8 @@ class Bucket(NamedTuple):
 def cut_buckets(placed: Sequence[Placed], flats: Sequence[Tensor], least_bytes: float) -> list[Bucket]:
     """Cut flat gradients into buckets of whole parameters, in the order in which a backward pass fills them.
 
-    `placed` is in the model's order, in which starts ascend. Each has at least so many bytes but a vector's first one.
-    Parameters without elements, those of other stages, are in none: no backward pass comes to them.
+    `placed` is in the model's order, with ascending starts. Each bucket has at least `least_bytes`, except a vector's
+    first. Parameters without elements (of other stages) are skipped: they get no gradient.
     """
     buckets: list[Bucket] = []
     filling: dict[int, Bucket] = {}
@@ -60,7 +61,7 @@ def cut_buckets(placed: Sequence[Placed], flats: Sequence[Tensor], least_bytes: 
 
 
 def check_once(parameter: Tensor, seen: set[int]) -> None:
-    """Note that a backward pass has come to the end of a parameter's gradient; raises ConfigError if it had before."""
+    """Note that a parameter's gradient is complete; raise ConfigError if it was complete before."""
     if id(parameter) in seen:
         raise ConfigError(
             f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts in one backward pass, "
@@ -71,8 +72,7 @@ def check_once(parameter: Tensor, seen: set[int]) -> None:
 
 
 class ExchangeQueue:
-    """Another thread, which makes exchanges one after another, none after one that could not be made; it must be
-    closed."""
+    """A thread that makes exchanges in order, and none after one that has failed; must be closed."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -81,25 +81,25 @@ class ExchangeQueue:
         self._busy_s = 0.0
 
     def begin(self, exchange: Callable[[], None]) -> None:
-        """Let the thread make an exchange after those that were begun before."""
+        """Queue an exchange for the thread."""
         self._group.expect(self._thread.begin(partial(self._in_turn, exchange)))
 
     def join(self) -> None:
-        """Wait until all exchanges are made; raises what went wrong there."""
+        """Wait until all exchanges are made; raise the thread's error."""
         waited_s = self._group.waited_s
         self._group.join()
         self._group.beside_s += max(0.0, self._busy_s - (self._group.waited_s - waited_s))
         self._busy_s = 0.0
 
     def close(self) -> None:
-        """End the thread once it is free."""
+        """End the thread once it is idle."""
         self._thread.leave()
 
     def _in_turn(self, exchange: Callable[[], None]) -> None:
-        """Make an exchange unless one before it could not be: its world has ended, and no other may follow it.
+        """Make an exchange unless an earlier one has failed: then the world has ended.
 
-        A peer that has lost nobody yet still awaits what was not sent. It would take the next bucket for that, and
-        gloo ends a process to which more is sent than it awaits.
+        A peer that has not noticed still waits for the data that was not sent. It would take the next bucket for it,
+        and gloo aborts a process that is sent more than it expects.
         """
         if self._has_failed:
             return
@@ -113,10 +113,10 @@ class ExchangeQueue:
 
 
 class Filling:
-    """Does what is due of a turn as a backward pass ends the gradients of units; it must be closed."""
+    """Reduces units as a backward pass completes their gradients; must be closed."""
 
     def __init__(self, units: Sequence[Sequence[nn.Parameter]]) -> None:
-        """`units` are the parameters of each, in the order of reductions."""
+        """`units` has the parameters of each unit, in the order of reduction."""
         self._units, self._walk = units, Walk((), lambda action: None)
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
@@ -128,7 +128,7 @@ class Filling:
 
     @contextlib.contextmanager
     def filling(self, walk: Walk) -> Iterator[None]:
-        """Return the context of the backward pass that fills the units; what no lane uses is full at its end."""
+        """Return the context of the backward pass that fills the units; unused parameters count as full at its end."""
         self._walk, self._missing, self._seen = walk, list(map(len, self._units)), set()
         try:
             yield
@@ -137,14 +137,14 @@ class Filling:
             self._missing = None
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
-        """A backward pass has come to the end of a parameter's gradient."""
+        """Count a parameter's complete gradient, and reduce the units that are full and next in order."""
         if self._missing is None:
-            return  # a pass of another lane, or outside of any step
+            return  # another lane's pass, or outside any step
         check_once(parameter, self._seen)
         self._missing[place] -= 1
         while (

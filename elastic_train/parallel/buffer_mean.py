@@ -1,14 +1,13 @@
-"""Buffers that forward passes change (BatchNorm's statistics, averages, counters), made independent of the world.
+"""Make buffers that forward passes change (e.g. BatchNorm's statistics) independent of the world.
 
-Every lane starts a step from the same buffers. A step's float buffers become the mean over the results of the lanes
-that had samples, added along the lanes' tree like gradients; its integer buffers must come out alike in all of those
-lanes, or, where the task asks for it, change by the sum of the lanes' increments. Only persistent buffers are state, as
-for `state_dict`; others are caches, and left alone.
+Every lane starts a step from the same buffers. A float buffer becomes the mean over the lanes with samples, added along
+the lanes' tree like gradients. An integer buffer must be equal after all these lanes or, if the task asks for it,
+changes by the sum of their increments. Only persistent buffers (in `state_dict`) are state; others are caches and are
+ignored.
 
-Nothing is copied, added or exchanged until a forward pass has changed a buffer. All ranks then learn of it with the
-step's tables, and the step is computed again with the buffers in the sum. A change is noticed by the values in a
-world's first step, since batch_norm writes its statistics past torch's version counters, and by those counters from
-then on.
+Nothing is copied or exchanged until a forward pass has changed a buffer. All ranks learn of it with the step's tables,
+and repeat the step with the buffers in the sum. In a world's first step, changes are detected by value, because
+batch_norm bypasses torch's version counters; after that, by these counters.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ MakeSum = Callable[[list[Tensor]], GradientSum]
 
 @dataclass(slots=True)
 class Slot:
-    """A buffer where it is registered; `version` is torch's count of the writes to it when it was last looked at."""
+    """A registered buffer; `version` is torch's write count at the last check."""
 
     name: str
     module: nn.Module
@@ -45,19 +44,19 @@ class Slot:
 
     @property
     def now(self) -> Tensor:
-        """What the module calls by this name: another tensor after an assignment."""
+        """The buffer that the module has now; another tensor after an assignment."""
         found = self.module._buffers[self.key]
         assert found is not None, f"buffer {self.name} has gone"
         return found
 
     def has_changed(self, *, by_value: bool) -> bool:
-        """Say whether a forward pass has written to it since it was kept."""
+        """Return True if a forward pass has written to it since it was kept."""
         if self.now is not self.tensor or self.tensor._version != self.version:
             return True
         return by_value and not torch.equal(self.tensor, self.kept)
 
     def reset(self) -> None:
-        """Put back what was kept, into the tensor that was registered."""
+        """Restore the kept values into the registered tensor."""
         self.module._buffers[self.key] = self.tensor
         self.tensor.copy_(self.kept)
         self.version = self.tensor._version
@@ -68,11 +67,11 @@ class Slot:
 
 
 class BufferMean:
-    """The persistent buffers of a model over the steps of one world; `replicas` has a rank of every replica.
+    """The persistent buffers of a model over the steps of one world; `replicas` has one rank of every replica.
 
     A step calls `begin`, then `lane` around every lane's forward pass, in ascending order, then `restore`. If any
-    rank's `has_changed` is true while it `is_tracking` nothing, all ranks call `track` and compute the step again.
-    `finish` returns what the buffers become, to be copied into them when the step is applied.
+    rank's `has_changed` is True and it is not `is_tracking`, all ranks call `track` and repeat the step. `finish`
+    returns the new values, to be copied when the step is applied.
     """
 
     def __init__(self, model: nn.Module, summed: Sequence[str], replicas: Group, make_sum: MakeSum) -> None:
@@ -91,7 +90,7 @@ class BufferMean:
         return self._sum is not None
 
     def begin(self) -> None:
-        """Start a step: the buffers as they are now are what every lane starts from."""
+        """Start a step: every lane starts from the current buffers."""
         self.has_changed = False
         self._num_begun += 1
         if self._sum is not None:
@@ -102,7 +101,7 @@ class BufferMean:
             self._increments.zero_()
 
     def lane(self, lane: int, *, is_empty: bool) -> contextlib.AbstractContextManager[None]:
-        """Surround one lane's forward pass, or nothing for a lane without samples."""
+        """Return the context of one lane's forward pass; it does nothing for a lane without samples."""
         return self._around(lane, is_empty) if self._slots else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -120,12 +119,12 @@ class BufferMean:
                 self._add()
 
     def restore(self) -> None:
-        """Put the step's own buffers back: lanes leave no trace before the step is applied."""
+        """Restore the step's initial buffers: lanes have no effect before the step is applied."""
         if self.is_tracking or self.has_changed:
             self._reset()
 
     def track(self) -> None:
-        """Take the buffers into the sum from now on; all ranks begin with it at the same step."""
+        """Include the buffers in the sum from now on; all ranks start at the same step."""
         kinds: dict[torch.dtype, list[Slot]] = {}
         for slot in self._slots:
             if slot.tensor.is_complex():
@@ -145,9 +144,9 @@ class BufferMean:
         self._sum = self._make_sum(self._flats)
 
     def digest(self) -> int:
-        """Return a checksum of the integer buffers that must come out alike in every lane; below 2^33, 0 for none.
+        """Return a checksum of the integer buffers that must be equal after every lane; below 2^33, 0 for none.
 
-        For the lane whose forward pass has just ended.
+        It is of the lane whose forward pass has just ended.
         """
         alike = [slot.now for slot in self._integers if slot.name not in self._summed]
         if self._sum is None or not alike:
@@ -158,10 +157,10 @@ class BufferMean:
         return found | 1 << 32
 
     def finish(self, digests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return (buffer, what it becomes) for all buffers, equal on every rank; none where nothing changes them.
+        """Return (buffer, new value) for all buffers, equal on every rank; empty if no pass changes them.
 
-        `digests` are those of all lanes of the step that had samples, over all ranks. Raises ConfigError, alike on all
-        ranks, if integer buffers differ between lanes.
+        `digests` has those of all the step's lanes with samples, of all ranks. Raises ConfigError, on all ranks, if
+        integer buffers differ between lanes.
         """
         if self._sum is None or not digests:
             return []
@@ -178,7 +177,7 @@ class BufferMean:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Undo what forward passes inside do to the buffers: a validation is not a step."""
+        """Undo the changes that forward passes inside (e.g. a validation) make to the buffers."""
         for slot in self._slots:
             slot.keep()
         try:
@@ -191,7 +190,7 @@ class BufferMean:
             slot.reset()
 
     def _add(self) -> None:
-        """Add the buffers that a lane has left to the sums."""
+        """Add a lane's buffers to the sums."""
         for flat, slots in zip(self._flats, self._floats, strict=True):
             for part, slot in zip(_split(flat, slots), slots, strict=True):
                 part.add_(_fitting(slot))
@@ -223,13 +222,13 @@ def _slots_of(model: nn.Module) -> Iterator[Slot]:
 
 
 def _split(flat: Tensor, slots: Sequence[Slot]) -> Iterator[Tensor]:
-    """Yield the views of a flat tensor that hold each slot's values, in its shape."""
+    """Yield the views of a flat tensor with each slot's values, in its shape."""
     parts = torch.split(flat, [slot.tensor.numel() for slot in slots])
     yield from (part.view_as(slot.tensor) for part, slot in zip(parts, slots, strict=True))
 
 
 def _fitting(slot: Slot) -> Tensor:
-    """Return what a lane has left in a buffer; a forward pass may write its values, never its shape or type."""
+    """Return a buffer after a lane; raise ConfigError if the forward pass has changed its shape or dtype."""
     now = slot.now.detach()
     if now.shape != slot.tensor.shape or now.dtype != slot.tensor.dtype:
         raise ConfigError(

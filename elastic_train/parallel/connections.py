@@ -1,8 +1,8 @@
-"""The TCP connections of gloo: where it listens, and what ends a collective whose peer is frozen.
+"""gloo's TCP connections: the listening address, and shutdown of collectives with frozen peers.
 
-gloo's `abort()` unblocks nothing, and a group's destructor waits for its collectives, so a world that was given up kept
-its threads, its connections and a gradient's worth of memory until its timeout, and a peer that froze again and again
-kept them for each of its worlds. Shutting its connections down has the effect of a peer's death: every call ends.
+gloo's `abort()` unblocks nothing, and a group's destructor waits for its collectives. So an abandoned world would keep
+its threads, connections and a gradient's memory until its timeout. Shutting its connections down acts like the peer's
+death: every call ends.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from elastic_train.errors import ConfigError
 _FDS = "/proc/self/fd"
 _INTERFACES = "GLOO_SOCKET_IFNAME"
 LOOK_EVERY_S = 0.2
-"""How often connections are asked for their round trips: what a slow link adds is to be seen within some steps."""
+"""Seconds between measurements of round trips: a slow link should show within a few steps."""
 MOST_ASKED = 16
 _ROUND_TRIP_AT = 68
-"""Where linux' `struct tcp_info` has the smoothed round trip, in microseconds."""
+"""Offset of the smoothed round trip, in microseconds, in Linux's `struct tcp_info`."""
 
 
 class Connections:
-    """The connections that appear in this process from now until `note`; there are none where there is no /proc.
+    """The connections opened in this process between creation and `note`; empty without /proc.
 
-    One that another thread opens in between is among them: a client of etcd or of a store, which connects again.
+    Connections that other threads open in between, e.g. clients of etcd or a store, are included; they reconnect.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Connections:
         self._round_trip_s, self._asked_at = 0.0, 0.0
 
     def note(self) -> None:
-        """Remember what has been opened by now."""
+        """Record the connections opened so far."""
         self._opened = {fd: inode for fd, inode in _sockets().items() if self._before.get(fd) != inode}
 
     def round_trip_s(self) -> float:
-        """Return the seconds to the nearest peer and back, as the kernel measures them; 0 where it does not say.
+        """Return the round trip to the nearest peer in seconds, as measured by the kernel; 0 if unknown.
 
-        The nearest one's, because a slow link spoils all connections of the rank that has it, and one of each other's.
-        A few connections are asked, and not at every step.
+        It is the minimum, because a slow link affects all connections of its own rank, but only one of each other rank.
+        Asks a few connections, not at every step.
         """
         now = time.monotonic()
         if now - self._asked_at >= LOOK_EVERY_S:
@@ -57,7 +57,7 @@ class Connections:
         return self._round_trip_s
 
     def shut_down(self) -> None:
-        """End those that are still open, as a peer's death would; a descriptor of another file now is left alone."""
+        """Shut down the recorded connections that are still open; reused descriptors are left alone."""
         now = _sockets()
         for fd, inode in self._opened.items():
             if now.get(fd) == inode:
@@ -66,10 +66,10 @@ class Connections:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptors of this process that are sockets, and which sockets."""
+    """Return this process's socket descriptors and their inodes."""
     found = {}
     try:
-        names = os.listdir(_FDS)  # noqa: PTH208 - a Path for each of thousands costs more
+        names = os.listdir(_FDS)  # noqa: PTH208 - faster than thousands of Paths
     except OSError:
         return {}
     for name in names:
@@ -83,33 +83,33 @@ def _sockets() -> dict[int, int]:
 
 
 def _shut_down(fd: int) -> None:
-    """Shut a TCP connection down. Not a listener: gloo's thread would end the process."""
+    """Shut a TCP connection down, unless it is a listener: gloo's thread would abort the process."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # it listens, or is closed already
+        pass  # a listener, or already closed
 
 
 def _round_trip_s(fd: int) -> float:
-    """Ask the kernel for a connection's round trip; 0 for a socket that has none, or is closed by now."""
+    """Return a connection's round trip in seconds; 0 for a socket without one, or a closed one."""
     try:
         with socket.socket(fileno=os.dup(fd)) as connection:
             if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return 0.0
             connection.getpeername()
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
-    except (OSError, AttributeError):  # it listens or is closed, or this is not Linux
+    except (OSError, AttributeError):  # a listener, closed, or not Linux
         return 0.0
     return float(struct.unpack_from("I", state, _ROUND_TRIP_AT)[0]) / 1e6
 
 
 def gloo_options(timeout: timedelta, address: str | None) -> Any:
-    """Return options that bind an address, unless the user has chosen interfaces; raises ConfigError if it cannot.
+    """Return options that bind an address, unless the user has chosen interfaces; raise ConfigError if binding fails.
 
-    By itself gloo binds what the machine's name resolves to: on Debian, 127.0.1.1.
+    By default gloo binds the address of the machine's name: on Debian, 127.0.1.1.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs name another class
     options._timeout = timeout
@@ -122,5 +122,5 @@ def gloo_options(timeout: timedelta, address: str | None) -> Any:
     except RuntimeError as error:
         where = f"{_INTERFACES}={names}" if names else address or "what this machine's name means"
         raise ConfigError(f"gloo cannot listen at {where}: {str(error).splitlines()[0]}") from error
-    options._threads = 2 * len(options._devices)  # as gloo's own default
+    options._threads = 2 * len(options._devices)  # gloo's own default
     return options

@@ -1,7 +1,7 @@
-"""How ranks exchange partial sums so that the tree of lanes is finished: halving and doubling, or in chunks.
+"""Exchange partial sums between ranks to finish the tree of lanes: by halving and doubling, or in chunks.
 
-Every way gives the tree's sum and differs only in who adds which elements; the volume is a ring's, or (k + 1) / 2 of it
-for k parts a rank.
+Both give the tree's sum and differ only in which rank adds which elements. The volume is that of a ring, or (k + 1) / 2
+times it for k subtrees per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_train.system.huge_pages import on_huge_pages
 
 
 class Scratch:
-    """Memory for what arrives, kept from step to step: fresh pages would cost more than the additions."""
+    """Receive buffers kept from step to step: fresh pages would cost more than the additions."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -33,14 +33,14 @@ class Scratch:
         return self._kept[kind][:total].split_with_sizes(list(sizes))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory that is kept."""
+        """Yield the kept buffers."""
         yield from self._kept.values()
 
 
 class Subtrees(NamedTuple):
-    """Elements [lo, hi) of flat vector `number`, of which each rank has the sums of the subtrees in `layout`.
+    """Elements [lo, hi) of flat vector `number`; each rank has the sums of the subtrees in `layout`.
 
-    `mine` has this rank's, as buffers for all flat vectors; one of them is `flat`.
+    `mine` has this rank's sums, as buffers for all flat vectors; one of them is `flat`.
     """
 
     flat: Tensor
@@ -53,13 +53,13 @@ class Subtrees(NamedTuple):
 
 
 def exchange(elements: Subtrees, group: PointToPoint, scratch: Scratch) -> None:
-    """Finish the tree over all ranks' parts and leave the whole sum in the flat vector.
+    """Finish the tree over all ranks' subtrees and leave the whole sum in the flat vector.
 
-    NCCL would deadlock on receives posted at the start, and has nothing to gain: both ways have a ring's volume.
+    NCCL would deadlock on receives posted at the start, and gains nothing: both ways have a ring's volume.
     """
     flat, layout = elements.flat[elements.lo : elements.hi], elements.layout
     if group.size == 2 and isinstance(group, Group) and is_balanced(layout):
-        group.all_reduce(flat)  # one addition for each element, and it commutes: any order gives the same sum
+        group.all_reduce(flat)  # one addition per element, which commutes: any order gives the same sum
     elif group.size & (group.size - 1) == 0 and is_balanced(layout) and not group.is_on_device(flat):
         halve_and_double(flat, group, scratch)
     else:
@@ -67,7 +67,7 @@ def exchange(elements: Subtrees, group: PointToPoint, scratch: Scratch) -> None:
 
 
 def is_balanced(layout: Sequence[Sequence[Part]]) -> bool:
-    """Say whether every rank holds exactly one part, all of one level, in order."""
+    """Return True if every rank holds exactly one subtree, all of one level, in order."""
     level = layout[0][0].level
     return all(list(parts) == [Part(level, rank)] for rank, parts in enumerate(layout))
 
@@ -76,7 +76,7 @@ def halve_and_double(flat: Tensor, group: PointToPoint, scratch: Scratch) -> Non
     """Reduce by recursive halving and gather by recursive doubling (Thakur, Rabenseifner, Gropp 2005, section 4.5).
 
     Partners meet in the tree's order, siblings first, so the sum is the tree's; the volume is a ring's. All receives
-    are posted at the start. What is given away is received again, whole, only by the doubling's mirrored turn.
+    are posted at the start: a slice that was sent is received again only in the mirrored round of the doubling.
     """
     turns = halving_turns(group.rank, group.size, flat.numel())
     arriving = scratch.split([hi - lo for _, (lo, hi), _ in turns], flat)
@@ -94,7 +94,7 @@ def halve_and_double(flat: Tensor, group: PointToPoint, scratch: Scratch) -> Non
 
 
 def halving_turns(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Return (partner, kept, given) of each turn of a recursive halving; kept and given are half-open slices."""
+    """Return (partner, kept, given) of each round of a recursive halving; kept and given are half-open slices."""
     turns, lo, hi = [], 0, length
     for turn in range(size.bit_length() - 1):
         partner, middle = rank ^ (1 << turn), (lo + hi) // 2
@@ -105,7 +105,7 @@ def halving_turns(rank: int, size: int, length: int) -> list[tuple[int, tuple[in
 
 
 def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) -> None:
-    """Let every rank finish the tree over its 1/W of the elements, from all ranks' parts of it, and gather."""
+    """Finish the tree over 1/W of the elements on each rank, from all ranks' subtrees, and all-gather the result."""
     lo, size = elements.lo, elements.hi - elements.lo
     chunks = list(pairwise(lo + rank * size // group.size for rank in range(group.size + 1)))
     finish_owned(elements, [[chunk] for chunk in chunks], group, scratch)
@@ -118,7 +118,7 @@ def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) 
 def finish_owned(
     elements: Subtrees, owned: Sequence[Sequence[tuple[int, int]]], group: PointToPoint, scratch: Scratch
 ) -> None:
-    """Let every rank finish the tree over the elements [lo, hi) that it owns, from all ranks' parts of them."""
+    """Finish the tree, on every rank, over the elements [lo, hi) that it owns, from all ranks' subtrees."""
     flat, layout, others = elements.flat, elements.layout, others_of(group)
     mine = {part: buffers[elements.number] for part, buffers in elements.mine.items()}
     theirs = [(rank, part, own) for rank in others[::-1] for part in layout[rank] for own in owned[group.rank]]
@@ -136,7 +136,7 @@ def finish_owned(
 
 
 def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
-    """Add the sums of subtrees in the tree's order, into one of them; return that of the whole tree."""
+    """Add the sums of subtrees in the tree's order, in place; return the sum of the whole tree."""
     whole = next(iter(sums.values()))
     for left, right, parent in merge_plan(list(sums), num_lanes):
         whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
@@ -144,5 +144,5 @@ def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
 
 
 def others_of(group: PointToPoint) -> list[int]:
-    """Return all other ranks, from the right neighbour on, so that no receiver is flooded by all at once."""
+    """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]

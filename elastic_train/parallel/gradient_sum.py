@@ -1,13 +1,13 @@
-"""The gradient sum: along one fixed tree of leaves, so that no bit depends on the world; or fast, so that they may.
+"""The gradient sum: along a fixed tree of leaves, with bits independent of the world; or fast, with bits that may vary.
 
-Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros,
-so no negative zero survives, and the backward pass of a leaf's right sibling into the same buffer *is* their sum. The
-larger subtrees of a rank are kept by a binary counter of at most log2 L more buffers.
+Gradients live in one flat buffer per dtype, and every parameter's `.grad` is a view of it. A leaf starts from zeros, so
+no negative zero survives, and the backward pass of a leaf's right sibling into the same buffer *is* their sum. A binary
+counter keeps a rank's larger subtrees in at most log2 L more buffers.
 
-A leaf is what one rank computes of one lane: `core.lanes.leaf_of`. A sum has several trees where parameters are not all
-added over the same ranks, or at the same time: of each chunk of a stage, and of the experts that a chunk has here.
+A leaf is one rank's computation of one lane: `core.lanes.leaf_of`. A sum has several trees if parameters are added over
+different ranks or at different times: one per chunk of a stage, and one per chunk for its experts.
 
-While a rank's last leaf computes, parts of the sum that are complete are exchanged beside it (`buckets`).
+During a rank's last leaf, complete parts of the sum are already exchanged (`buckets`).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from elastic_train.program.unit_turn import UnitAction, Walk, filling_turn, plac
 from elastic_train.system.huge_pages import on_huge_pages
 
 OfPart = tuple[str, Tensor]
-"""A tensor that a rank holds, and which of the parts of its memory it is, in the words of `elastic-train plan`."""
+"""A tensor that a rank holds, and its category of memory, as named by `elastic-train plan`."""
 
 
 class GradientSum(Protocol):
-    """From the leaves' backward passes to one mean gradient, the same on every rank that holds it."""
+    """From the leaves' backward passes to one mean gradient, equal on every rank that holds it."""
 
     def begin(self) -> None:
-        """Start a step: forget the last one's gradients."""
+        """Start a step: discard the last one's gradients."""
 
     def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
         """Return the context of a turn's backward pass, which adds to a tree; a rank's leaves come in ascending order.
 
-        A rank without a leaf in the turn takes part in what others' leaves need.
+        A rank without a leaf in the turn still takes part in the exchanges.
         """
 
     def finish(self, divisor: float) -> None:
-        """Leave (sum over all leaves) / divisor in every parameter's `.grad`, or where it is held."""
+        """Leave (sum over all leaves) / divisor in every parameter's `.grad`, or on the ranks that hold it."""
 
     def close(self) -> None:
-        """Leave the model's parameters alone from now on."""
+        """Stop changing the model's parameters."""
 
     def tensors(self) -> Iterator[OfPart]:
-        """Yield all that it holds, each with the part of memory that it belongs to."""
+        """Yield all tensors it holds, each with its category of memory."""
 
 
 class Tree(NamedTuple):
-    """Flat gradients that ranks add up: `leaves` are those of each of the `ranks`.
+    """Flat gradients that ranks add up; `leaves` has the leaves of each of the `ranks`.
 
-    What is `placed` in them is exchanged beside the backward pass of the last leaf.
+    Parameters in `placed` are exchanged during the backward pass of the last leaf.
     """
 
     flats: Sequence[Tensor]
@@ -70,25 +70,25 @@ class Tree(NamedTuple):
 
 
 def tree_of(kind: Reduction, parameters: Sequence[nn.Parameter], ranks: Group, leaves: Sequence[Lanes]) -> Tree:
-    """Bind the parameters' gradients to buffers and return the tree along which every rank gets their sum."""
+    """Bind the parameters' gradients to buffers and return the tree that sums them on every rank."""
     flats, placed = place_gradients(parameters)
     return Tree(flats, ranks, leaves, reduce_of(kind), placed)
 
 
 def make_sum(kind: Reduction, flats: list[Tensor], ranks: Group, leaves: Sequence[Lanes]) -> GradientSum:
-    """Return the sum of whatever leaves add to flat tensors."""
+    """Return the sum of the values that leaves add to flat tensors."""
     return TreeSum([Tree(flats, ranks, leaves, reduce_of(kind))])
 
 
 def reduce_of(kind: Reduction) -> Reduce:
-    """Return the way to a sum that is whole on every rank."""
+    """Return the reduction whose sum is whole on every rank."""
     return Everywhere() if kind == "canonical" else InAnyOrder()
 
 
 def place_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Placed]]:
     """Make every gradient a view of one zeroed flat buffer per (dtype, device).
 
-    Returns the buffers, and where each gradient is, in the parameters' order.
+    Returns the buffers, and the position of each gradient, in the parameters' order.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -107,7 +107,7 @@ def place_gradients(parameters: Sequence[nn.Parameter]) -> tuple[list[Tensor], l
 
 
 def _placed_as(memory: Tensor, parameter: Tensor) -> Tensor:
-    """Return memory in a parameter's shape, and with its strides if its elements fill the memory that they are in."""
+    """Return memory in a parameter's shape, with its strides if its elements are dense in memory."""
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     is_dense = last + 1 == parameter.numel()
     return memory.as_strided(parameter.shape, parameter.stride()) if is_dense else memory.view_as(parameter)
@@ -116,15 +116,15 @@ def _placed_as(memory: Tensor, parameter: Tensor) -> Tensor:
 class LaneTree:
     """This rank's part of a tree: its leaves' sums, up to the largest whole subtrees.
 
-    The flat buffers hold the open subtree's sum, in which the running leaf's backward pass adds.
+    The flat buffers hold the open subtree's sum, to which the running leaf's backward pass adds.
     """
 
     def __init__(self, flats: Sequence[Tensor], rank: int, leaves: Sequence[Lanes]) -> None:
         self._flats, self.num_leaves = flats, sum(map(len, leaves))
         self.layout = [parts_of(of_rank, self.num_leaves) for of_rank in leaves]
-        """The subtrees of every rank."""
+        """Subtrees of every rank."""
         self._mine, self.last = self.layout[rank], leaves[rank][-1] if leaves[rank] else None
-        self._open: Part | None = None  # the subtree whose sum the flat buffers hold
+        self._open: Part | None = None  # subtree whose sum is in the flat buffers
         self._stack: list[tuple[Part, list[Tensor]]] = []
         self._free: list[list[Tensor]] = []
 
@@ -145,20 +145,20 @@ class LaneTree:
         self._open = settle(self._open, self.num_leaves)
 
     def sums(self) -> dict[Part, Sequence[Tensor]]:
-        """Return the buffers of each of this rank's subtrees, all of whose leaves must have been run."""
+        """Return the buffers of each of this rank's subtrees; all leaves must have been run."""
         self._merge_stack()
         mine = {part: buffers for part, buffers in [*self._stack, (self._open, self._flats)] if part is not None}
         self.check_complete(mine)
         return mine
 
     def check_complete(self, sums: Iterable[Part]) -> None:
-        """Raise AssertionError unless these are all of this rank's subtrees, and all of its leaves were run."""
+        """Raise AssertionError unless these are all of this rank's subtrees, with all leaves run."""
         assert sorted(sums) == sorted(self._mine), "not all of this rank's leaves were run"
 
     def foresee(self) -> tuple[list[list[Tensor]], dict[Part, Sequence[Tensor]]]:
-        """Return what the leaf that runs now, this rank's last, leads to: buffers to add, and the sums then.
+        """Return the outcome of the running leaf, this rank's last: buffers to add, and the final sums.
 
-        The buffers are added in their order to the flat ones, which hold the sum that the leaf completes.
+        The buffers are to be added in order to the flat ones, whose sum the leaf completes.
         """
         assert self.last is not None, "it runs"
         leaf = Part(0, self.last)
@@ -170,7 +170,7 @@ class LaneTree:
         return merged, {**dict(stack), final: self._flats}
 
     def put_aside(self) -> Iterator[Tensor]:
-        """Yield the buffers that sums are, or were, put aside in."""
+        """Yield the buffers for sums put aside."""
         for buffers in (*(buffers for _, buffers in self._stack), *self._free):
             yield from buffers
 
@@ -201,27 +201,27 @@ class LaneTree:
 
 @dataclass(slots=True)
 class _Adding:
-    """A tree in the midst of a step."""
+    """A tree during a step."""
 
     tree: Tree
     own: LaneTree
     aside: Aside
     buckets: Sequence[Bucket] = ()
     filling: Filling | None = None
-    """Exchanges the buckets beside the last leaf."""
+    """Exchanges the buckets during the last leaf."""
     mine: dict[Part, Sequence[Tensor]] = field(default_factory=dict)
-    """The sums of this rank's subtrees, once its last leaf runs."""
+    """Sums of this rank's subtrees, once its last leaf runs."""
     merged: list[list[Tensor]] = field(default_factory=list)
-    """Buffers that are added to the flat ones by then."""
+    """Buffers to be added to the flat ones at that time."""
 
 
 class TreeSum:
-    """Sums along trees to which a rank adds whole gradients, for which it needs nobody else until its last leaf."""
+    """Sums along trees of whole gradients; a rank needs no peers until its last leaf."""
 
     def __init__(self, trees: Sequence[Tree], bucket_bytes: float | None = None) -> None:
-        """Exchange buckets of about so many bytes beside the backward pass of a last leaf; not at all for None.
+        """With `bucket_bytes`, exchange buckets of about this size during the last leaf's backward pass.
 
-        On a GPU nothing is exchanged so: it would need streams, and NCCL's order of calls another group.
+        None: after it. Not on a GPU: it would need streams, and another group for NCCL's order of calls.
         """
         self._trees = [_Adding(one, LaneTree(one.flats, one.ranks.rank, one.leaves), Aside(one.ranks)) for one in trees]
         self._scratch = Scratch()
@@ -233,7 +233,7 @@ class TreeSum:
                 one.filling = Filling([bucket.parameters for bucket in one.buckets])
 
     def begin(self) -> None:
-        self._join()  # of a step that was not applied after all
+        self._join()  # of a step that was not applied
         for one in self._trees:
             one.mine = {}
             one.own.begin()
@@ -242,7 +242,7 @@ class TreeSum:
     def turn(self, leaf: int | None, tree: int = 0) -> Iterator[None]:
         one = self._trees[tree]
         if leaf is None or not one.tree.reduce.is_ordered:
-            yield  # it needs nobody else, or is added in any order
+            yield  # it needs no peers, or is added in any order
             return
         with one.own.adding(leaf):
             if one.filling is None or leaf != one.own.last:
@@ -254,7 +254,7 @@ class TreeSum:
                     yield
 
     def finish(self, divisor: float) -> None:
-        """Wait for what was exchanged beside the last leaves, and exchange the rest now."""
+        """Wait for the exchanges that overlapped with the last leaves, and exchange the rest now."""
         self._join()
         for one in reversed(self._trees):
             flats, ranks, _, reduce, _ = one.tree
@@ -297,7 +297,7 @@ class TreeSum:
         one.tree.reduce.reduce(elements, ranks, self._scratch)
 
     def _join(self) -> None:
-        """Wait for what is exchanged beside backward passes."""
+        """Wait for the exchanges that overlap with backward passes."""
         if self._queue is not None:
             self._queue.join()
 

@@ -1,8 +1,8 @@
-"""The ranks that train together, and the few collectives that they use.
+"""The ranks that train together, and the few collectives they use.
 
-A `Group` owns its process groups (gloo for host memory, beside it one for a device) and never touches
-torch.distributed's global default group, so that a world can be abandoned and another formed in the same process. All
-waits go through one function; every failure of a collective is a PeerLostError. A world of one needs no process group.
+A `Group` owns its process groups (gloo for host memory, another one for a device) and never touches torch.distributed's
+default group, so that a world can be abandoned and another formed in the same process. All waits go through one
+function; every failure of a collective is a PeerLostError. A world of one needs no process group.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ T = TypeVar("T")
 
 
 class Group(PointToPoint):
-    """`size` ranks, of which this process is `rank`.
+    """`size` ranks; this process is `rank`.
 
-    With `is_broken`, which is asked with the seconds that a wait has lasted, no wait outlasts the world: as soon as it
-    says so, all waits raise PeerLostError, whatever the peers do. Without, a wait ends when the peers answer or die,
-    or `timeout_s` is over. Waits happen inside `resting()`. Peers connect to `address`, or to what gloo finds: that of
-    the interface GLOO_SOCKET_IFNAME, or of this machine's name.
+    `is_broken` is called with the seconds that a wait has lasted; once it returns True, all waits raise PeerLostError,
+    whatever the peers do. Without it, a wait ends when the peers answer or die, or after `timeout_s`. Waits run inside
+    `resting()`. Peers connect to `address`, by default to that of the interface GLOO_SOCKET_IFNAME or of this machine's
+    name.
     """
 
     _connections: Connections | None = None
@@ -91,13 +91,13 @@ class Group(PointToPoint):
 
     @property
     def store(self) -> Store | None:
-        """Where the ranks have met; None in a world of one."""
+        """The store where the ranks met; None in a world of one."""
         return self._store
 
     def part(self, name: str, ranks: Sequence[int]) -> Group:
-        """Return the group of some ranks, this one among them, in their order; it is given up together with this one.
+        """Return the group of some ranks, this one included, in their order; it is abandoned together with this one.
 
-        All of them call it, with a name that no other part has.
+        Collective over these ranks; the name must be unique.
         """
         store = None if self._store is None else PrefixStore(name, self._store)
         made = Group(
@@ -134,13 +134,13 @@ class Group(PointToPoint):
         return self._device.begin(operation)
 
     def _count(self, kind: str, num_bytes: int) -> None:
-        """Count what a device is asked for."""
+        """Count an operation on a device."""
         self.num_bytes += num_bytes
         if self.traffic is not None:
             self.traffic.note(kind, num_bytes)
 
     def listen(self, traffic: Traffic | None) -> None:
-        """Note the operations of this group and of its parts there, or no longer."""
+        """Start (or, with None, stop) recording the operations of this group and its parts."""
         self.traffic = traffic
         for part in self._parts:
             part.listen(traffic)
@@ -156,10 +156,10 @@ class Group(PointToPoint):
         return super().receive(rank, tensor)
 
     def wait(self, works: Iterable[Work]) -> None:
-        """Return when all works are done, those of a device by the device; every wait of this package is here.
+        """Wait until all works are done, on a device by polling it; every wait of this package is here.
 
-        On gloo, `is_completed()` of a send or a receive turns true only in here, and a wait that times out closes all
-        connections: to stay responsive, wait on another thread; do not poll, do not wait a little.
+        In gloo, a send's or receive's `is_completed()` turns True only inside `wait`, and a wait that times out closes
+        all connections. To stay responsive, wait on another thread; do not poll or wait briefly.
         """
         pending, on_device = list[Work](), list[OnDevice]()
         for work in works:
@@ -177,18 +177,18 @@ class Group(PointToPoint):
         self._guard(finish)
 
     def expect(self, call: Call[Any]) -> None:
-        """Know of a call on another thread that waits for peers (`Aside`): it must not outlast the group."""
+        """Register a call on another thread that waits for peers (`Aside`): it must not outlast the group."""
         self._expected.append(call)
 
     def join(self) -> None:
-        """Wait for all expected calls, as for anything else, and raise what went wrong there."""
+        """Wait for all registered calls, and raise their errors."""
         while self._expected:
             call = self._expected[0]
             self._guard_while(call.result_unless)
             self._expected.pop(0)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
-        """Send a contiguous tensor to one rank, or fill it with what one rank sends; return when that is done."""
+        """Send a contiguous tensor to one rank, or fill it from one rank; returns when done."""
         assert (to is None) != (source is None), "a transfer has one other end"
         self.wait([self.send(to, tensor) if to is not None else self.receive(source or 0, tensor)])
 
@@ -215,7 +215,7 @@ class Group(PointToPoint):
             self._run(lambda group: group.broadcast([tensor], options), tensor, "broadcast")
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
-        """Return one rank's value, made of JSON's types, on every rank."""
+        """Return one rank's JSON value on every rank."""
         if self.size == 1:
             return value
         content = json.dumps(value).encode() if self.rank == source else b""
@@ -228,7 +228,7 @@ class Group(PointToPoint):
         return json.loads(bytes(text.tolist()))
 
     def all_gather_objects(self, value: object) -> list[Any]:
-        """Return every rank's value, made of JSON's types, by rank."""
+        """Return every rank's JSON value, by rank."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         content = json.dumps(value).encode()
@@ -237,23 +237,23 @@ class Group(PointToPoint):
         return _objects_in(self.all_gather(padded))
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called it."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64))
 
     def round_trip_s(self) -> float:
-        """Return the seconds to a peer and back of the connection that is best now; 0 where that is not known."""
+        """Return the round trip to the nearest peer in seconds; 0 if unknown."""
         return 0.0 if self._connections is None else self._connections.round_trip_s()
 
     def check(self, waited_s: float) -> None:
-        """Raise PeerLostError if the world is broken; for who has waited so long for peers outside of a collective."""
+        """Raise PeerLostError if the world is broken after a wait of `waited_s` seconds outside a collective."""
         if self._is_broken is not None and self._is_broken(waited_s):
             raise self.lost("the world has changed")
 
     def close(self) -> None:
-        """Leave together with all ranks; a group that is still there when the interpreter ends aborts the process.
+        """Leave together with all ranks; a group that exists when the interpreter exits aborts the process.
 
-        Raises PeerLostError where not all came. Once all have, a second barrier keeps them until each knows it: whoever
-        left before would be a lost peer to those that do not. In that one, a peer that is gone has just been quicker.
+        Raises PeerLostError if a rank does not come. A second barrier keeps all ranks until each knows that all came,
+        since a rank that left earlier would look lost. A peer lost in that barrier has merely left first.
         """
         if self.size > 1:
             self.barrier()
@@ -262,18 +262,18 @@ class Group(PointToPoint):
         self.abandon()
 
     def sever(self) -> None:
-        """Close the connections to all peers, which lose this rank at once, and give the group up."""
+        """Close the connections to all peers, which lose this rank at once, and abandon the group."""
         for group in (*self._parts, self):
             if group._connections is not None:
                 group._connections.shut_down()
         self.abandon()
 
     def abandon(self) -> None:
-        """Give the group up at once, although a call may be stuck in it; the process must end by `os._exit`.
+        """Give the group up at once, although a call may be stuck in it; the process must exit by `os._exit`.
 
-        The group is dropped by the thread that is stuck in it, once that is free: on gloo soon, because the connections
-        are shut down. What a device does for the group and its parts is ended; raises HungError if the device is not
-        free then, and the process is of no more use.
+        The stuck thread drops the group once it is free; with gloo that is soon, as connections are shut down. Aborts
+        the device work of the group and its parts. Raises HungError if the device is not idle then; the process is then
+        unusable.
         """
         if not abort_all(self._let_go()):
             raise HungError(
@@ -282,7 +282,7 @@ class Group(PointToPoint):
             )
 
     def _let_go(self) -> list[DeviceGroup]:
-        """Give up what waits for peers in host memory, of the parts, too; return what devices have to end."""
+        """Give up waits in host memory, also of the parts; return the device groups to abort."""
         found = [one for part in self._parts for one in part._let_go()]
         self._parts = []
         groups = [group for group in (self._host, self._device) if group is not None]
@@ -315,7 +315,7 @@ class Group(PointToPoint):
         return self._guard_while(lambda is_broken: bystander.call(call, is_broken))
 
     def _guard_while(self, wait: Callable[[Callable[[], bool]], T]) -> T:
-        """Wait for the peers, given a function that says whether the world is broken."""
+        """Wait for the peers by `wait`, given a function that says if the world is broken."""
         started, is_broken = time.monotonic(), self._is_broken
         try:
             with self._resting():
@@ -332,7 +332,7 @@ class Group(PointToPoint):
 
 
 class _Guard:
-    """How a group waits for its peers, for what waits for them in its name."""
+    """A group's way to wait for peers, for its device group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -345,12 +345,12 @@ class _Guard:
 
 
 def _objects_in(rows: Tensor) -> list[Any]:
-    """Read every rank's JSON text from the bytes that were gathered."""
+    """Parse every rank's JSON text from the gathered bytes."""
     return [json.loads(row.numpy().tobytes()) for row in rows]
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
-    """No device is known: every tensor is in host memory."""
+    """Return False: without a device, every tensor is in host memory."""
     return False
 
 
@@ -362,7 +362,7 @@ def connect(
 ) -> Group:
     """Form the group that torchrun's environment describes; a world of one without a launcher.
 
-    `prefix` must be new for every world that meets at one store, such as its term.
+    `prefix` must be unique per world of a store, e.g. its term.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     rank = int(os.environ.get("RANK", "0"))

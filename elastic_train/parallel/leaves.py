@@ -1,4 +1,4 @@
-"""A lane's gradient on its way to its holders: one flat vector after the other, in memory that is used again."""
+"""A lane's gradient in transit to its holders: one flat vector at a time, in reused memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from elastic_train.system.huge_pages import on_huge_pages
 
 Shape = tuple[int, tuple[tuple[int, torch.Size, tuple[int, ...]], ...]]
-"""The elements of a flat vector, and where its parameters begin, with their shapes and strides: elements between them
-are zero."""
+"""Number of elements of a flat vector, and start, shape and stride of its parameters.
+
+Elements between them are zero.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGradient:
-    """One flat vector's parameters, each with the element that it begins with."""
+    """One flat vector's parameters, each with its first element."""
 
     number: int
     numel: int
@@ -31,33 +33,33 @@ class FlatGradient:
 
 
 Wire = Literal["exact", "bf16"]
-"""How a leaf is sent: as it is, or rounded. That is a function of the leaf, so no world shows in the sum."""
+"""Wire format of a leaf, exact or rounded. Rounding depends only on the leaf, so no world affects the sum."""
 Units = Sequence[Sequence[FlatGradient]]
-"""What is exchanged together, in the order of the exchange."""
+"""Gradients to exchange together, in exchange order."""
 
 
 class Leaf(NamedTuple):
-    """A flat vector's memory, and views of it that have the parameters' shapes."""
+    """A flat vector's memory, and its views in the parameters' shapes."""
 
     memory: Tensor
     parts: Sequence[Tensor]
 
 
 class Leaves:
-    """Makes leaves of the gradients that a backward pass leaves; fresh pages would cost more than the additions."""
+    """Makes leaves from a backward pass's gradients in reused memory: fresh pages cost more than the additions."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._kept: dict[Shape, list[Leaf]] = {}
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return what leaves of a type are sent as: bf16 if that is narrower."""
+        """Return the dtype in which leaves are sent: bf16 if that is narrower."""
         return torch.bfloat16 if self._wire == "bf16" and dtype.itemsize > torch.bfloat16.itemsize else dtype
 
     def take(self, flat: FlatGradient) -> Leaf:
-        """Return a flat vector's leaf as it is sent, and forget its parameters' gradients; it starts from zeros.
+        """Return a flat vector's leaf in its wire format, and drop its parameters' gradients; it starts from zeros.
 
-        What no lane uses is zero.
+        Unused parameters are zero.
         """
         kept = self._kept.get(flat.shape)
         leaf = kept.pop() if kept else self._made(flat)
@@ -77,48 +79,48 @@ class Leaves:
         return on_huge_pages(torch.empty(numel, dtype=self.dtype_of(like.dtype), device=like.device)).zero_()
 
     def give_back(self, flat: FlatGradient, leaf: Leaf) -> None:
-        """Take a leaf's memory for the next one of its shape."""
+        """Return a leaf's memory for reuse."""
         self._kept.setdefault(flat.shape, []).append(leaf)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory that waits for the next leaves."""
+        """Yield the memory kept for leaves."""
         yield from (leaf.memory for leaves in self._kept.values() for leaf in leaves)
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._kept.clear()
 
 
 class BufferPool:
-    """Memory of summands that were added, for the next ones; at most so many, as each was large enough for a unit."""
+    """Reusable memory of summands; keeps at most `most` tensors, each large enough for a unit."""
 
     def __init__(self, most: int) -> None:
         self._kept: list[Tensor] = []
         self._most = most
 
     def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor of the same size, on the same device, with any values."""
+        """Return an uninitialized flat tensor of the same size and device."""
         for place, memory in enumerate(self._kept):
             if memory.numel() >= like.numel() and (memory.dtype, memory.device) == (dtype, like.device):
                 return self._kept.pop(place)[: like.numel()]
         return on_huge_pages(torch.empty_like(like, dtype=dtype))
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take memory that `take` has returned, or any other that is not read any more."""
+        """Return memory from `take`, or any other that is no longer read."""
         if len(self._kept) < self._most:
             self._kept.append(tensor if tensor._base is None else tensor._base)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory that waits for the next summands."""
+        """Yield the memory kept for summands."""
         yield from self._kept
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._kept.clear()
 
 
 def forget_gradients(units: Units) -> None:
-    """Let go of what an unfinished backward pass has left."""
+    """Drop the gradients of an unfinished backward pass."""
     for unit in units:
         for flat in unit:
             for parameter, _ in flat.parameters:

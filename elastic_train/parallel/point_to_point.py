@@ -1,4 +1,4 @@
-"""What ranks send one another: on a group's own thread, or aside, on another thread that makes exchanges beside it."""
+"""Sends and receives between ranks: on a group's own thread, or on another thread that overlaps with it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from elastic_train.errors import PeerLostError
 
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Of this rank's device: torch makes them RuntimeErrors, but no peer is lost, and no other world would mend them."""
+"""This rank's device errors: torch makes them RuntimeErrors, but no peer is lost, and a new world would not help."""
 _ASIDE = 1
 
 
 class Work(Protocol):
-    """An operation that was begun; only `PointToPoint.wait` waits for it."""
+    """A started operation; only `PointToPoint.wait` waits for it."""
 
     def wait(self) -> object: ...
 
 
 class Backend(Protocol):
-    """What is used of a backend of torch.distributed, whose stubs do not say that it has it."""
+    """The operations used of a torch.distributed backend, which torch's stubs lack."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
@@ -37,9 +37,9 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Operation:
-    """What was sent, received or shared, and between which unix nanoseconds; a device does not say when it had done it.
+    """An operation, its size, and its start and end in unix nanoseconds.
 
-    From where it was begun to where somebody had waited for it, so a peer that came late is in it.
+    It ends when a wait for it returns, so waiting for a late peer is included. On a device, the end is unknown.
     """
 
     kind: str
@@ -50,14 +50,14 @@ class Operation:
 
 @dataclass(slots=True)
 class Traffic:
-    """The operations of a group and of those beside it, while somebody listens; no more than `most` of them."""
+    """The recorded operations of a group, at most `most`."""
 
     most: int = 100_000
     operations: list[Operation] = field(default_factory=list)
     num_left_out: int = 0
 
     def note(self, kind: str, num_bytes: int) -> Operation:
-        """Note that an operation begins."""
+        """Record the start of an operation."""
         operation = Operation(kind, num_bytes, time.time_ns())
         if len(self.operations) < self.most:
             self.operations.append(operation)
@@ -67,7 +67,7 @@ class Traffic:
 
 
 class _Timed:
-    """A work whose end is noted when somebody has waited for it."""
+    """A work that records its end when waited for."""
 
     def __init__(self, work: Work, operation: Operation) -> None:
         self._work, self._operation = work, operation
@@ -79,10 +79,10 @@ class _Timed:
 
 
 class PointToPoint(ABC):
-    """`size` ranks, of which this process is `rank`.
+    """`size` ranks; this process is `rank`.
 
-    `num_bytes` counts what this rank has given to exchanges, `waited_s` the seconds that its own thread has waited for
-    peers, and `beside_s` those in which exchanges were under way while it computed.
+    `num_bytes` counts the bytes that this rank gave to exchanges, `waited_s` the seconds that its own thread waited for
+    peers, and `beside_s` the seconds in which exchanges overlapped with computation.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class PointToPoint(ABC):
     waited_s = 0.0
     beside_s = 0.0
     traffic: Traffic | None = None
-    """Where operations are noted, if anybody listens."""
+    """Recorder of operations, if any."""
     _tag = 0
 
     def send(self, rank: int, tensor: Tensor) -> Work:
@@ -101,21 +101,22 @@ class PointToPoint(ABC):
     def receive(self, rank: int, tensor: Tensor) -> Work:
         """Begin to receive into a contiguous tensor; tensors from one rank arrive in the order of its sends.
 
-        Post receives early: a peer's send does not start before it knows where to.
+        Post receives early: a peer's send does not start before its receive is posted.
         """
         return self.begin(lambda group: group.recv([tensor], rank, self._tag), tensor, "receive")
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send to and receive from several ranks, all at once; pairs are (rank, contiguous tensor)."""
+        """Send to and receive from several ranks at once; pairs are (rank, contiguous tensor)."""
         arriving, leaving = self.begin_exchange(sends, receives)
         self.wait(arriving + leaving)
 
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> tuple[list[Work], list[Work]]:
-        """Begin an exchange; return what to wait for before what comes is read, and before what is sent may change.
+        """Begin an exchange.
 
-        What comes has a work for each receive, in their order; a device's exchange is one work there, sends and all.
+        Return the works to wait for before reading received tensors, and before changing sent ones. Receives have one
+        work each, in order; a device's exchange has a single work, which includes the sends.
         """
         arriving = [self.receive(rank, part) for rank, part in receives]
         return arriving, [self.send(rank, part) for rank, part in sends]
@@ -134,25 +135,25 @@ class PointToPoint(ABC):
 
     @abstractmethod
     def wait(self, works: Iterable[Work]) -> None:
-        """Return when all works are done; raises PeerLostError."""
+        """Wait until all works are done; raises PeerLostError."""
 
     @abstractmethod
     def backend(self, tensor: Tensor) -> Backend:
         """Return the backend for a tensor's device."""
 
     def is_on_device(self, tensor: Tensor) -> bool:
-        """Say whether a device exchanges the tensor: operation after operation, in the order in which it is asked."""
+        """Return True if a device exchanges the tensor; it runs operations in the order of the calls."""
         return False
 
     def lost(self, why: str) -> PeerLostError:
-        """Return the error that a failed operation is."""
+        """Return the PeerLostError for a failed operation."""
         return PeerLostError(f"rank {self.rank} of {self.size}: a collective failed: {why.splitlines()[0]}")
 
 
 class Aside(PointToPoint):
-    """A group's sends and receives for one other thread, which its own thread may give up (`Group.join`).
+    """A group's sends and receives for one other thread, which its own thread may give up on (`Group.join`).
 
-    They have a tag of their own, so they do not meet the group's. Collectives would: ranks count these.
+    They use a separate tag, so they do not mix with the group's. Collectives would, as these are matched by count.
     """
 
     _tag = _ASIDE
@@ -162,7 +163,7 @@ class Aside(PointToPoint):
 
     @property
     def traffic(self) -> Traffic | None:  # type: ignore[override]
-        """The group's: who listens to it hears this, too."""
+        """The group's recorder."""
         return self._group.traffic
 
     def wait(self, works: Iterable[Work]) -> None:

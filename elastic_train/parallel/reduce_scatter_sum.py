@@ -1,17 +1,17 @@
-"""The gradient sum where gradients are sharded, too: a leaf is cut as soon as a unit's part of it is there (ZeRO-2).
+"""The gradient sum with sharded gradients (ZeRO-2): each unit of a leaf is reduce-scattered as soon as it is computed.
 
-Lanes are dealt (`placement.deal`): in a turn a group's ranks run neighbouring lanes. Each sends the others what they
-sum up of its leaf, unit by unit during the backward pass, and forgets the rest. They add what comes along the tree, in
-at most 1 + log2 L sums of a share for each run of leaves. When all leaves are in, ranks of different groups that sum up
-the same exchange their sums, and each finishes the same tree. Where several ranks of a group hold the same, one of them
-sums it up, and gives the others the mean.
+In a turn, a group's ranks run neighbouring lanes (`placement.deal`). During the backward pass each rank sends, unit by
+unit, the others the shards of its leaf that they sum, and drops the rest. They add what they receive along the tree,
+with at most 1 + log2 L partial sums of a shard per run of leaves. After all leaves, ranks of different groups with the
+same shard exchange their sums, and each finishes the same tree. If several ranks of a group hold the same shard, one
+sums it and sends the others the mean.
 
-The ranks of a group compute leaves of a turn, and hold shares: which rank does what are two tables. A leaf is what one
-rank computes of one lane, and a rank may compute several in a turn; all but the last are kept whole until that one.
+Two tables assign ranks their leaves per turn and their shards. A leaf is one rank's computation of one lane; a rank may
+compute several per turn, and keeps all but the last whole until that one.
 
-Units are exchanged in one fixed order on all ranks (`program.unit_turn`), the last of the model first, whatever the
-order in which a backward pass comes to them: a unit that is ready waits for those before it. A rank without a lane in a
-turn only receives. Where weights are shared out, too, they are gathered in between (`unit_weights`, ZeRO-3).
+Units are exchanged in a fixed order on all ranks (`program.unit_turn`), the model's last one first, whatever the order
+of the backward pass: a finished unit waits for those before it. A rank without a lane in a turn only receives. Sharded
+weights are gathered in between (`unit_weights`, ZeRO-3).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from elastic_train.system.huge_pages import on_huge_pages
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
-    """An exchange under way: what it awaits, the leaves that it sends of, and by leaf what it adds, by flat vector."""
+    """An exchange in flight: its works, the leaves it sends from, and the received chunks by leaf and flat vector."""
 
     arriving: list[Work]
     leaving: list[Work]
@@ -56,9 +56,9 @@ class _Flight:
 
 
 class ReduceScatterTree(NamedTuple):
-    """Units whose gradients are added along one tree: `leaves` are those of each of the `ranks`, by its seat.
+    """Units whose gradients are added along one tree; `leaves` has the leaves of each of the `ranks`.
 
-    Each computes `per_turn` of them in a turn, as long as it has any. Unless `is_beside` nothing is exchanged before a
+    Each computes `per_turn` of them in a turn, while any are left. Unless `is_beside`, the exchange starts only after a
     turn's leaves have been computed.
     """
 
@@ -71,7 +71,7 @@ class ReduceScatterTree(NamedTuple):
 
 
 class _Course:
-    """A tree in the course of a step: which leaves ranks compute in which turn, and who sums up what of them."""
+    """A tree during a step: the leaves that each rank computes in each turn, and the shards that it sums."""
 
     def __init__(self, tree: ReduceScatterTree) -> None:
         self.tree, self.ranks, self.units = tree, tree.ranks, tree.units
@@ -86,11 +86,11 @@ class _Course:
             {one: leaves[turn * tree.per_turn : (turn + 1) * tree.per_turn] for one, leaves in in_group.items()}
             for turn in range(num_turns)
         ]
-        """By turn the leaves of each rank of this one's group; a rank without any only receives."""
+        """By turn: leaves of each rank of this group; a rank without any only receives."""
         self.mine = self.runs_of(seating.summed[rank])
         theirs = [(other, self.runs_of(seating.summed[other])) for other in self.neighbours]
-        # By unit: what each neighbour sums up of it, and the flat vectors of which this rank does something. Most ranks
-        # of a large world have nothing of most units.
+        # By unit: the shards that each neighbour sums, and the flat vectors that concern this rank. In a large world,
+        # most units concern few ranks.
         self.given = [
             [(other, flat.number, run) for other, runs in theirs for flat in unit for run in runs.get(flat.number, ())]
             for unit in tree.units
@@ -100,28 +100,28 @@ class _Course:
         self._subtrees: dict[int, tuple[Part, ...]] = {}
         self.turn = 0
         self.earlier: dict[int, Mapping[int, Leaf]] = {}
-        """Leaves of this turn but the last one."""
+        """Leaves of this turn except the last one."""
         units = tree.units if tree.is_beside else ()
         self.filling = Filling([[parameter for flat in unit for parameter, _ in flat.parameters] for unit in units])
 
     @property
     def sums_what_it_holds(self) -> bool:
-        """Whether this rank sums up all that it holds, and nothing else."""
+        """True if this rank sums exactly the shard that it holds."""
         seating, rank = self.tree.seating, self.ranks.rank
         return seating.summed[rank] is seating.trained[rank]
 
     @property
     def of_turn(self) -> Mapping[int, Lanes]:
-        """The present turn's leaves of each rank of the group; none of its ranks has any once all have been."""
+        """Leaves of each rank of the group in the current turn; empty once all are done."""
         return self.turns[self.turn] if self.turn < len(self.turns) else {}
 
     def runs_of(self, grains: Int64s) -> dict[int, list[Run]]:
-        """Return where grains are, by flat vector, in those that are summed up here."""
+        """Return the runs of grains, by flat vector, in the vectors of this tree."""
         runs = by_flat(runs_of(self.tree.seating.layout, grains))
         return {number: found for number, found in runs.items() if number in self.numbers}
 
     def subtrees_at(self, rank: int) -> tuple[Part, ...]:
-        """Return what the group of a rank has sums of once all of its leaves are in."""
+        """Return the subtrees whose sums the group of a rank has after all of its leaves."""
         seats = self.tree.seating.seats
         group = seats[rank].group
         if group not in self._subtrees:
@@ -131,16 +131,16 @@ class _Course:
         return self._subtrees[group]
 
     def common(self, summing: int, holding: int) -> list[Run]:
-        """Return the runs that one rank sums up and another one holds."""
+        """Return the runs that one rank sums and another one holds."""
         summed, held = self.tree.seating.summed[summing], self.tree.seating.trained[holding]
         runs = self.runs_of(np.intersect1d(summed, held, assume_unique=True))
         return [run for of_flat in runs.values() for run in of_flat]
 
 
 class ReduceScatterSum:
-    """The sum along trees, on its holders alone; `homes` have the means that this rank holds, by flat vector.
+    """The sum along trees on the ranks that hold it; `homes` has this rank's means, by flat vector.
 
-    A step adds up in them, so that they cost no memory beside the sums.
+    A step accumulates in them, so they need no memory besides the sums.
     """
 
     def __init__(
@@ -152,8 +152,9 @@ class ReduceScatterSum:
         *,
         by_turn: bool = True,
     ) -> None:
-        """With `weights` units are gathered: for each turn of the only tree, whose units are the blocks in the opposite
-        order and the rest; or, unless `by_turn`, all for a step.
+        """`weights` gathers units for each turn of the only tree; unless `by_turn`, all units for a step.
+
+        The tree's units are then the blocks in reverse order, and the rest of the model.
         """
         self._courses, self._homes, self._weights, self._by_turn = [*map(_Course, trees)], homes, weights, by_turn
         self._totals: dict[int, Tensor] = {}
@@ -162,19 +163,19 @@ class ReduceScatterSum:
         self._counters: dict[int, Counter[Tensor]] = {}
         self._in_flight = deque[_Flight]()
         self.is_dirty = False
-        """Whether something is on its way that may reach the homes however late."""
+        """True if pending receives may still write to the homes."""
         self._spare = BufferPool(2 * sum(len(one.tree.seating.seats) for one in self._courses))
         self._leaves = Leaves(wire)
 
     def _totals_of(self, course: _Course) -> Mapping[int, Tensor]:
-        """Return memory for the mean of what this rank sums up: the homes, unless others give it some of that."""
+        """Return memory for the means that this rank sums: the homes, unless other ranks sum part of its shard."""
         if course.sums_what_it_holds:
             return {number: self._homes[number] for number in course.numbers}
         sizes = {number: sum(run.hi - run.lo for run in course.mine.get(number, ())) for number in course.numbers}
         return {number: self._homes[number].new_empty(size) for number, size in sizes.items()}
 
     def close(self) -> None:
-        """Leave the model's parameters alone from now on."""
+        """Stop changing the model's parameters."""
         for course in self._courses:
             course.filling.close()
 
@@ -219,7 +220,7 @@ class ReduceScatterSum:
 
     @contextlib.contextmanager
     def _walking(self, course: _Course) -> Iterator[Walk]:
-        """Return the context of a turn; units are gathered for it, if they are."""
+        """Return the context of a turn; it gathers sharded weights."""
         if self._weights is not None and self._by_turn:
             computing = [rank for rank, leaves in course.of_turn.items() if leaves]
             with self._weights.turn(computing, trains=True, reduce=partial(self._reduce, course)) as walk:
@@ -228,7 +229,7 @@ class ReduceScatterSum:
         yield Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
 
     def _reduce(self, course: _Course, action: UnitAction) -> None:
-        """Begin to exchange a unit's gradients, or wait for what was begun before."""
+        """Begin to exchange a unit's gradients, or wait for an earlier exchange."""
         match action:
             case Begin(unit=unit):
                 self._send(course, place_of(unit, len(course.units)))
@@ -255,7 +256,7 @@ class ReduceScatterSum:
             self._give(course)
 
     def _send(self, course: _Course, number: int) -> None:
-        """Cut a unit's leaves, and forget them; what no lane uses is zero."""
+        """Send a unit's leaves and drop them; unused parameters are zero."""
         unit, leaves = course.units[number], course.of_turn[course.ranks.rank]
         taken = dict(course.earlier)
         if leaves:
@@ -263,7 +264,7 @@ class ReduceScatterSum:
         self._exchange(course, number, taken)
 
     def _exchange(self, course: _Course, number: int, leaves: Mapping[int, Mapping[int, Leaf]]) -> None:
-        """Begin to give the others of the group what they sum up of a unit's leaves, and to take what they give."""
+        """Begin to send the others of the group their shards of a unit's leaves, and to receive this rank's."""
         unit, held, given = course.units[number], course.held[number], course.given[number]
         sends = [(other, leaf[flat].memory[run.lo : run.hi]) for leaf in leaves.values() for other, flat, run in given]
         receives = list[tuple[int, Tensor]]()
@@ -286,7 +287,7 @@ class ReduceScatterSum:
         self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
 
     def _land(self, course: _Course) -> None:
-        """Wait for the exchange that was begun first of those under way, and add what has come, in the lanes' order."""
+        """Wait for the oldest exchange in flight, and add what was received, in lane order."""
         flight = self._in_flight.popleft()
         course.ranks.beside_s += time.perf_counter() - flight.begun_s
         course.ranks.wait(flight.arriving + flight.leaving)
@@ -297,18 +298,18 @@ class ReduceScatterSum:
                 self._counters[number].push(Part(0, lane), self._widened(course, number, lane, chunk))
 
     def _room(self, course: _Course, number: int, lane: int) -> Tensor:
-        """Return memory for what this rank sums up of a leaf: that of the mean for the group's first one."""
+        """Return memory for this rank's shard of a leaf; for the group's first leaf, that of the mean."""
         total = self._totals[number]
         return total if lane == course.first else self._spare.take(total, total.dtype)
 
     def _landing(self, course: _Course, number: int, lane: int) -> Tensor:
-        """Return memory to receive a part of a leaf: where it is kept, unless it is sent as another type."""
+        """Return memory to receive a shard of a leaf: its final memory, unless the wire format has another dtype."""
         total = self._totals[number]
         dtype = self._leaves.dtype_of(total.dtype)
         return self._room(course, number, lane) if dtype == total.dtype else self._spare.take(total, dtype)
 
     def _widened(self, course: _Course, number: int, lane: int, chunk: Tensor) -> Tensor:
-        """Return what has come as it is added."""
+        """Return a received chunk in the dtype of the sum."""
         if chunk.dtype == self._totals[number].dtype:
             return chunk
         room = self._room(course, number, lane).copy_(chunk)
@@ -321,7 +322,7 @@ class ReduceScatterSum:
         return left
 
     def _exchange_sums(self, course: _Course, sums: Mapping[int, dict[Part, Tensor]]) -> None:
-        """Add to this rank's sums those of the other groups, from the ranks that sum up the same."""
+        """Add the sums of the other groups' ranks that sum the same shard."""
         layout, rank = course.tree.seating.layout, course.ranks.rank
         sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
         own = course.subtrees_at(rank) if course.shared else ()
@@ -339,7 +340,7 @@ class ReduceScatterSum:
             course.ranks.exchange(sends, receives)
 
     def _give(self, course: _Course) -> None:
-        """Put the means where they are held: here, and on the ranks of this group that hold some of them, too."""
+        """Copy the means to the ranks of this group that hold them, this one included."""
         rank, neighbours = course.ranks.rank, course.neighbours
         held = course.runs_of(course.tree.seating.trained[rank])
         for number, runs in course.mine.items():
@@ -360,12 +361,12 @@ class ReduceScatterSum:
 
 
 def _cut(chunk: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
-    """Return the parts of a chunk that are some runs of a flat vector, one after the other."""
+    """Split a chunk into its consecutive runs of a flat vector."""
     return (chunk,) if len(runs) == 1 else chunk.split_with_sizes([run.hi - run.lo for run in runs])
 
 
 def within(run: Run, memory: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return a run's part of memory that has some runs of its flat vector, one after the other."""
+    """Return the part for `run` of memory that holds `runs` of its flat vector consecutively."""
     start = 0
     for one in runs:
         if one.lo <= run.lo and run.hi <= one.hi:

@@ -1,9 +1,9 @@
-"""How the sums of subtrees that ranks have become one: at whom an element's tree is finished, and who gets it.
+"""Reductions of the ranks' subtree sums: which rank finishes an element's tree, and which ranks get the result.
 
-Where every rank holds the gradient, all of it is finished everywhere (`exchange`). Where ranks hold shards, each rank
-sends every owner its part of that one's grains, which is the first half of an all-reduce, (W - 1) / W of the elements;
-and each owner sends what it has finished to the other holders, (copies - 1) / W. What a rank does not hold is left
-unfinished. Who finishes a grain shows in no bit: the tree is the same. Or the ranks' sums are added in any order.
+If every rank holds the whole gradient, it is finished everywhere (`exchange`). If ranks hold shards, each rank sends
+every owner its sums of the owner's grains: the first half of an all-reduce, (W - 1) / W of the elements. Each owner
+then sends the result to the other holders, (copies - 1) / W. Elements that a rank does not hold stay unfinished there.
+The owner does not affect the bits, since the tree is the same. Alternatively, sums are added in any order.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Runs = Sequence[Run]
 
 
 class Reduce(Protocol):
-    """A way to make one sum of those that ranks have."""
+    """A way to reduce the ranks' sums."""
 
     @property
     def is_ordered(self) -> bool:
-        """Whether a rank's leaves are added along the tree; else all go into one buffer."""
+        """True if a rank's leaves are added along the tree; else all go into one buffer."""
 
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
         """Finish the sum over some elements of a flat gradient."""
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
-        """Divide what was reduced; share what others need of it."""
+        """Divide the reduced elements, and send them to their other holders."""
 
 
 class Everywhere:
@@ -52,7 +52,7 @@ class Everywhere:
 
 
 class InAnyOrder(Everywhere):
-    """all_reduce: coverage stays exact, rounding varies with the world."""
+    """An all-reduce: the samples are exact, but rounding depends on the world."""
 
     is_ordered = False
 
@@ -63,14 +63,14 @@ class InAnyOrder(Everywhere):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Runs of the flat gradients, by rank: what each owns, and what this one gives others of its own, and is given."""
+    """Runs of the flat gradients by rank: those each rank owns, those this rank sends, and those it receives."""
 
     owned: Sequence[Runs]
     given: Sequence[Runs]
     taken: Sequence[Runs]
 
     def within(self, flats: Container[int]) -> Shares:
-        """Return what they have of some flat vectors, by number."""
+        """Return the runs in some flat vectors, by number."""
         owned, given, taken = (
             [[run for run in runs if run.flat in flats] for runs in by_rank]
             for by_rank in (self.owned, self.given, self.taken)
@@ -80,7 +80,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class AtOwners:
-    """The sum along the tree, on its holders alone; flat gradients are the layout's."""
+    """The sum along the tree on the ranks that hold it; flat gradients are the layout's."""
 
     shares: Shares
 
@@ -94,7 +94,7 @@ class AtOwners:
         finish_owned(elements, owned, ranks, scratch)
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
-        """Divide what this rank has finished, give it to its other holders, and take what they have finished."""
+        """Divide the grains that this rank has finished, send them to their other holders, and receive theirs."""
         for run in self.shares.owned[ranks.rank]:
             _at(run, flats).div_(divisor)
         others, given, taken = others_of(ranks), self.shares.given, self.shares.taken
@@ -109,6 +109,6 @@ def _at(run: Run, flats: Sequence[Tensor]) -> Tensor:
 
 
 def _within(elements: Subtrees, runs: Runs) -> list[tuple[int, int]]:
-    """Return what runs have of some elements of a flat vector."""
+    """Return the intersection of runs with some elements of a flat vector."""
     cuts = [(max(run.lo, elements.lo), min(run.hi, elements.hi)) for run in runs if run.flat == elements.number]
     return [(lo, hi) for lo, hi in cuts if lo < hi]

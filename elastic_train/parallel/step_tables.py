@@ -1,8 +1,8 @@
-"""The tables of a step: what every lane and every rank has to say of it, gathered in one collective.
+"""The tables of a step: the values of every lane and every rank, gathered in one collective.
 
-Lanes belong to replicas, so one rank of a replica speaks for its lanes: its first, or the first of its last stage. What
-a rank measures or has read as a whole has a row of its own beside them. Values of lanes are added along the lanes'
-tree, so no sum depends on the world.
+Lanes belong to replicas, so one rank of a replica reports its lanes: its first, or the first of its last stage. Values
+of a rank as a whole have their own row. Lane values are added along the lanes' tree, so sums do not depend on the
+world.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class StepTables(NamedTuple):
 def gather_tables(
     group: Group, mesh: Mesh, assigned: Assignment, lanes: Mapping[int, Row], rank: Row = ()
 ) -> StepTables:
-    """Return all lanes' and all ranks' rows, from the rows of this rank's lanes and its own, in one collective.
+    """Return all lanes' and all ranks' rows, from this rank's rows, in one collective.
 
-    `group` is the whole world, `assigned` are its owners' lanes. Lanes' rows have one length, ranks' rows another;
-    floats are among the first 64 values of a row. A float travels as its bits, an integer modulo 2^64 as it is; each
-    row's first word says which is which, so that one rank's 0 and another's 0.0 cannot be taken for each other.
+    `group` is the whole world, and `assigned` has the lanes of its owners. Lane rows have one length, rank rows
+    another; floats must be among a row's first 64 values. Floats are sent as their bits, integers modulo 2^64; each
+    row's first word marks the floats, so that 0 and 0.0 stay distinct.
     """
     own = _packed(rank)
     rows = [_packed(row) for _, row in sorted(lanes.items())]
@@ -51,7 +51,7 @@ def gather_tables(
 
 
 def _read_tables(gathered: Tensor, mesh: Mesh, assigned: Assignment, rank_words: int) -> StepTables:
-    """Return the rows that were gathered: of each rank its own one first, then those of its replica's lanes."""
+    """Return the gathered rows; each rank's own row comes first, then those of its replica's lanes."""
     words = gathered.cpu().numpy()
     most = max(map(len, assigned))
     lanes = words[:, rank_words:].reshape(mesh.size * most, -1)
@@ -59,7 +59,7 @@ def _read_tables(gathered: Tensor, mesh: Mesh, assigned: Assignment, rank_words:
 
 
 def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
-    """Return rows of values, each of which the first word has been taken for what it says."""
+    """Decode rows of words; each row's first word marks its floats."""
     columns = words.T.copy()
     (kinds, *integers), (_, *floats) = (columns.view(kind).tolist() for kind in (np.uint64, np.float64))
     if not integers:
@@ -73,7 +73,7 @@ def _rows(words: npt.NDArray[np.int64]) -> list[Row]:
 
 @lru_cache(64)
 def _places(assigned: Assignment, cell: Cell) -> npt.NDArray[np.int64]:
-    """Return where every lane's row is among the gathered ones, of which each rank has as many as the largest."""
+    """Return the index of every lane's row among the gathered ones; every rank sends equally many."""
     most = max(map(len, assigned))
     places = np.empty(sum(map(len, assigned)), dtype=np.int64)
     for owner, lanes in enumerate(assigned):
@@ -91,7 +91,7 @@ def tree_sum(values: Sequence[float]) -> float:
 
 
 def _packed(row: Row) -> bytes:
-    """Return a row's 64-bit words, the first of which has bit c set if column c is a float."""
+    """Return a row's 64-bit words; in the first one, bit c is set if column c is a float."""
     kinds = sum([1 << column for column, value in enumerate(row) if isinstance(value, float)])
     words = [value if isinstance(value, float) else value & _MASK for value in row]
     return _form(kinds, len(words)).pack(kinds, *words)

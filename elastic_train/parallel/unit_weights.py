@@ -1,12 +1,11 @@
-"""Weights of which every rank holds a share: a unit's are gathered when it is used, and let go of after that (ZeRO-3).
+"""Sharded weights (ZeRO-3): each unit's weights are gathered before use and released after it.
 
-A turn is one forward and backward pass on some ranks of a group, whose actions are a list (`program.unit_turn`): hooks
-of the blocks only report how far the pass is. A rank that has no lane in a turn only sends.
+A turn is one forward and backward pass on some ranks of a group, with a list of actions (`program.unit_turn`); hooks of
+the blocks only report the pass's progress. A rank without a lane in a turn only sends.
 
-The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last.
-Where passes of several lanes are under way at once there are no blocks: all is the rest, gathered once for a step.
-A block that is asked to run twice in a forward pass, or before one that has its place ahead of it, has none in this
-order: that is a ConfigError.
+The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last. If
+several lanes are in flight at once there are no blocks: all weights are the rest, gathered once per step. A block that
+runs twice in a forward pass, or out of order, raises ConfigError.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")
 _NOT_THERE = "storage of size 0", "data is not allocated"
-"""What torch says of a tensor whose memory was let go of."""
+"""Parts of torch's messages for tensors whose memory was released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,10 @@ class UnitFlats:
 
 
 class UnitWeights:
-    """Makes units' weights whole for turns of a group; between turns their flat vectors have no memory.
+    """Gathers units' weights for turns of a group; between turns their flat vectors have no memory.
 
-    `blocks` are in the order in which a forward pass uses them. `shares` has what each rank of the group holds of every
-    flat vector, by rank, and `held` this rank's memory of each of those runs.
+    `blocks` are in the order of a forward pass. `shares` has the runs that each rank of the group holds, by rank and
+    flat vector, and `held` returns this rank's memory of a run.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class UnitWeights:
         held: Callable[[Run], Tensor],
         memory: HostMemory | None = None,
     ) -> None:
-        """With `memory`, what is held may be in host memory, from which it comes beside the computation."""
+        """With `memory`, held weights may be in host memory, and are copied in during computation."""
         self._memory = memory
         self._coming: dict[int, Event] = {}
         self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
@@ -72,13 +71,13 @@ class UnitWeights:
         self._arriving: dict[int, list[Work]] = {}
         self._leaving: list[Work] = []
         self._lent: list[Tensor] = []
-        """Memory that what leaves is read from, if it is not held there."""
+        """Temporary device memory that sends read from."""
         self._whole: set[int] = set()
         self._is_running, self._has_rest, self._is_dirty = False, False, False
         self._walk = Walk((), self._act)
         self._reduce: Callable[[UnitAction], None] | None = None
         self._forward = 0
-        """The block after the last one that the running forward pass has come to."""
+        """Index after the last block that the running forward pass has reached."""
         self._hooks = [
             hook
             for number, block in enumerate(blocks)
@@ -90,7 +89,7 @@ class UnitWeights:
         ]
 
     def close(self) -> bool:
-        """Leave the model alone from now on; return whether what is on its way may still reach the flat vectors."""
+        """Remove the hooks; return True if pending receives may still write to the flat vectors."""
         for hook in self._hooks:
             hook.remove()
         if not self._is_dirty:
@@ -100,13 +99,13 @@ class UnitWeights:
         return self._is_dirty
 
     def end_pass(self) -> None:
-        """Let go of what stays from turn to turn, as weights do not change in between; the next turn gathers it."""
+        """Release the weights kept between the turns of a pass; the next turn gathers them again."""
         if self._has_rest:
             self._has_rest = False
             self._release(REST)
 
     def gather(self) -> None:
-        """Make whole, on all ranks of the group at once, what stays from turn to turn."""
+        """Gather, on all ranks of the group at once, the weights kept between turns."""
         self.end_pass()
         with self.turn([self._group.rank, *self._others], trains=False):
             pass
@@ -115,10 +114,10 @@ class UnitWeights:
     def turn(
         self, receivers: Collection[int], *, trains: bool, reduce: Callable[[UnitAction], None] | None = None
     ) -> Iterator[Walk]:
-        """Return the context of a turn in which these ranks compute; in the first one of a pass all do that ever will.
+        """Return the context of a turn in which `receivers` compute.
 
-        `reduce` makes the exchanges of gradients, if any are to be between those of weights. At its end what has not
-        been exchanged is, and all is let go of but what stays.
+        A pass's first turn must include all that ever will. `reduce` makes the exchanges of gradients, if any, between
+        those of weights. At the end, outstanding exchanges are made and all weights but the kept ones are released.
         """
         self._is_dirty = True
         self._receivers, self._forward, self._reduce = receivers, 0, reduce
@@ -131,7 +130,7 @@ class UnitWeights:
             self._walk.finish()
             self._group.wait(self._leaving)
         except BaseException as error:
-            self._arriving.clear()  # or they would keep the group's connections
+            self._arriving.clear()  # they would keep the group's connections
             self._coming.clear()
             if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_THERE):
                 what = f"a block's parameter that is used while the block does not run ({error})"
@@ -155,7 +154,7 @@ class UnitWeights:
                 self._reduce(action)
 
     def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
-        """Yield what this rank runs forward passes with, and take part in those of its group until nobody has more."""
+        """Yield the items for forward passes, and take part in those of the group until no rank has more."""
         ranks = [self._group.rank, *self._others]
         self.end_pass()
         while True:
@@ -171,7 +170,7 @@ class UnitWeights:
     def _enter(self, number: int, module: nn.Module, arguments: object) -> None:
         if not self._is_running:
             return
-        if is_in_backward():  # it is computed once more, instead of what it would have kept
+        if is_in_backward():  # a recomputation
             self._enter_backward(number)
             return
         if number < self._forward:
@@ -221,7 +220,10 @@ class UnitWeights:
             self._arriving[number] = arriving
 
     def _given(self, run: Run, whole: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return what others are sent of a run, and add to `own` where it goes here; a device sends what it holds."""
+        """Return the memory to send a run from, and add its local destination to `own`.
+
+        A device sends device memory.
+        """
         held = self._held(run)
         place = whole[run.lo : run.hi] if self._is_running else None
         is_brought = self._group.is_on_device(whole) and not self._group.is_on_device(held)
@@ -233,11 +235,11 @@ class UnitWeights:
         return place if is_brought else held
 
     def _bring(self, number: int, own: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Put this rank's share of a unit's weights where it belongs; from host memory, beside the computation."""
+        """Copy this rank's share of a unit's weights into place; from host memory, during computation."""
         if self._memory is None:
             for place, held in own:
                 place.copy_(held)
-        elif own:  # what used this memory before is computed by then
+        elif own:  # after the computations that used this memory before
             self._coming[number] = self._memory.copy("in", own, [self._memory.compute(lambda: None)])
             if any(self._group.is_on_device(place) for place, _ in own):  # whose exchange comes after what is computed
                 self._await_own(number)
@@ -262,5 +264,5 @@ class UnitWeights:
 
 
 def is_in_backward() -> bool:
-    """Say whether a backward pass runs: a forward pass in it computes something once more."""
+    """Return True during a backward pass: a forward pass in it is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)

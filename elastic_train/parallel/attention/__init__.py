@@ -1,1 +1,1 @@
-"""Attention on GPUs: the fastest kernel that repeats its bits, chosen once at start, the same on all ranks."""
+"""Attention on GPUs: the fastest kernel with reproducible bits, chosen once at start, the same on all ranks."""

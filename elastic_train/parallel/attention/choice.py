@@ -1,4 +1,4 @@
-"""Choose this process's attention kernels before its first world; every world then uses those of rank 0."""
+"""Choose this process's attention kernels before its first world; in every world, ranks adopt rank 0's choice."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from elastic_train.parallel.attention.kernels import FLEX, KERNELS, TORCH, Call,
 from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
 
 FINGERPRINT = "attention"
-"""Under which name ranks compare it."""
+"""Name of the kernels in the comparison between ranks."""
 Check = Callable[..., None]
 
 
 @dataclass(slots=True)
 class Choice:
-    """The kernels that a process computes with: `causal` of the decoder's causal calls, `everywhere` of SDPA's.
+    """The chosen kernels: `causal` for the decoder's causal calls, `everywhere` for SDPA.
 
-    `admitted` have passed their probe; `refused` says of the others why not.
+    `admitted` kernels have passed their probe; `refused` has the reason for each other one.
     """
 
     causal: str
@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The name by which ranks compare choices."""
+        """Name by which ranks compare choices."""
         return _name(self.causal, self.everywhere)
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ _current: Choice | None = None
 
 
 def current() -> Choice | None:
-    """Return the choice of this process; None on CPUs, and where no micro-batch could be read at its start."""
+    """Return this process's choice; None on CPUs, and if no micro-batch could be read at start."""
     return _current
 
 
 def fingerprint(*, compiles: bool) -> str:
-    """Return by which kernels this process computes, as ranks compare it."""
+    """Return the name of this process's kernels, for comparison between ranks."""
     if _current is not None:
         return _current.name
     return _name(FLEX, TORCH) if compiles else TORCH
@@ -66,7 +66,7 @@ def _name(causal: str, everywhere: str) -> str:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the calls of SDPA without a mask that are made inside."""
+    """Records the calls of SDPA without a mask."""
 
     def __init__(self, compute_type: torch.dtype | None) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Recorder(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        if attn_mask is None and key.shape == value.shape:  # no other kernel than torch's takes the rest
+        if attn_mask is None and key.shape == value.shape:  # only torch's kernel takes other calls
             dtype = self._compute_type or query.dtype
             self.calls[Call(tuple(query.shape), tuple(key.shape), dtype, is_causal, dropout_p, scale)] = None
 
@@ -100,9 +100,9 @@ class Recorder(TorchFunctionMode):
 def choose(
     calls: Iterable[Call], machine: Machine, kernels: Sequence[Kernel] = KERNELS, check: Check = check_repeats
 ) -> Choice:
-    """Probe kernels, fastest first, at the calls of a run, and put the first that passes in place.
+    """Probe kernels, fastest first, on a run's calls, and activate the first that passes.
 
-    A kernel that computes all calls has to pass for each; one of the decoder's for those that are causal.
+    A kernel for all of SDPA must pass for each call, one for the decoder only for the causal ones.
     """
     global _current
     calls = list(calls)
@@ -128,7 +128,7 @@ def choose(
 
 
 def _obstacle(kernel: Kernel, calls: Sequence[Call], machine: Machine, check: Check) -> str | None:
-    """Return why a kernel cannot be used for some calls, None if it has passed."""
+    """Return the reason why a kernel cannot be used for some calls; None if it passes."""
     for call in calls:
         if (reason := kernel.obstacle(machine, call)) is not None:
             return reason
@@ -138,16 +138,16 @@ def _obstacle(kernel: Kernel, calls: Sequence[Call], machine: Machine, check: Ch
             check(kernel, call, machine.device, compiles=machine.compiles)
     except NotRepeatableError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever another package's kernel raises
+    except Exception as error:  # noqa: BLE001 - a package's kernel may raise anything
         return why(error)
     return None
 
 
 def adopt(name: str, machine: Machine, kernels: Sequence[Kernel] = KERNELS) -> bool:
-    """Compute by the kernels of another rank's choice, given by its name; say whether this process can.
+    """Switch to the kernels of another rank's choice, given by name; return True if this process can.
 
-    Where blocks are compiled it cannot: the kernel is part of what was compiled. A process that has probed nothing
-    relies on the other rank's probe.
+    It cannot if blocks are compiled, because the kernel is compiled in. A process that has probed nothing relies on the
+    other rank's probe.
     """
     global _current
     if machine.compiles:
@@ -159,7 +159,7 @@ def adopt(name: str, machine: Machine, kernels: Sequence[Kernel] = KERNELS) -> b
     causal, everywhere = named[name]
     try:
         put_in_place(causal.name, everywhere.name, kernels)
-    except Exception as error:  # noqa: BLE001 - whatever another package's kernel raises
+    except Exception as error:  # noqa: BLE001 - a package's kernel may raise anything
         refused = {causal.name: why(error)}
         put_in_place(TORCH, TORCH, kernels)
         _current = Choice(TORCH, TORCH, [], refused)

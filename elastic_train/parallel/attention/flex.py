@@ -1,7 +1,7 @@
-"""Causal attention by FlexAttention (Dong et al. 2024), where a block is compiled for a GPU.
+"""Causal attention by FlexAttention (Dong et al. 2024), for compiled blocks on a GPU.
 
-It adds nothing up by several blocks at once, so it has the same bits every time: at 1.6 times the time of cuDNN's
-attention, where torch's deterministic mode takes 2.9 times. It has to be compiled.
+No two thread blocks add to the same element, so its bits are reproducible. It takes 1.6 times as long as cuDNN's
+attention; torch's deterministic mode takes 2.9 times. It must be compiled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 LEAST_HEAD = 16
-"""FlexAttention refuses heads that are narrower."""
+"""Narrowest head that FlexAttention takes."""
 _BLOCK = 128
-"""Queries, and keys, of a block of the mask: what FlexAttention takes by default."""
+"""Queries and keys per block of the mask: FlexAttention's default."""
 _KEYS = (
     *("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"),
     *("bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2", "bwd_num_stages", "bwd_num_warps"),
@@ -24,12 +24,14 @@ _OPTIONS: Mapping[tuple[int, int], Mapping[int, tuple[int, ...]]] = {
     (9, 0): {64: (128, 128, 3, 4, 64, 128, 128, 64, 3, 8), 128: (128, 64, 3, 8, 64, 128, 128, 64, 3, 8)},
     (10, 0): {64: (128, 128, 3, 4, 64, 128, 128, 64, 3, 4), 128: (128, 64, 3, 8, 64, 128, 128, 64, 3, 4)},
 }
-"""By compute capability and width of a head, in bf16 and fp16: the kernels are these in every version of torch. Torch
-2.13 takes the same by itself; no others were tried."""
+"""Options by compute capability and head width, in bf16 and fp16, to fix the kernels across versions of torch.
+
+They are the defaults of torch 2.13; no others were tried.
+"""
 
 
 def options_for(capability: tuple[int, int], width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return FlexAttention's options for a device; none where torch's own choice, which a version fixes, remains."""
+    """Return FlexAttention's options for a device; empty to keep torch's choice, which depends only on its version."""
     found = _OPTIONS.get(capability, {}).get(width) if dtype.itemsize == 2 else None
     return {} if found is None else dict(zip(_KEYS, found, strict=True))
 
@@ -39,7 +41,7 @@ def causal_attention(
 ) -> Tensor:
     """Return causal attention, each of shape (batch, heads, tokens, head_dim); keys and values may have fewer heads.
 
-    `options` take the place of the table's.
+    `options` replace the table's.
     """
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -50,9 +52,9 @@ def causal_attention(
     number = torch.arange(-(-num_tokens // _BLOCK), dtype=torch.int32, device=query.device)
     others = number.repeat(len(number), 1)
     mask = BlockMask.from_kv_blocks(
-        torch.ones_like(number)[None, None],  # of each row of blocks, the diagonal one is partly visible
+        torch.ones_like(number)[None, None],  # in each row of blocks, the diagonal one is partly visible
         ((number[:, None] + others) % len(number))[None, None],
-        number[None, None],  # and all before it wholly
+        number[None, None],  # and all before it fully
         others[None, None],
         BLOCK_SIZE=_BLOCK,
         mask_mod=_is_visible,

@@ -1,7 +1,7 @@
-"""The kernels that may compute attention, fastest first, and the process's current ones.
+"""The attention kernels, fastest first, and the process's current choice.
 
-Torch's own function (`scaled_dot_product_attention`, SDPA) is computed by one kernel for all models. What SDPA cannot
-be made to take, cuDNN in deterministic mode and FlexAttention, computes the causal attention of the package's decoder.
+One kernel computes torch's own function (`scaled_dot_product_attention`, SDPA) for all models. Kernels that SDPA cannot
+use, cuDNN in deterministic mode and FlexAttention, compute only the causal attention of the package's decoder.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Say whether it is of the kind that the package's decoder makes."""
+        """True if the package's decoder makes such calls."""
         is_square = self.query[2] == self.key[2] and len(self.query) == 4
         return self.is_causal and self.dropout == 0 and self.scale in (None, 1 / math.sqrt(self.query[3])) and is_square
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device that kernels have to run on; with `compiles` the model's blocks are compiled."""
+    """The device that kernels run on; with `compiles`, the model's blocks are compiled."""
 
     device: torch.device
     capability: tuple[int, int]
@@ -55,7 +55,7 @@ class Machine:
 
 
 def machine_of(device: torch.device, *, compiles: bool) -> Machine:
-    """Return a GPU as kernels see it."""
+    """Return the description of a GPU."""
     return Machine(device, torch.cuda.get_device_capability(device), compiles)
 
 
@@ -68,13 +68,13 @@ class Kernel:
     activate: Callable[[], None]
     attend: Attend
     is_sdpa: bool = True
-    """It computes all calls of SDPA; without, only the causal ones of the package's decoder."""
+    """True if it computes all calls of SDPA, False if only the causal ones of the package's decoder."""
     packages: tuple[str, ...] = ()
-    """Packages whose versions, besides torch's, may change its bits."""
+    """Packages, besides torch, whose version may change its bits."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
-    """Compute a call by SDPA, whichever kernel is in place."""
+    """Compute a call by SDPA with the active kernel."""
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -87,12 +87,12 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
 
 
 def _by_cudnn(query: Tensor, key: Tensor, value: Tensor, *, is_grouped: bool) -> Tensor:
-    """Compute causal attention by cuDNN, whose frontend, unlike SDPA, has a backward pass for deterministic mode."""
+    """Compute causal attention by cuDNN, whose frontend, unlike SDPA, has a deterministic backward pass."""
     return torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, True)[0]  # type: ignore[no-any-return]
 
 
 def _no_flash(*capabilities: int) -> Callable[[Machine, Call], str | None]:
-    """Return what says why a replacement of torch's FlashAttention cannot be used."""
+    """Return an `obstacle` function for a replacement of torch's FlashAttention."""
 
     def obstacle(machine: Machine, call: Call) -> str | None:
         import torch.nn.attention as attention
@@ -118,7 +118,7 @@ def _activate_flash(name: str) -> Callable[[], None]:
 
 
 def _restore() -> None:
-    """Put torch's own FlashAttention, and its own choice among kernels, in place."""
+    """Restore torch's own FlashAttention and choice of kernels."""
     import torch.nn.attention as attention
 
     if getattr(attention, "current_flash_attention_impl", lambda: None)() is not None:
@@ -177,15 +177,18 @@ KERNELS = (
     Kernel(TORCH, _anything, _restore, sdpa),
     Kernel("math", _anything, _only_math, sdpa),
 )
-"""Fastest first, as measured by others on H100s: FA3 0.79 of cuDNN without its deterministic backward pass (forward and
-backward, 8,192 tokens, heads of 128), cuDNN's deterministic one next; FlexAttention and torch's own by this project."""
+"""Fastest first: FA3 takes 0.79 of the time of cuDNN's non-deterministic attention, then cuDNN's deterministic one.
+
+These were measured by others on H100s (forward and backward, 8,192 tokens, heads of 128); FlexAttention and torch's own
+by this project.
+"""
 
 _causal = FLEX
-"""The kernel of the decoder's causal attention; FlexAttention is taken where blocks are compiled."""
+"""Kernel of the decoder's causal attention; FlexAttention applies only to compiled blocks."""
 
 
 def put_in_place(causal: str, everywhere: str, kernels: Sequence[Kernel] = KERNELS) -> None:
-    """Let this process compute attention by two kernels: the decoder's causal calls, and all of SDPA's."""
+    """Use one kernel for the decoder's causal calls and one for SDPA in this process."""
     global _causal
     by_name = {kernel.name: kernel for kernel in kernels}
     by_name[everywhere].activate()
@@ -195,9 +198,9 @@ def put_in_place(causal: str, everywhere: str, kernels: Sequence[Kernel] = KERNE
 
 
 def causal_kernel(query: Tensor) -> Callable[..., Tensor] | None:
-    """Return what computes the causal attention of a decoder's block in place of SDPA; None where SDPA does.
+    """Return the function that replaces SDPA for a decoder's causal attention; None to use SDPA.
 
-    Only on a GPU in deterministic mode: elsewhere torch's own choice is the fastest.
+    It is None unless on a GPU in deterministic mode: elsewhere torch's own choice is the fastest.
     """
     if not (query.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return None
@@ -208,5 +211,5 @@ def causal_kernel(query: Tensor) -> Callable[..., Tensor] | None:
 
 
 def why(error: Exception) -> str:
-    """Return in a phrase why a kernel cannot be used."""
+    """Return a short reason why a kernel cannot be used."""
     return f"{type(error).__name__}: {first_line(error)}"

@@ -1,8 +1,8 @@
-"""Trying a kernel of attention: the same bits in two runs and in two processes, and near what plain arithmetic gives.
+"""Probe an attention kernel: its bits must repeat in two runs and two processes, and its values must be right.
 
     python -m elastic_train.parallel.attention.probe KERNEL COMPILES DEVICE < call.json
 
-prints the digest of one run; a process asks another one once on each machine, and keeps what it said.
+prints the digest of one run. The second process is run once per machine, and its result is cached.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from elastic_train.system.extras import version_of
 from elastic_train.system.file_locks import locked
 
 OTHER_PROCESS_S = 180.0
-"""Timeout for another process; most of the time is spent importing torch and a compiler."""
+"""Timeout in seconds for the other process; most of it is for importing torch and a compiler."""
 _TOLERANCE = 0.05
-"""How far a kernel's largest error may be from the largest value: one in bf16 is off by 0.01."""
+"""Largest allowed error relative to the largest value; a correct bf16 kernel is off by 0.01."""
 _MOST_TOKENS = 1024
-"""Plain arithmetic takes the square of the tokens in memory, so it is compared on a part."""
+"""Tokens compared with plain arithmetic, which needs memory quadratic in the tokens."""
 
 
 class NotRepeatableError(Exception):
-    """A kernel gave other bits, or numbers that are wrong."""
+    """A kernel's bits differed between runs, or its results are wrong."""
 
 
 def digest_of(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> str:
-    """Return the digest of what a kernel in place computes of a call, forward and backward."""
+    """Return the digest of an active kernel's results for a call, forward and backward."""
     digest = hashlib.sha256()
     for tensor in _run(kernel, call, device, compiles=compiles):
         digest.update(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -47,9 +47,9 @@ def digest_of(kernel: Kernel, call: Call, device: torch.device, *, compiles: boo
 
 
 def check_repeats(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> None:
-    """Raise NotRepeatableError where a kernel in place gives other bits a second time, here or in another process."""
+    """Raise NotRepeatableError if an active kernel's bits differ in a second run, here or in another process."""
     if compiles:
-        torch.compiler.reset()  # or a kernel that is tried late meets the limit of what is compiled of one function
+        torch.compiler.reset()  # or a late kernel exceeds the limit of compiled variants of one function
     part = replace(call, query=_cut(call.query), key=_cut(call.key))
     found = _run(kernel, part, device, compiles=compiles)
     with sdpa_kernel(SDPBackend.MATH):
@@ -70,7 +70,7 @@ def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _run(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> list[Tensor]:
-    """Return what a call gives and its gradients, of numbers that are the same in every process."""
+    """Return a call's output and gradients for inputs that are the same in every process."""
     draw = torch.Generator().manual_seed(1)
     shapes = (call.query, call.key, call.key)
     given = [torch.randn(shape, generator=draw).to(device, call.dtype).requires_grad_() for shape in shapes]
@@ -82,15 +82,15 @@ def _run(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) ->
 
     function = torch.compile(attend, dynamic=False) if compiles else attend
     with torch.random.fork_rng(devices), torch.autocast(device.type, enabled=False), torch.enable_grad():
-        torch.manual_seed(1)  # dropout's
+        torch.manual_seed(1)  # for dropout
         attended = function(*given)
         return [attended, *torch.autograd.grad(attended, given, back)]
 
 
 def _of_another_process(kernel: Kernel, call: Call, device: torch.device, mine: str, *, compiles: bool) -> str:
-    """Return the digest that another process has found on this machine, now or before.
+    """Return the digest from another process on this machine, cached if possible.
 
-    Of the processes that begin at once, one asks. Where nothing can be kept, each does.
+    Of concurrent processes, one runs it for all. If nothing can be cached, each runs its own.
     """
     known, path = _known_by(kernel, call, device, compiles=compiles), _cache()
     with contextlib.ExitStack() as held:
@@ -102,7 +102,7 @@ def _of_another_process(kernel: Kernel, call: Call, device: torch.device, mine: 
         kept = _kept(path)
         if known not in kept:
             kept[known] = _ask(kernel, call, device, compiles=compiles)
-            with contextlib.suppress(OSError):  # a full disk: the next process asks again
+            with contextlib.suppress(OSError):  # e.g. a full disk: the next process runs it again
                 write_atomically(path, json.dumps(kept))
         return kept[known]
 
@@ -123,7 +123,7 @@ def _ask(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) ->
 
 
 def _known_by(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> str:
-    """Return under which name a digest is kept: all that its bits depend on."""
+    """Return the cache key of a digest: everything that its bits depend on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     versions = [f"{package} {version_of(package)}" for package in kernel.packages if version_of(package)]
     return " · ".join([kernel.name, name, f"torch {torch.__version__}", *versions, f"compiled {compiles}", str(call)])
@@ -136,7 +136,7 @@ def _cache() -> Path:
 def _kept(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):  # nothing is kept yet, or a process that died has left half of it
+    except (OSError, ValueError):  # no cache yet, or a process died while writing it
         return {}
     return found if isinstance(found, dict) else {}
 

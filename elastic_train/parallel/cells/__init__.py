@@ -1,1 +1,1 @@
-"""What the ranks of one cell exchange while they compute a lane together."""
+"""Communication within a cell (replica group), while its ranks compute a lane together."""

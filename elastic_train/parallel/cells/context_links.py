@@ -1,8 +1,8 @@
-"""What the ranks of a cell exchange where each computes some tokens of every row: keys and values for attention.
+"""Context parallelism: exchange of keys and values between ranks that each compute some tokens of every row.
 
-All of a row's keys and values come to each rank, one block at a time (as in Llama 3, Grattafiori et al. 2024, section
-3.3.2), and the gradients of a rank's own come back from all, added along a fixed tree of the places. A peer that is
-lost ends either with PeerLostError.
+Each rank all-gathers a row's keys and values, one block at a time (as in Llama 3, Grattafiori et al. 2024, section
+3.3.2). In the backward pass, gradients are reduce-scattered along a fixed tree. Both raise PeerLostError if a peer is
+lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENS = -2
 
 
 class Gathering:
-    """The function that brings together what the places of a group have; of one class in every world, and before."""
+    """Function that all-gathers the tensors of a group; of one class in every world, and before."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -32,7 +32,7 @@ class Gathering:
 
 
 def gathered(tensor: Tensor, group: Group) -> Tensor:
-    """Return all places' tensors (…, tokens, size), which have equal shapes, one after the other along their tokens."""
+    """All-gather tensors (…, tokens, size) of equal shapes along their tokens."""
     return _Gathered.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -48,12 +48,12 @@ class _Gathered(Function):
 
 
 def gather(tensor: Tensor, group: Group) -> Tensor:
-    """Return all places' tensors, of equal shapes, one after the other along their tokens."""
+    """All-gather tensors of equal shapes along their tokens."""
     return torch.cat(group.all_gather(tensor.contiguous()).unbind(0), TOKENS)
 
 
 def sum_of_own(tensor: Tensor, group: Group) -> Tensor:
-    """Give each place what this one has of its tokens, and return the sum of what all have of this one's."""
+    """Reduce-scatter a tensor along its tokens: return the sum over all ranks of this rank's tokens."""
     parts = [part.contiguous() for part in tensor.chunk(group.size, TOKENS)]
     mine = group.rank
     found = [part if place == mine else torch.empty_like(part) for place, part in enumerate(parts)]

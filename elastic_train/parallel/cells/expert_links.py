@@ -1,15 +1,13 @@
-"""What the ranks of a cell send each other where each has some of the experts: tokens to them, and their outputs back.
+"""Expert parallelism: send tokens to the ranks with their experts, and the outputs back.
 
-Each rank computes lanes of its own, all of them one at a time in step: a *turn*. An expert's rank computes the product
-of one lane's tokens by itself, as one rank with all experts would, and keeps each lane's gradient of its weights apart.
-So no degree is in any bit. A rank without a lane, or with one without samples, takes part in the others' turn. In a
-pipeline the ranks of a stage run the passes of one schedule in step, so forward passes of several turns may come before
-the first one's backward pass.
+In a *turn*, each rank computes one lane of its own, in lockstep with the others. An expert's rank computes each lane's
+tokens separately, as one rank with all experts would, and keeps each lane's weight gradients apart, so results do not
+depend on the degree. A rank without a lane, or without samples, still takes part with its experts. In a pipeline, the
+ranks of a stage run one schedule in lockstep, so several forward passes may precede the first backward pass.
 
-Who sends how many tokens is gathered first; then tensors go from each rank to each, and are put together in the order
-of the ranks. Backward passes go the same way in the opposite order. Where a block is computed again, its tokens are
-sent again just before its backward pass, and its experts keep nothing until then. A peer that is lost ends any of it
-with PeerLostError.
+Token counts are all-gathered first; then tensors are exchanged all-to-all and concatenated in rank order. Backward
+passes do the reverse. In a recomputed block, tokens are sent again just before its backward pass, and its experts keep
+nothing until then. All exchanges raise PeerLostError if a peer is lost.
 """
 
 from __future__ import annotations
@@ -31,28 +29,28 @@ from elastic_train.parallel.unit_weights import is_in_backward
 T = TypeVar("T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Leaf = dict[int, Tensor]
-"""A lane's gradients of experts' weights, by the identity of each parameter."""
+"""A lane's gradients of expert weights, by parameter id."""
 
 
 class Unit(Protocol):
-    """The experts of a block, of which a rank has some."""
+    """The experts of a block; a rank holds some of them."""
 
     links: ExpertLinks | None
 
     @property
     def stacked(self) -> Sequence[nn.Parameter]:
-        """The weights, by expert along their first dimension."""
+        """Weights, stacked by expert along their first dimension."""
 
     @property
     def width(self) -> int:
-        """How many elements a token has."""
+        """Number of elements per token."""
 
     def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return what these experts make of tokens, of which each has so many; same shape and type."""
+        """Return the experts' outputs for tokens sorted by expert, `counts` for each; same shape and dtype."""
 
 
 class _Kept(NamedTuple):
-    """What a backward pass needs of a forward pass: each rank's tokens and outputs here, and how many went where."""
+    """Saved for the backward pass: the tokens and outputs of each rank computed here, and the token counts."""
 
     passes: Sequence[tuple[Tensor, Tensor] | None]
     given: list[int]
@@ -60,29 +58,30 @@ class _Kept(NamedTuple):
 
 
 class ExpertLinks:
-    """This rank's exchanges with the others of its cell, or of its stage, block by block, in the order of `units`."""
+    """This rank's exchanges with the others of its cell or stage, block by block, in the order of `units`."""
 
     def __init__(self, units: Sequence[Unit], again: Collection[Unit] = ()) -> None:
-        """`units` are those of the whole model, or of a chunk of each stage; a rank has none of the experts of those
-        that other stages run.
+        """`units` are those of the whole model, or of a chunk of each stage; other stages' units have no experts here.
 
-        A forward pass of those in `again` keeps nothing: their blocks are computed again in the backward pass.
+        A forward pass of units in `again` saves nothing: their blocks are recomputed in the backward pass.
         """
         self.units, self._again = units, frozenset(map(id, again))
         self._group: Group | None = None
         self._left: list[Unit] = []
-        """The units that have not run forward in this turn yet, the next one last."""
+        """Units still to run forward in this turn, the next one last."""
         self._left_back: list[Unit] = []
-        """The same of its backward pass."""
+        """Units still to run backward in this turn, the next one last."""
         self._computed: dict[int, _Kept] = {}
-        """What units keep that were computed again, by their identity, until their backward pass."""
+        """Saved data of recomputed units, by id, until their backward pass."""
         self._taken_part: dict[int, list[_Kept | None]] = {}
-        """What forward passes of turns keep in which this rank has run none itself; None of units in `again`."""
+        """Saved data of forward passes without a lane of this rank, by turn; None for units in `again`."""
         self.leaves: Sequence[Leaf] = ()
-        """Of this turn, by rank of the cell, whose lanes' gradients they are."""
+        """Gradients of this turn's lanes, by rank of the cell."""
         self.anchor = torch.zeros(0, requires_grad=True)
-        """What every output of experts depends on, so that a backward pass comes to them wherever tokens are from: who
-        asks for gradients of some tensors asks for that of this one, too."""
+        """A tensor that every expert output depends on, so that each backward pass reaches the experts.
+
+        Callers that request gradients of specific tensors must request this one's, too.
+        """
 
     @property
     def group(self) -> Group:
@@ -90,17 +89,17 @@ class ExpertLinks:
         return self._group
 
     def bind(self, group: Group) -> None:
-        """Exchange with the ranks of this group from now on; a rank's number says which experts it has."""
+        """Exchange with the ranks of this group from now on; a rank's number determines its experts."""
         self._group, self._taken_part, self._computed = group, {}, {}
 
     @property
     def here(self) -> list[Unit]:
-        """The units of which this rank has some experts, in the order in which they run."""
+        """Units of which this rank has experts, in execution order."""
         return [unit for unit in self.units if len(unit.stacked[0])]
 
     @contextlib.contextmanager
     def turn(self, *, trains: bool) -> Iterator[None]:
-        """Return the context of this rank's passes; if it has run none, it takes part in the others'."""
+        """Return the context of this rank's passes; if none runs in it, the rank still takes part with its experts."""
         with self.backward_pass(0), self.forward_pass(0, trains=trains):
             yield
 
@@ -118,7 +117,7 @@ class ExpertLinks:
 
     @contextlib.contextmanager
     def backward_pass(self, turn: int) -> Iterator[None]:
-        """Return the context of this rank's backward pass in a turn; `leaves` are the turn's after it."""
+        """Return the context of this rank's backward pass in a turn; afterwards `leaves` has the turn's gradients."""
         self.leaves = [{} for _ in range(self.group.size)]
         self._left_back = self.here
         yield
@@ -129,23 +128,23 @@ class ExpertLinks:
                 self.backward(unit, one, None)
 
     def add(self, leaf: Leaf) -> None:
-        """Add a lane's gradients to those of the experts here."""
+        """Add a lane's gradients to those of this rank's experts."""
         for unit in self.here:
             for one in unit.stacked:
                 if (gradient := leaf.pop(id(one), None)) is not None:
                     one.grad = gradient if one.grad is None else one.grad.add_(gradient)
 
     def take_leaves(self) -> Sequence[Leaf]:
-        """Return the turn's leaves, and keep them no longer."""
+        """Return the turn's leaves and release them."""
         leaves, self.leaves = self.leaves, ()
         return leaves
 
     def most(self, count: int) -> int:
-        """Return the largest of what all ranks count."""
+        """Return the maximum of `count` over all ranks."""
         return int(self.group.all_gather(torch.tensor(count)).max())
 
     def turns(self, items: Iterator[T]) -> Iterator[T]:
-        """Yield what this rank runs forward passes with, one in a turn, until no rank of the cell has any left."""
+        """Yield the items for forward passes, one per turn, until no rank of the cell has any left."""
         while True:
             found = list(islice(items, 1))
             if not self.most(len(found)):
@@ -154,7 +153,7 @@ class ExpertLinks:
                 yield from found
 
     def spread(self, unit: Unit, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return what all experts make of a lane's tokens, of which each has so many."""
+        """Return the outputs of all experts for a lane's tokens, `counts` for each expert."""
         if not torch.is_grad_enabled():
             return self.forward(unit, x, counts, trains=False)[0]
         return _Spread.apply(x, self.anchor, unit, counts, self)  # type: ignore[no-any-return, no-untyped-call]
@@ -162,7 +161,7 @@ class ExpertLinks:
     def forward(
         self, unit: Unit, x: Tensor | None, counts: Sequence[int], *, trains: bool
     ) -> tuple[Tensor, _Kept | None]:
-        """Send tokens to their experts, compute those that come, and return what others have made of this rank's."""
+        """Send tokens to their experts, compute the received ones, and return the outputs for this rank's tokens."""
         expected = self._left.pop() if self._left else None
         assert expected is unit, "experts run in the order of the model's blocks, each once"
         is_kept = trains and not self.is_again(unit)
@@ -170,11 +169,11 @@ class ExpertLinks:
         return made, kept if is_kept else None
 
     def is_again(self, unit: Unit) -> bool:
-        """Say whether a unit is computed again in the backward pass."""
+        """Return True if a unit is recomputed in the backward pass."""
         return id(unit) in self._again
 
     def forward_again(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> Tensor:
-        """Do once more what `forward` has done, and keep what the unit's backward pass needs, which is the next."""
+        """Repeat `forward` and save its data for the unit's backward pass, which comes next."""
         assert self._left_back and self._left_back[-1] is unit, "what is computed again has its backward pass next"
         with saved_tensors_hooks(Tensor.detach, _as_kept):
             made, self._computed[id(unit)] = self._forward(unit, x, counts, trains=True)
@@ -199,9 +198,9 @@ class ExpertLinks:
         return self._trade(made, given), _Kept(passes, given, taken)
 
     def backward(self, unit: Unit, kept: _Kept | None, gradient: Tensor | None) -> Tensor:
-        """Send gradients of outputs to their experts, and return those of this rank's tokens.
+        """Send output gradients to the experts, and return the gradients of this rank's tokens.
 
-        `kept` is None for a unit that was computed again.
+        `kept` is None for a recomputed unit.
         """
         expected = self._left_back.pop() if self._left_back else None
         assert expected is unit, "backward passes come in the opposite order of the blocks"
@@ -224,7 +223,7 @@ class ExpertLinks:
         return self._trade(found, kept.given)
 
     def _counts(self, unit: Unit, x: Tensor | None, counts: Sequence[int]) -> list[list[int]]:
-        """Return how many tokens each rank has for each expert, and how these are computed, by rank."""
+        """All-gather each rank's dtypes and its token count per expert."""
         num_experts = self.group.size * len(unit.stacked[0])
         row = [0, 0, *counts] if counts else [0] * (2 + num_experts)
         if x is not None:
@@ -235,7 +234,7 @@ class ExpertLinks:
         return found
 
     def _trade(self, parts: Sequence[Tensor], taken: Sequence[int]) -> Tensor:
-        """Give each rank its rows, by rank, and return those that ranks have given, of which each gives so many."""
+        """Exchange rows with each rank; return the received ones, `taken` of each rank, in rank order."""
         mine, arrived = self.group.rank, parts[0].new_empty(sum(taken), parts[0].shape[1])
         places = torch.split(arrived, list(taken))
         arriving, leaving = self.group.begin_exchange(
@@ -248,7 +247,7 @@ class ExpertLinks:
 
 
 class _Source(NamedTuple):
-    """A rank's row: the type of its tokens and of its products, None without either, and each expert's tokens."""
+    """A rank's row: dtype of its tokens, autocast dtype (each None if absent), and token count per expert."""
 
     dtype: torch.dtype | None
     autocast: torch.dtype | None
@@ -261,7 +260,7 @@ class _Source(NamedTuple):
 
 
 def _by_rank(counts: Sequence[int], size: int) -> list[int]:
-    """Return how many tokens are for the experts of each rank."""
+    """Return the number of tokens for the experts of each rank."""
     each = len(counts) // size
     return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(size)]
 
@@ -269,7 +268,7 @@ def _by_rank(counts: Sequence[int], size: int) -> list[int]:
 def _pass(
     unit: Unit, x: Tensor, counts: Sequence[int], autocast: torch.dtype | None, *, trains: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute a rank's tokens as that rank would; return them with their outputs, None without any."""
+    """Compute a rank's tokens as that rank would; return tokens and outputs, None without tokens."""
     if not len(x):
         return None
     with torch.set_grad_enabled(trains), torch.autocast(x.device.type, autocast, enabled=autocast is not None):
@@ -278,7 +277,7 @@ def _pass(
 
 
 def _as_kept(tensor: Tensor) -> Tensor:
-    """Return what experts' graph has kept: torch must not count it among what their block kept the first time."""
+    """Return a saved tensor unchanged: torch must not count it among the tensors that checkpointing saved."""
     return tensor
 
 
@@ -287,7 +286,7 @@ class _Spread(Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor, unit: Unit, counts: Sequence[int], links: ExpertLinks) -> Tensor:
         ctx.unit, ctx.links, ctx.kept = unit, links, None
         if links.is_again(unit):
-            ctx.save_for_backward(x.new_empty(0))  # whoever asks for it has the block computed again
+            ctx.save_for_backward(x.new_empty(0))  # unpacking it triggers the block's recomputation
             if is_in_backward():
                 return links.forward_again(unit, x, counts)
         made, ctx.kept = links.forward(unit, x, counts, trains=True)

@@ -1,7 +1,6 @@
-"""The edges of compiled graphs: one ends before the ranks of a cell exchange something, and another begins after it, in
-the forward pass and in the backward pass.
+"""Boundaries of compiled graphs: graphs end before an exchange within a cell and resume after it.
 
-So a graph knows neither peers nor worlds, and is compiled before there are any: with a `LoneGroup` in their place.
+So graphs know neither peers nor worlds, and can be compiled before there are any, with a `LoneGroup` instead.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ T = TypeVar("T")
 
 
 def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep a function out of the graphs of whatever is compiled around it.
+    """Exclude a function from the compiled graphs around it.
 
-    It is torch.compiler.disable, but for what that imports at once: torch's compiler, a second of every process.
+    Equal to torch.compiler.disable, without its import of torch's compiler, which takes a second.
     """
     return _disable_dynamo(function)
 
 
 class LoneGroup(Group):
-    """The first of `size` ranks whose peers are not there: they have what it gathers or sums, and send zeros."""
+    """The first of `size` ranks without peers: gathers and sums use its own tensor, and receives give zeros."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, 1, None, timeout_s=0.0)
@@ -36,7 +35,7 @@ class LoneGroup(Group):
 
 
 class _Nobody:
-    """A backend without connections, whose operations are done when they begin."""
+    """A backend without connections; its operations are complete when they begin."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
         return _Done()

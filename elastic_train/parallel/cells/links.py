@@ -1,8 +1,8 @@
-"""What the ranks of a cell exchange inside of a lane: sums of partial results, and of gradients of what they share.
+"""Tensor parallelism: sums of partial results, and of gradients of shared tensors, within a lane.
 
-Modules keep one `CellLinks` over all worlds; the group of the present one is bound to it, so a new world changes
-neither model nor hooks. A sum is made along a fixed tree of the cell's places: it is the same on all of them, to the
-last bit, and depends on nothing but the cell's size. A peer that is lost ends any exchange with PeerLostError.
+Modules keep one `CellLinks` across worlds, to which the current group is bound, so a new world changes neither model
+nor hooks. Sums follow a fixed tree: they are bit-identical on all ranks and depend only on the cell's size. All
+exchanges raise PeerLostError if a peer is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_train.parallel.group import Group
 
 
 class CellLinks:
-    """The group of this rank's cell in the present world."""
+    """The tensor-parallel group of this rank in the current world."""
 
     def __init__(self) -> None:
         self._group: Group | None = None
@@ -32,11 +32,11 @@ class CellLinks:
         return self._group
 
     def bind(self, group: Group) -> None:
-        """Exchange with the ranks of this group from now on; a rank's number in it is its place."""
+        """Exchange with the ranks of this group from now on."""
         self._group = group
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all places' tensors."""
+        """Return the sum of all ranks' tensors."""
         group, total = self.group, tensor.detach().clone(memory_format=torch.contiguous_format)
         flat, layout = total.view(-1), [[Part(0, place)] for place in range(group.size)]
         subtrees = Subtrees(flat, 0, 0, flat.numel(), {Part(0, group.rank): [flat]}, layout, group.size)
@@ -66,10 +66,10 @@ class _Summed(Function):
 
 
 def shared(tensor: Tensor, links: CellLinks) -> Tensor:
-    """Return a tensor that all places have, for each to use in its own way; its gradient is the sum of theirs."""
+    """Return a replicated tensor for each rank's own use; its gradient is summed over the ranks."""
     return _Shared.apply(tensor, links)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def summed(tensor: Tensor, links: CellLinks) -> Tensor:
-    """Return the sum of all places' tensors, which all of them go on with alike."""
+    """Return the sum of all ranks' tensors; its gradient must be equal on all ranks."""
     return _Summed.apply(tensor, links)  # type: ignore[no-any-return, no-untyped-call]

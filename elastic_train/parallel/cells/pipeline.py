@@ -1,8 +1,7 @@
-"""Running a program: passes of a rank's lanes, and between them exchanges with its neighbours.
+"""Run a stage's program: forward and backward passes of its lanes, and exchanges with neighbouring stages.
 
-A lane's activation is a leaf of the stage's graph, so its backward pass adds what one rank's would. Lanes without
-samples, and turns without a lane, are left out of the exchanges, on all stages alike; their passes come all the same,
-and compute nothing.
+A lane's activation is a leaf of the stage's graph, so its backward pass adds the same gradients as on one rank. Lanes
+without samples, and turns without a lane, are skipped in the exchanges by all stages; their passes compute nothing.
 """
 
 from __future__ import annotations
@@ -20,65 +19,65 @@ from elastic_train.program.step_program import Action, AddExperts, Close, Open
 
 
 class Passes(ABC):
-    """A rank's passes, by turn; lanes have numbers in the order in which their gradients are added."""
+    """A rank's passes, by turn; lanes are numbered in the order in which their gradients are added."""
 
     @abstractmethod
     def key(self, number: int) -> Hashable | None:
-        """Return what a lane has in common with others of the same shapes; None if it has no samples."""
+        """Return the key that lanes with equal shapes share; None if the lane has no samples."""
 
     @abstractmethod
     def forward(self, one: Pass, given: Tensor | None) -> Tensor | None:
-        """Return what a chunk makes of what the piece before has given, None to the first; the last, its loss.
+        """Run a chunk on the previous piece's output (None for the first); return its output, or the last piece's loss.
 
-        None without samples, or if there is nothing to go back through.
+        Returns None without samples, or if there is nothing to backpropagate through.
         """
 
     @abstractmethod
     def backward(self, one: Pass, made: Tensor | None, gradient: Tensor | None) -> None:
-        """Add the gradients of a lane, given that of what `forward` has made; the last is given none."""
+        """Add a lane's gradients, given that of the output of `forward`; None for the last piece."""
 
     def waited(self) -> None:  # noqa: B027 - few ask for it
         """Note that an exchange has ended."""
 
-    def open(self, one: Open) -> None:  # noqa: B027 - outside of steps nothing is added
+    def open(self, one: Open) -> None:  # noqa: B027 - outside of steps there are no leaves
         """Begin the leaf of a turn."""
 
     def close(self, one: Close) -> None:  # noqa: B027
         """End the leaf of a turn."""
 
     def add_experts(self, one: AddExperts) -> None:  # noqa: B027
-        """Add what the lanes of a turn have given to this rank's experts."""
+        """Add the gradients that a turn's lanes have given to this rank's experts."""
 
 
 class Links(Protocol):
-    """What a program's rank sends its neighbours, and they send it: `StageLinks`, or nothing."""
+    """Exchanges with neighbouring stages: `StageLinks`, or none."""
 
     def exchange(
         self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
     ) -> None:
-        """Begin to send an activation or a gradient, and to take what comes."""
+        """Begin to send an activation or a gradient, and to receive `takes`."""
 
     def arrived(self, name: Hashable) -> Tensor | None:
-        """Return what has come for a pass, once it has; None if nothing comes for it."""
+        """Wait for and return the tensor for a pass; None if none is expected."""
 
     def finish(self) -> None:
-        """Wait until all that was sent is taken."""
+        """Wait until all sends are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Alive:
-    """What a lane keeps in a chunk from its forward to its backward pass."""
+    """A lane's input and output in a chunk, kept from its forward to its backward pass."""
 
     given: Tensor | None
     made: Tensor
 
 
 _Lanes = dict[tuple[int, int], _Alive]
-"""By number and chunk."""
+"""By lane number and chunk."""
 
 
 def run_program(actions: Iterable[Action], links: Links, passes: Passes) -> int:
-    """Run the actions of a step; return how many lanes were alive at once at most, each in one chunk."""
+    """Run the actions of a step; return the maximum number of live lanes, counted per chunk."""
     alive, most = _Lanes(), 0
     made: Tensor | None = None
     for action in actions:
@@ -100,7 +99,7 @@ def run_program(actions: Iterable[Action], links: Links, passes: Passes) -> int:
 
 
 def _pass(one: Pass, links: Links, passes: Passes, alive: _Lanes) -> Tensor | None:
-    """Run a pass; return what it has made for the next piece, or for the one before."""
+    """Run a pass; return its output for the next piece, or its gradient for the previous one."""
     given = links.arrived(one)
     if given is not None:
         passes.waited()
@@ -116,7 +115,7 @@ def _pass(one: Pass, links: Links, passes: Passes, alive: _Lanes) -> Tensor | No
 
 
 def _exchange(action: Exchange, links: Links, passes: Passes, alive: _Lanes, made: Tensor | None) -> None:
-    """Begin to send what the last pass has made, and to take what other passes need."""
+    """Begin to send the last pass's result, and to receive the tensors for other passes."""
     takes = [_awaited(one, passes, alive) for one in action.takes if passes.key(one.number) is not None]
     sends, key = action.sends, None if action.sends is None else passes.key(action.sends.number)
     if sends is None or key is None:

@@ -1,9 +1,9 @@
-"""What tensor ranks exchange where each goes on with some tokens of every row between the layers that are cut.
+"""Sequence parallelism: tensor ranks split every row's tokens between the layers that are cut.
 
-The sum of a row layer's outputs is added up token by token, each at the rank that goes on with it, and column layers
-get all tokens' inputs (Korthikanti et al. 2022, section 4.2.2): as much is sent as for whole sums, along the same
-tree. A rank keeps its own tokens of a column layer's input, and gathers them once more in the backward pass. So all
-that a block keeps is divided by the number of ranks. Tensors are (…, tokens, size), with tokens for each rank alike.
+Row layers reduce-scatter their outputs over the tokens, and column layers all-gather their inputs (Korthikanti et al.
+2022, section 4.2.2): the volume and the tree are those of whole sums. A rank saves only its own tokens of a column
+layer's input and gathers the rest again in the backward pass, which divides a block's saved activations by the number
+of ranks. Tensors are (…, tokens, size), with equally many tokens for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_train.parallel.group import Group
 
 
 def own_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
-    """Return this rank's tokens of a tensor that all ranks have; all of them get its whole gradient."""
+    """Return this rank's tokens of a replicated tensor; its gradient is all-gathered."""
     size = links.group.size
     if tensor.shape[TOKENS] % size:
         what = f"rows of {tensor.shape[TOKENS]} tokens between {size} ranks"
@@ -31,24 +31,24 @@ def own_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
 
 
 def all_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
-    """Return all ranks' tokens, with which all of them do the same; a rank gets its own tokens' gradient."""
+    """All-gather the ranks' tokens for equal use on all of them; a rank gets its own tokens' gradient."""
     return _AllTokens.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scattered(tensor: Tensor, links: CellLinks) -> Tensor:
-    """Return the sum of all ranks' tensors, of this rank's tokens alone."""
+    """Reduce-scatter a tensor: return the sum of all ranks' tensors for this rank's tokens."""
     return _Scattered.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def own_dropout(tensor: Tensor, share: float, links: CellLinks) -> Tensor:
-    """Leave out what one rank would of its tokens: numbers are drawn for all of them, alike on all ranks."""
+    """Apply dropout to this rank's tokens as one rank would: masks are drawn for all tokens on every rank."""
     *rest, tokens, size = tensor.shape
     drawn = dropout(tensor.new_ones(*rest, tokens * links.group.size, size), share)
     return tensor * _own(drawn, links.group).clone()
 
 
 class GatheredInput:
-    """One input of several column layers: all ranks' tokens of it, and again in the backward pass, once for all."""
+    """The shared input of several column layers, gathered once in the forward and once in the backward pass."""
 
     def __init__(self, own: Tensor, links: CellLinks) -> None:
         self._own, self._group = own, links.group
@@ -57,20 +57,20 @@ class GatheredInput:
         self._num_left = 0
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Apply a layer; it keeps this rank's tokens of its input alone."""
+        """Apply a layer; it saves only this rank's tokens of its input."""
         self._num_left += weight.requires_grad
         return _Linear.apply(self.whole, self._own.detach(), weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def is_of(self, given: Tensor) -> bool:
-        """Say whether this is what has been gathered of a rank's tokens, or is given as all of them."""
+        """Return True if `given` is this input, as this rank's tokens or gathered."""
         return given is self._own or given is self.whole
 
     def forget(self) -> None:
-        """Keep nothing of the input: all layers have had it."""
+        """Release the input once all layers have used it."""
         del self._own, self.whole
 
     def again(self, own: Tensor) -> Tensor:
-        """Return the whole input once more, given this rank's tokens; as often as layers need it."""
+        """Gather the input again from this rank's tokens, once for all layers that need it."""
         found = gather(own, self._group) if self._again is None else self._again
         self._num_left -= 1
         self._again = found if self._num_left else None

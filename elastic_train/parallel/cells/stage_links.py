@@ -1,13 +1,13 @@
-"""What neighbouring stages of a cell send each other: activations forward, their gradients backward.
+"""Pipeline parallelism: neighbouring stages send activations forward and gradients backward.
 
-With an activation goes the state of torch's generators, from which the stage that it comes from has drawn: the next
-stage continues where that one has ended, as one rank would. So what is drawn does not depend on the stages.
+An activation carries the state of torch's generators, so the next stage continues where the sender stopped, as one rank
+would; random numbers do not depend on the stages.
 
-The form of an activation follows from the shapes of its lane's micro-batch, so it is sent once for each of these; both
-ends know it from then on. What one exchange sends is under way while the stage computes, until the next exchange; what
-it takes, until a pass needs it. All messages of one exchange begin together: a device makes its exchanges one after
-another, and both ends of a message meet in the same one (`program.schedules`). Two stages send each other at most one
-message at a time, so nothing else tells an activation from a gradient, also where a neighbour is on both sides.
+An activation's form follows from the shapes of its lane's micro-batch, so it is sent once for each key. Sends of one
+exchange overlap with computation until the next exchange, receives until a pass needs them. All messages of one
+exchange start together: a device runs exchanges in order, and both ends of a message use the same exchange
+(`program.schedules`). Two stages have at most one message in flight in each direction, so activations and gradients
+cannot be confused, even if a neighbour is on both sides.
 """
 
 from __future__ import annotations
@@ -25,31 +25,30 @@ from elastic_train.parallel.point_to_point import Work
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 14
 _ALIGNMENT = 512
-"""Of the bytes that devices allocate: which kernel computes a tensor may depend on where it begins."""
+"""Alignment in bytes of device allocations: the kernel chosen for a tensor may depend on its alignment."""
 
 
 class Form(NamedTuple):
-    """The type and shape of an activation."""
+    """The dtype and shape of an activation."""
 
     dtype: torch.dtype
     shape: torch.Size
 
     def to_words(self) -> Tensor:
-        """Return a message of fixed length that says it."""
+        """Return the form as a message of fixed length."""
         words = [_DTYPES.index(self.dtype), len(self.shape), *self.shape]
         return torch.tensor(words + [0] * (2 + _MOST_DIMS - len(words)))
 
 
 class Activation(NamedTuple):
-    """What a stage gives to the next; `key` is alike for those of one form."""
+    """A stage's output for the next one; lanes with equal `key` have equal forms."""
 
     key: Hashable
     tensor: Tensor
 
 
 class Awaited(NamedTuple):
-    """A message that comes for the pass `name`: an activation of the form that `key` stands for, or the gradient of
-    `made`, which was sent."""
+    """The expected message for the pass `name`: an activation of the form of `key`, or the gradient of `made`."""
 
     name: Hashable
     key: Hashable = None
@@ -57,7 +56,7 @@ class Awaited(NamedTuple):
 
 
 class _Arriving(NamedTuple):
-    """A message on its way; `form` is that of an activation, None for a gradient."""
+    """A message being received; `form` is that of an activation, None for a gradient."""
 
     memory: Tensor
     form: Form | None
@@ -65,7 +64,7 @@ class _Arriving(NamedTuple):
 
 
 class StageLinks:
-    """Links of this rank's stage, in one world, to the places `before` and `after` it in its cell, if there are any.
+    """Links of this rank's stage, in one world, to the places `before` and `after` it in its cell, if any.
 
     Messages are in the memory of `device`, on which the stage computes.
     """
@@ -82,7 +81,7 @@ class StageLinks:
     def exchange(
         self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
     ) -> None:
-        """Begin to send an activation to the next stage, or a gradient to the one before, and to take what comes.
+        """Begin to send an activation to the next stage or a gradient to the previous one, and to receive `takes`.
 
         Raises PeerLostError.
         """
@@ -102,8 +101,10 @@ class StageLinks:
         self._sent += [tensor for _, tensor in sends]
 
     def arrived(self, name: Hashable) -> Tensor | None:
-        """Return what has come for a pass, once it has; with an activation torch's generators continue where its
-        sender's were. None if nothing comes for it."""
+        """Wait for and return the tensor for a pass; None if none is expected.
+
+        With an activation, torch's generators continue where the sender's stopped.
+        """
         if name not in self._arriving:
             return None
         memory, form, works = self._arriving.pop(name)
@@ -114,12 +115,12 @@ class StageLinks:
         return self._content_of(memory, form)
 
     def finish(self) -> None:
-        """Wait until all that was sent is taken."""
+        """Wait until all sends are complete."""
         self._group.wait(self._leaving)
         self._leaving, self._sent = [], []
 
     def _packed(self, activation: Activation) -> Tensor:
-        """Return one message with the generators' state and the activation; send its form first if that is new."""
+        """Return a message with the generators' state and the activation; send its form first if it is new."""
         key, tensor = activation
         form = Form(tensor.dtype, tensor.shape)
         before = self._given.setdefault(key, form)
@@ -134,7 +135,7 @@ class StageLinks:
         return memory
 
     def _room(self, one: Awaited) -> Tensor:
-        """Return memory for a message; receive the form of an activation first if its sender sends it."""
+        """Return memory for a message; receive an activation's form first if it is new."""
         if one.made is not None:
             return torch.empty_like(one.made, memory_format=torch.contiguous_format)
         if one.key not in self._taken:
@@ -149,12 +150,12 @@ class StageLinks:
         return torch.empty(num_elements, dtype=form.dtype, device=self._device)
 
     def _content_of(self, memory: Tensor, form: Form) -> Tensor:
-        """Return the activation in a message; it begins where kernels like tensors to begin."""
+        """Return the activation in a message; its start is aligned."""
         return memory[self._head_bytes // form.dtype.itemsize :].view(form.shape)
 
 
 class NoLinks:
-    """The links of a model in one stage: nothing is sent, and nothing comes."""
+    """Links of a model in one stage: nothing is exchanged."""
 
     def exchange(
         self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
@@ -165,7 +166,7 @@ class NoLinks:
         return None
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there are no sends."""
 
 
 def _known(place: int | None) -> int:

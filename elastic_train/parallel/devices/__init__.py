@@ -1,1 +1,1 @@
-"""What ranks exchange of tensors on accelerators: by NCCL, under the same rules as gloo, or through host memory."""
+"""Communication of tensors on accelerators: by NCCL, under the same rules as gloo, or through host memory."""

@@ -1,7 +1,7 @@
-"""Kernels of a task, or of its libraries, that Triton tunes: each process times their configurations and keeps one.
+"""Kernels that Triton autotunes: each process times several configurations and keeps one.
 
-Another configuration may add in another order, and which one is fastest differs from process to process. So such
-kernels are named at a start, and ranks compare what was chosen by then.
+Configurations may differ in summation order, and the fastest one differs between processes. So such kernels are
+reported at start, and ranks compare the chosen configurations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _TUNER = "triton.runtime.autotuner"
 
 
 TUNED = "the configuration of "
-"""Begins the names under which ranks compare what was chosen; of what one has not run yet, nothing is known."""
+"""Prefix of the names under which ranks compare choices; kernels that have not run yet are missing."""
 
 
 def tuned_kernels() -> dict[str, str]:
-    """Return the configurations that were chosen so far, by kernel and kind of call."""
+    """Return the configurations chosen so far, by kernel and kind of call."""
     return {
         f"{TUNED}{name} for {call}": str(chosen)
         for name, kernel in _kernels()
@@ -29,7 +29,7 @@ def tuned_kernels() -> dict[str, str]:
 
 
 def describe_tuning() -> str | None:
-    """Say which kernels are tuned, and what to do; None if there are no such kernels."""
+    """Describe the autotuned kernels and the remedy; None if there are none."""
     if not (names := [name for name, _ in _kernels()]):
         return None
     more = f" and {counted(len(names) - 1, 'more kernel')}" if names[1:] else ""
@@ -40,7 +40,7 @@ def describe_tuning() -> str | None:
 
 
 def _kernels() -> Iterator[tuple[str, Any]]:
-    """Yield the kernels with more than one configuration among the names of the modules that are loaded, by name."""
+    """Yield the kernels with more than one configuration in loaded modules, by name."""
     if (tuning := sys.modules.get(_TUNER)) is None:
         return
     seen = set[int]()
@@ -51,4 +51,4 @@ def _kernels() -> Iterator[tuple[str, Any]]:
                 if isinstance(kernel, tuning.Autotuner) and len(kernel.configs) > 1 and id(kernel) not in seen:
                     seen.add(id(kernel))
                     yield f"{module}.{name}", kernel
-                kernel = getattr(kernel, "fn", None)  # what other decorators of Triton are around
+                kernel = getattr(kernel, "fn", None)  # kernel below another decorator of Triton

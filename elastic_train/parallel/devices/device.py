@@ -1,6 +1,6 @@
-"""What a group of ranks has to know of an accelerator: which tensors it has, the order of its work, how it connects.
+"""Interface of an accelerator to a group of ranks: which tensors it holds, its queue, and its transport.
 
-CUDA's is here. A test makes another, whose work ends when the test says so.
+This module has CUDA's. Tests use another whose work ends on command.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ _OWN_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
-"""NCCL's own threads in torch look for errors, too, and end the process or abort operations by themselves: here a group
-that is broken does, after which nothing that came of an aborted operation is used."""
+"""Settings of NCCL's threads in torch, which would end the process or abort operations when they find errors.
+
+A broken group aborts by itself, and never uses the results of an aborted operation.
+"""
 
 
 _HANGS: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...] = (
     ((0,), (2, 22), "communicators are ended one after another, and may wait for each other (pytorch#119797)"),
     ((2, 31), (99,), "ending a communicator whose peer is gone has hung, when it was shrunk (pytorch#194679)"),
 )
-"""From one version of NCCL until before another: what is known to hang."""
+"""Known hangs of NCCL: first affected version, first unaffected version, description."""
 
 
 class Communicator(Backend, Protocol):
-    """A backend whose operations run on a device, after the calls that enqueue them have returned."""
+    """A backend whose operations run on a device after the calls that enqueue them have returned."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...
     def _start_coalescing(self) -> None: ...
@@ -48,21 +50,21 @@ class Communicator(Backend, Protocol):
 
 
 class Queue(Protocol):
-    """The order in which a device does what one thread asks of it: in CUDA's words, that thread's current stream."""
+    """The order in which a device executes one thread's work: for CUDA, that thread's current stream."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """Let what this thread asks of the device, whichever thread it is, be done in this order."""
+        """Return a context in which any calling thread's work is enqueued here."""
 
     def mark(self) -> Callable[[], bool]:
-        """Return what says whether the device has done all that it has been asked by now; it returns at once."""
+        """Return a function that says, without waiting, if all work enqueued so far is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator, as a group sees it.
+    """An accelerator as used by a group.
 
-    `holds` says whether a tensor is there, `queue` returns that of the calling thread, and `connect` makes the backend
-    of (store, rank, size, timeout), which has no connections yet; without it tensors go through host memory.
+    `holds` returns True if a tensor is on it, `queue` returns the calling thread's queue, and `connect` makes an
+    unconnected backend from (store, rank, size, timeout); if it is None, tensors go through host memory.
     """
 
     torch_device: torch.device
@@ -72,7 +74,7 @@ class Device:
 
 
 class CudaQueue:
-    """The stream that is current on the thread that makes this."""
+    """The current CUDA stream of the thread that creates it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
@@ -87,7 +89,7 @@ class CudaQueue:
 
 
 def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Communicator:
-    """Return NCCL's backend, none of whose calls waits for peers: communicators are made in the background."""
+    """Return NCCL's backend with non-blocking calls: communicators are made in the background."""
     os.environ.update(_OWN_SETTINGS)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -96,7 +98,7 @@ def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Comm
 
 
 def nccl_hazard() -> str | None:
-    """Say how torch's version of NCCL is known to hang after a fault, and what to do; None if it is not."""
+    """Describe the known hang after faults of torch's NCCL version, and the remedy; None if there is none."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return None
     version = tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
@@ -110,7 +112,7 @@ def nccl_hazard() -> str | None:
 
 
 def device_of(device: torch.device, transport: str) -> Device | None:
-    """Return what a group needs of a rank's device; None for the CPU, whose tensors gloo takes as they are."""
+    """Return a rank's accelerator; None for the CPU, whose tensors gloo takes directly."""
     if device.type != "cuda":
         return None
     is_direct = transport != "gloo"

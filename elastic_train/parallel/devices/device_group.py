@@ -1,11 +1,11 @@
-"""What ranks exchange between devices, by operations that a device does some time after the calls have returned.
+"""Exchanges between devices, whose operations run after the calls have returned.
 
-NCCL's `wait` lets a stream wait, not the process, and an operation whose peer is dead or frozen never ends by itself:
-the process would meet it at the next value that it reads from the device, in a call that nothing can interrupt. So all
-that waits here asks the device whether it has come so far, and between two looks whether the world is broken. Only an
-exchange that the device has finished returns, so no update is ever enqueued after one that has not.
+NCCL's `wait` blocks a stream, not the process, and an operation with a dead or frozen peer never ends: the process
+would block uninterruptibly when it next reads a value from the device. So all waits here poll the device, and check in
+between if the world is broken. An exchange returns only when the device has finished it, so no update is enqueued after
+an unfinished one.
 
-A broken exchange leaves arbitrary values in what it was to fill. It is ended by `abort`, and by nothing else.
+A broken exchange leaves arbitrary values in its outputs. Only `abort` ends it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from rendezvous.waiting import LOOK_EVERY_S, Call, GivenUp, begin
 
 T = TypeVar("T")
 ABORT_S = 10.0
-"""How long an abort may take, and the device to be free after it; waiting longer would not help then."""
+"""Time limit in seconds for an abort and for the device to become idle after it."""
 _SUCCESS, _FAILURES = 0, {1: "it took too long", 2: "a peer or the connection to it is gone"}
-"""What torch calls a WorkResult."""
+"""torch's values of WorkResult."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
 class Guard(Protocol):
-    """How a group waits: both give up when its world is broken, and make a PeerLostError of a failure."""
+    """How a group waits: gives up when the world is broken, and turns failures into PeerLostError."""
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Make a call that may not return, on another thread."""
 
     def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
-        """Call what returns by itself, with a function that says whether the world is broken."""
+        """Call a function that returns by itself, given a function that says if the world is broken."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """An operation that a device has been asked for."""
+    """An operation enqueued on a device."""
 
     work: Any
 
     def wait(self) -> object:
-        """Let what the device is asked for from now on begin after it; returns at once."""
+        """Make later work on the device wait for this operation; returns at once."""
         return self.work.wait()
 
 
 class DeviceGroup:
     """The ranks' devices, connected by one communicator; `guard` is their group's.
 
-    All sends and receives are parts of one operation of the whole communicator: torch makes another communicator for
-    each pair of ranks otherwise, at the first send, and aborts of several can wait for one another.
+    All sends and receives are part of one operation of the whole communicator. Otherwise torch would make a
+    communicator per pair of ranks at the first send, and aborts of several can wait for one another.
     """
 
     def __init__(self, device: Device, store: Store, rank: int, size: int, timeout: timedelta, guard: Guard) -> None:
@@ -67,13 +67,13 @@ class DeviceGroup:
         self._communicator = guard(lambda: self._connect(store, rank, size, timeout))
 
     def connect(self) -> None:
-        """Make all connections now: later, the first operation would wait for every peer."""
+        """Make all connections now: otherwise the first operation would wait for every peer."""
         device = self._device.torch_device
         self._guard(lambda: self._communicator.eager_connect_single_device(device))
         self.finish([self.begin(lambda communicator: communicator.allreduce([torch.zeros(1, device=device)]))])
 
     def begin(self, operation: Callable[[Communicator], Work]) -> OnDevice:
-        """Ask the device for an operation, in the calling thread's order."""
+        """Enqueue an operation, in the calling thread's queue."""
         queue = self._device.queue()
 
         def ask() -> Work:
@@ -85,7 +85,7 @@ class DeviceGroup:
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> OnDevice:
-        """Ask for sends and receives at once; apart they would block one another in the order in which they come."""
+        """Enqueue sends and receives as one operation; separately, they could deadlock."""
 
         def together(communicator: Communicator) -> Work:
             communicator._start_coalescing()
@@ -98,27 +98,27 @@ class DeviceGroup:
         return self.begin(together)
 
     def finish(self, operations: Sequence[OnDevice]) -> None:
-        """Return when the device has done them, and all that it was asked before."""
+        """Wait until the device has finished the operations and all work enqueued before."""
         for operation in operations:
             operation.wait()
         is_done, works = self._device.queue().mark(), [operation.work for operation in operations]
         self._guard.polling(lambda is_broken: _await(is_done, works, is_broken, self._timeout_s))
 
     def begin_abort(self) -> Call[None]:
-        """Begin to end what the device still does for this group."""
+        """Begin to abort this group's work on the device."""
         return begin("abort", self._communicator.abort)
 
     def is_free(self) -> Callable[[], bool]:
-        """Return what says whether the device has done, or ended, all that it has been asked by now."""
+        """Return a function that says if the device has finished, or ended, all work enqueued so far."""
         return self._device.queue().mark()
 
 
 def abort_all(groups: Sequence[DeviceGroup]) -> bool:
-    """End what a device still does for some groups; say whether it is free of all of it, in time.
+    """Abort the groups' work on their device; return True if the device is idle in time.
 
-    The aborts run at once: each may wait for the device, which is held up by the other groups' operations, too. One
-    group call of NCCL around all of them would not do, since torch aborts on a thread of its own, and groups of calls
-    are a thread's. Nothing is ever destroyed, which waits for peers: torch's destructor does not after an abort.
+    Aborts run concurrently, because each may wait for the device, which the other groups' operations block. An NCCL
+    group call around them would not help: torch aborts on its own thread, and group calls are per thread. Groups are
+    never destroyed otherwise; torch's destructor waits for peers unless aborted.
     """
     deadline = time.monotonic() + ABORT_S
     calls = [group.begin_abort() for group in groups]
@@ -135,9 +135,9 @@ def abort_all(groups: Sequence[DeviceGroup]) -> bool:
 
 
 def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callable[[], bool], timeout_s: float) -> None:
-    """Return when it is done; raise GivenUp if the world is broken.
+    """Wait until the work is done; raise GivenUp if the world is broken.
 
-    Raises RuntimeError if an operation has failed, and TimeoutError if it takes too long, as gloo does.
+    Raises RuntimeError if an operation has failed, and TimeoutError after `timeout_s`, as gloo does.
     """
     deadline = time.monotonic() + timeout_s
     look_at = time.monotonic() + LOOK_EVERY_S
@@ -152,14 +152,14 @@ def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callabl
                 raise TimeoutError(f"the device has waited {timeout_s:.0f} s for its peers")
             look_at = time.monotonic() + LOOK_EVERY_S
         time.sleep(pause_s)
-    _check(works)  # an operation that was ended is not one that was done
+    _check(works)  # an aborted operation is not a finished one
 
 
 def _check(works: Sequence[Any]) -> None:
-    """Raise RuntimeError if one has failed, by what torch's own thread has found when it last looked.
+    """Raise RuntimeError if torch's own thread has found a failed operation.
 
-    On NCCL neither `exception` nor `is_success` can be asked for that: the first raises TypeError, whatever it has to
-    return, and the other says that it is deprecated. `is_completed` is true of what has failed, too.
+    NCCL's `exception` and `is_success` cannot be used: the first always raises TypeError, the second is deprecated.
+    `is_completed` is also True for failed operations.
     """
     for work in works:
         found = work.get_future_result()
@@ -169,7 +169,7 @@ def _check(works: Sequence[Any]) -> None:
 
 
 def _pauses() -> Iterator[float]:
-    """Yield how long to sleep between two looks, in seconds, for ever: short at first."""
+    """Yield the seconds to sleep between polls, endlessly, short at first."""
     pause_s = _FIRST_PAUSE_S
     while True:
         yield pause_s

@@ -1,4 +1,7 @@
-"""How long a GPU takes for what it is asked for; a host's clock sees the asking, and waits at the end of a step."""
+"""Measure a GPU's time per phase.
+
+A host's clock would measure only the enqueueing, and one wait at the end of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,22 @@ import torch
 
 
 class DeviceTimes:
-    """Notes moments in a device's order of work, of the thread that makes this, and says what lay between them."""
+    """Records points in the device queue of the thread that creates it, and the time between them."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._noted: deque[tuple[str, torch.cuda.Event]] = deque()
 
     def note(self, phase: str) -> None:
-        """Say that what the device has been asked for since the last moment is of a phase; returns at once."""
+        """Attribute the device work since the last call to a phase; returns at once."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         self._noted.append((phase, event))
 
     def take(self, phases: Collection[str]) -> dict[str, float]:
-        """Return the seconds of some phases since the last time, as far as the device has come; it does not wait.
+        """Return the seconds per phase since the last call, as far as the device has come; does not wait.
 
-        A step whose lanes have no samples reads nothing from the device, which may be busy with the last update.
+        A step whose lanes have no samples reads nothing from the device, which may still run the last update.
         """
         spent = dict.fromkeys(phases, 0.0)
         while len(self._noted) > 1 and self._noted[1][1].query():  # type: ignore[no-untyped-call]
@@ -36,5 +39,5 @@ class DeviceTimes:
 
 
 def device_times_of(device: torch.device) -> DeviceTimes | None:
-    """Return what measures a device's work; None for a CPU, which has done it when the calls return."""
+    """Return the timer of a device; None for a CPU, whose calls are synchronous."""
     return DeviceTimes(device) if device.type == "cuda" else None

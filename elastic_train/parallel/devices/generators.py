@@ -1,4 +1,4 @@
-"""torch's generators from which a forward pass on a device draws: the host's, and the device's own if it has one."""
+"""torch's generators that a forward pass uses: the host's and, if there is one, the device's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Generators:
-    """Reads and sets all of them at once, so that another rank can continue where this one has stopped."""
+    """Reads and sets all generators at once, so that another rank can continue where this one stopped."""
 
     def __init__(self, device: torch.device) -> None:
         self._all = [torch.default_generator, *_own(device)]
@@ -15,11 +15,11 @@ class Generators:
         self.num_bytes = sum(self._sizes)
 
     def state(self) -> Tensor:
-        """Return where they are: bytes in host memory, 1-D, of one length."""
+        """Return the generators' states: bytes in host memory, 1-D, of constant length."""
         return torch.cat([one.get_state() for one in self._all])
 
     def continue_at(self, state: Tensor) -> None:
-        """Let them be where `state` says, wherever that is."""
+        """Set the generators to `state`, on any device."""
         for one, part in zip(self._all, state.cpu().split_with_sizes(self._sizes), strict=True):
             one.set_state(part.clone())
 

@@ -1,11 +1,11 @@
-"""Host memory beside a device: what is kept there, and the copies from and to it, which run beside the computation.
+"""Pinned host memory for offload, with copies to and from a device that overlap with computation.
 
-A device works on three queues, each in its own order: copies *in*, computation, copies *out*. What has to come after
-work of another queue says so by that work's event. A copy that was asked for may be made at any time from then on:
-what it fills, and what it is made of, belongs to it until its event, or until `settle` for what the host reads.
+A device has three queues, each in order: copies *in*, computation, copies *out*. Work that depends on another queue
+waits for that work's event. A copy may run at any time after its call: its source and destination must not be touched
+until its event or, on the host, until `settle`.
 
-CUDA's is here, and that of a CPU, which makes every copy at once. A test makes another, which makes them in any order
-that the events allow.
+This module has CUDA's memory and a CPU's, which copies at once. Tests use another that copies in any order that the
+events allow.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from torch import Tensor
 from elastic_train.errors import ConfigError
 
 ROOM_BYTES = 32 << 20
-"""PCIe is at its full rate from a few megabytes on, and a block's kernels are hidden by its copies."""
+"""Bytes per block: PCIe reaches its full rate at a few megabytes, and copies take longer than a block's kernels."""
 _MOST_THREADS, _LEAST_SHARE = 8, 64 << 20
-"""Which make pages, and of how many bytes each at least."""
+"""Number of threads that touch pages, and the least number of bytes for each."""
 Way = Literal["in", "out"]
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Where something is to be, and where it is."""
+"""Pairs of destination and source."""
 Event = object
-"""A point of a queue; only the memory that has returned it knows what it is."""
+"""A point in a queue; opaque except to the memory that returned it."""
 
 
 class HostMemory(Protocol):
-    """The memory of a rank's host, and the queues of its device.
+    """The memory of a rank's host, and its device's queues.
 
-    `room_bytes` is how much goes in and out at a time.
+    `room_bytes` is the number of bytes copied at a time.
     """
 
     @property
     def room_bytes(self) -> int: ...
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in host memory, from which a device copies by itself."""
+        """Return zeros in host memory that a device can access directly."""
 
     def room(self, num_bytes: int) -> Tensor:
-        """Return bytes of the device's memory, for copies to go in and out of."""
+        """Return bytes of device memory to copy into and out of."""
 
     def copy(self, way: Way, pairs: Pairs, after: Sequence[Event] = ()) -> Event:
-        """Ask for copies, after some events; return their event."""
+        """Enqueue copies after some events; return their event."""
 
     def compute(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
-        """Ask for a computation, after all that this thread has computed and some events; return its event."""
+        """Enqueue a computation after this thread's earlier ones and some events; return its event."""
 
     def join(self) -> None:
-        """Let whatever this thread computes from now on come after all computations that were asked for."""
+        """Make this thread's later computations wait for all enqueued ones."""
 
     def settle(self, way: Way = "out") -> None:
-        """Return when all copies one way that were asked for are made."""
+        """Wait for all enqueued copies in one direction."""
 
 
 class CpuMemory:
-    """For a CPU, to which all memory is the same."""
+    """Memory of a CPU, where host and device memory are the same."""
 
     room_bytes = ROOM_BYTES
 
@@ -84,14 +84,14 @@ class CpuMemory:
         return None
 
     def join(self) -> None:
-        """Everything has been computed."""
+        """Do nothing: computations are synchronous."""
 
     def settle(self, way: Way = "out") -> None:
-        """Everything has been copied."""
+        """Do nothing: copies are synchronous."""
 
 
 class CudaMemory:
-    """Pinned memory, and two streams beside the calling thread's own."""
+    """Pinned memory, with two streams besides the calling thread's own."""
 
     room_bytes = ROOM_BYTES
 
@@ -129,14 +129,14 @@ class CudaMemory:
         return _event(stream)
 
     def join(self) -> None:
-        """The current stream has its own order."""
+        """Do nothing: the current stream is in order."""
 
     def settle(self, way: Way = "out") -> None:
         self._streams[way].synchronize()
 
 
 def host_memory_of(device: torch.device) -> HostMemory:
-    """Return the memory beside a device."""
+    """Return the host memory of a device."""
     return CudaMemory(device) if device.type == "cuda" else CpuMemory()
 
 
@@ -152,13 +152,11 @@ def _event(stream: torch.cuda.Stream) -> Event:
 
 
 def pinned(num_bytes: int, device: torch.device) -> Tensor:
-    """Return zeroed bytes of host memory that a device copies to and from by itself; MemoryError if there are none.
+    """Return zeroed pinned host memory; raise MemoryError if there is none.
 
-    Any thread may call it: another device, which is where a new thread begins, is not used.
-
-    Its pages are made by several threads before the driver is asked: as long as that makes them, by one thread, no
-    other thread's kernels are launched. 12 GB take 1 s so, 4 s without, and 11 s as torch's own pinned memory, which
-    also comes in powers of two.
+    Callable from any thread: the thread's default device is not used. Several threads touch the pages before the driver
+    pins them, because no thread can launch kernels while the driver makes them. 12 GB take 1 s this way, 4 s with one
+    thread, and 11 s as torch's own pinned memory, which also rounds up to powers of two.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)  # NumPy's has a stride of 0, and is no memory of another type
@@ -172,7 +170,7 @@ def pinned(num_bytes: int, device: torch.device) -> Tensor:
         status = int(torch.cuda.cudart().cudaHostRegister(start, num_bytes, 0))  # type: ignore[no-untyped-call]
     if status:
         raise MemoryError(f"{num_bytes} bytes of host memory cannot be pinned (CUDA's error {status})")
-    weakref.finalize(memory, _unpin, start, device).atexit = False  # a copy may be under way, and the driver ends it
+    weakref.finalize(memory, _unpin, start, device).atexit = False  # a copy may be running, and the driver ends it
     return torch.from_numpy(memory)
 
 

@@ -1,7 +1,7 @@
-"""The squares of grains wherever they are: on a GPU by one kernel, elsewhere by `placement.norm`, to the same bits.
+"""Sums of squares per grain: on a GPU by one kernel, elsewhere by `placement.norm`, with the same bits.
 
-By operations of torch a GPU takes fifteen passes over memory, and took a launch for each grain when the kernel was
-made, which spared 0.16 s of a step of 0.57 s. Where Triton is missing or cannot compile, they remain.
+torch's operations need fifteen passes over memory; the kernel saves 0.16 s of a step of 0.57 s. They are the fallback
+where Triton is missing or cannot compile.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from elastic_train.placement.norm import grain_squares, in_memory_order, lengths
 log = logging.getLogger(__name__)
 _WIDTH = 256
 _BLOCK = 1 << 14
-"""Grains that are folded at once: 32 MiB of rows."""
+"""Grains folded at once: 32 MiB of rows."""
 Fold = Callable[[Tensor, Tensor, torch.dtype], None]
-"""Folds grains, given by their addresses and lengths, to rows of squares, float64, shape (grains, _WIDTH)."""
+"""Folds grains, given by address and length, into rows of squares, float64, shape (grains, _WIDTH)."""
 _FOLDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The types that the kernel reads."""
+"""Dtypes that the kernel reads."""
 
 
 def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
-    """Return the sum of the squares of each grain of tensors, float64, shape (grains,), on the CPU.
+    """Return the sum of squares of each grain of tensors, float64, shape (grains,), on the CPU.
 
-    In the layout's order: tensor by tensor, each with its cut. All are on one device.
+    Grains are in the layout's order: tensor by tensor, each with its cut. All tensors are on one device.
     """
     filled = [(tensor, cut) for tensor, cut in tensors if tensor.numel()]
     lengths = [lengths_of(tuple(tensor.shape), cut) for tensor, cut in filled]
@@ -41,19 +41,19 @@ def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
 
 
 def squares_of_vectors(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
-    """Return the same of vectors, given how many elements each of their grains has; all are on one device."""
+    """Return the sums of squares of vectors, given their grains' lengths; all vectors are on one device."""
     fold = _fold_of(vectors)
     return grain_squares(vectors, lengths) if fold is None else _squares(fold, vectors, lengths)
 
 
 def _fold_of(tensors: Sequence[Tensor]) -> Fold | None:
-    """Return what folds such tensors in one pass, if anything does."""
+    """Return the kernel for such tensors, None if there is none."""
     is_known = all(tensor.dtype in _FOLDED for tensor in tensors)
     return cuda_fold() if is_known and tensors and tensors[0].is_cuda else None
 
 
 def _squares(fold: Fold, flats: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
-    """Return the squares of the grains of vectors, in order, by their lengths; vectors of one type go together."""
+    """Return the squares of the vectors' grains, in order; vectors of one dtype are processed together."""
     ends = np.cumsum([len(of_flat) for of_flat in lengths])
     folded, numbers = list[Tensor](), list[Int64s]()
     for dtype in dict.fromkeys(flat.dtype for flat in flats):
@@ -78,7 +78,7 @@ def _fold_block(fold: Fold, places: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _places(flats: Sequence[Tensor], lengths: Sequence[Lengths]) -> Int64s:
-    """Return the address and the length of each grain of vectors of one type, in order, shape (grains, 2)."""
+    """Return the address and length of each grain of vectors of one dtype, in order, shape (grains, 2)."""
     size = flats[0].element_size()
     places = np.concatenate([_offsets(of_flat) for of_flat in lengths])
     places[:, 0] *= size
@@ -95,13 +95,13 @@ def _offsets(lengths: Lengths) -> Int64s:
 
 @functools.cache
 def cuda_fold() -> Fold | None:
-    """Return the kernel, tried once; None where Triton is not installed, or cannot compile (it needs a C compiler)."""
+    """Return the kernel, tested once; None without Triton, or if it cannot compile (it needs a C compiler)."""
     try:
         fold = triton_fold()
         _squares(fold, [torch.ones(3, device="cuda")], [(3,)])
     except ImportError:
         return None
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
         log.warning("gradients' norms take longer on this device than they need to: Triton cannot compile (%s)", error)
         return None
     return fold
@@ -117,7 +117,7 @@ def triton_fold() -> Fold:
 
     def fold(places: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
         with torch.cuda.device(places.device) if places.is_cuda else contextlib.nullcontext():
-            # A square is exact in float64 but a float64's, which a fused multiplication and addition would round later.
+            # Squares are exact in float64 except a float64's, which a fused multiply-add would round later.
             fold_squares[(len(places),)](
                 places, rows, width=_WIDTH, dtype=types[dtype], num_warps=8, enable_fp_fusion=False
             )

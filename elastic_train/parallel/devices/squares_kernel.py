@@ -1,8 +1,7 @@
-"""A kernel that squares grains and adds along their tree, in one pass over memory (in Triton, Tillet et al. 2019).
+"""Triton kernel that squares and sums grains along their tree in one pass over memory (Tillet et al. 2019).
 
-It adds what `placement.norm` adds, in the same tree, so a grain has the same bits from both. Each function
-adds two halves of a tree: the compiler puts them into one another, and the loads beside each other.
-Zeros stand where a grain is shorter than a whole one, which changes no sum of squares.
+It follows the tree of `placement.norm`, so both give the same bits. Each function adds two halves of a tree; the
+compiler inlines them and groups the loads. Short grains are padded with zeros, which changes no sum of squares.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,7 +56,7 @@ def _half(start, numel, lane, row: tl.constexpr, width: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def fold_squares(places, out, width: tl.constexpr, dtype: tl.constexpr):
-    """Fold the squares of grain number `program_id(0)`, 256 rows of `width` elements, to one row of `out`.
+    """Fold the squares of grain number `program_id(0)`, 256 rows of `width` elements, into one row of `out`.
 
     `places`: int64, shape (grains, 2): each grain's address, of elements of `dtype`, and its length.
     """

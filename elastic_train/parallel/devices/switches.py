@@ -1,6 +1,6 @@
-"""Switches of a process that decide which kernels compute, and so the bits: looked at, compared among ranks, set back.
+"""Process-wide switches that determine kernels, and so bits: read, compared between ranks, and restored.
 
-Libraries, or a task, may change them at any time, and nothing else would show it.
+Libraries or a task may change them at any time without any other sign.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENVIRONMENT = (
     "OPENBLAS_CORETYPE",
     "NVIDIA_TF32_OVERRIDE",
 )
-"""Read by libraries where they are used first, so ranks compare them, and nothing sets them back."""
+"""Environment variables that libraries read at first use; ranks compare them, but they cannot be restored."""
 
 UNREADABLE = "unreadable, as the old and the new names of torch were mixed"
 
@@ -91,53 +91,53 @@ _SWITCHES: Mapping[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the type of autocast on the CPU": _autocast_type("cpu"),
     "the type of autocast on CUDA": _autocast_type("cuda"),
 }
-"""General ones before those of one backend or operation, which follow them."""
+"""General switches come before those of one backend or operation, which follow them."""
 
 
 def _read(name: str) -> object:
     try:
         return _SWITCHES[name][0]()
-    except RuntimeError:  # torch does not give a value by its old name that was set by the new one
+    except RuntimeError:  # set by its new name, so torch refuses to read it by the old one
         return UNREADABLE
 
 
 _CHANGED: dict[str, tuple[object, object]] = {}
-"""Switches that this package has changed after a start: their values before, and since."""
+"""Switches that this package has changed after start: the values before and since."""
 
 
 def change(name: str, value: object) -> None:
-    """Change a switch for good: it is not set back to what it was before."""
+    """Change a switch; `KeptSwitches.set_back` keeps the new value."""
     before = _CHANGED[name][0] if name in _CHANGED else _read(name)
     _SWITCHES[name][1](value)
     _CHANGED[name] = before, value
 
 
 def release(names: Iterable[str]) -> None:
-    """Undo what `change` did to some switches."""
+    """Undo `change` for some switches."""
     for name in names:
         if name in _CHANGED:
             _SWITCHES[name][1](_CHANGED.pop(name)[0])
 
 
 def switches() -> dict[str, object]:
-    """Return the switches of this process as they are."""
+    """Return this process's current switches."""
     return {name: _read(name) for name in _SWITCHES}
 
 
 def described() -> dict[str, str]:
-    """Return switches and environment as texts, for comparison with other ranks."""
+    """Return switches and environment as text, for comparison between ranks."""
     environment = {name: os.environ.get(name, "unset") for name in _ENVIRONMENT}
     return {name: str(value) for name, value in switches().items()} | environment
 
 
 class TrainingModes:
-    """The training mode of each of a model's modules, as it is now."""
+    """The current training mode of each of a model's modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modes = [(name, module, module.training) for name, module in model.named_modules()]
 
     def set_back(self) -> str:
-        """Set modules back to the mode that they had, and return a line if any had another one."""
+        """Restore the modules' modes; return a line if any had changed, else ""."""
         changed = [(name, module, mode) for name, module, mode in self._modes if module.training != mode]
         for _, module, mode in changed:
             module.training = mode
@@ -151,7 +151,7 @@ class TrainingModes:
 
 
 def begin_training(model: nn.Module) -> list[str]:
-    """Put a model into training mode, except modules in eval mode below one that trains; return the names of those.
+    """Put a model into training mode, except modules in eval mode below one that trains; return their names.
 
     A model that is in eval mode as a whole, as libraries load it, trains as a whole.
     """
@@ -163,13 +163,13 @@ def begin_training(model: nn.Module) -> list[str]:
 
 
 class KeptSwitches:
-    """The switches and a model's training modes as they are now; `set_back` undoes what has changed since."""
+    """The current switches and a model's training modes; `set_back` undoes later changes."""
 
     def __init__(self, model: nn.Module) -> None:
         self._switches, self._modes = switches(), TrainingModes(model)
 
     def set_back(self) -> list[str]:
-        """Set back what has changed, and return a line for each change; a line also has the switches that follow."""
+        """Restore changed switches; return a line per change, which includes the switches that follow it."""
         kept, lines = self._switches | {name: value for name, (_, value) in _CHANGED.items()}, list[list[str]]()
         for name, value in switches().items():
             if value == kept[name] or UNREADABLE in (value, kept[name]):
@@ -179,7 +179,7 @@ class KeptSwitches:
                 continue
             _SWITCHES[name][1](kept[name])
             lines.append([f"{name} was changed from {kept[name]} to {value}"])
-        for name in kept if lines else ():  # setting one by its old name back sets others to values of torch's choice
+        for name in kept if lines else ():  # restoring by an old name sets other switches to torch's choice
             if kept[name] not in (UNREADABLE, _read(name)):
                 _SWITCHES[name][1](kept[name])
         found = [", and with it ".join((first, ", ".join(rest)) if rest else (first,)) for first, *rest in lines]

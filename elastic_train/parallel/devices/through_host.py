@@ -1,6 +1,6 @@
-"""A device's tensors through host memory: for ranks that share a device, and networks that NCCL cannot use.
+"""Exchange a device's tensors through host memory, for ranks that share a device or networks without NCCL.
 
-What gloo would do by itself for some operations is done here for all that ranks use.
+gloo does this for some operations; here it is done for all that ranks use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_train.parallel.point_to_point import Backend, Work
 
 
 class Returning:
-    """An operation on copies in host memory; what it gives is copied to where it belongs when it is waited for."""
+    """An operation on host copies; `wait` copies the results to the device."""
 
     def __init__(self, work: Work, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._work, self._copies = work, copies
@@ -26,7 +26,7 @@ class Returning:
 
 
 class ThroughHost:
-    """The operations of a backend that knows host memory alone, for tensors that are on a device."""
+    """A backend for device tensors, on top of one for host memory."""
 
     def __init__(self, host: Backend) -> None:
         self._host = host
