@@ -1,1 +1,1 @@
-"""The verdict on a run, from its files alone: imports nothing of what it judges."""
+"""Judge a run from its files alone; imports nothing of what it judges."""

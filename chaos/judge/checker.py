@@ -1,12 +1,11 @@
-"""The judge: from a run's files to one finding an invariant, importing nothing from the trainer.
+"""Turn a run's files into one finding per invariant, without importing anything from the trainer.
 
-The invariants are functions in rooms: whether the evidence is there, and its files agree (`written`), what was
-applied, and by which cells (`exactly_once`), what was published (`one_lineage`), what commits hold and the result
-claims (`deliverable`, `delivery`), the run as a whole (`whole_run`), departures, admitted nodes (`departures`), what
-was logged of it (`tracked_values`), what outlived it (`leftovers`), what its processes held (`bounded`), whether it
-gave up in time (`progress`), what one bad node cost the others (`no_harm`), whether shards of the state were lost too
-soon (`rollbacks`), and whom `status --why` blames (`causes`). Here is the table of them; `chaos.planted.catalogue`
-names for each a planted bug that it catches. `chaos.judge.invariants.script_run` judges a run of a user's script.
+Modules of invariants: evidence is complete and files agree (`written`); applied steps and cells (`exactly_once`);
+published commits (`one_lineage`); contents of commits and claims of the result (`deliverable`, `delivery`); the run as
+a whole (`whole_run`); departures and admissions (`departures`); logged metrics (`tracked_values`); what outlived the
+job (`leftovers`); resources of processes (`bounded`); ending without progress (`progress`); cost of one bad node to the
+others (`no_harm`); shards lost too soon (`rollbacks`); blame by `status --why` (`causes`). `chaos.planted.catalogue`
+names a planted bug for each invariant. `chaos.judge.invariants.script_run` judges runs of a user's script.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "validation": evaluated.validation,
 }
 WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics", "validation")
-"""What can be judged of a run that has deleted some of its histories: these read results, commits and what is left."""
+"""Invariants that need no complete histories: they read results, commits and leftovers."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
     "job": same_job.same_job,
     "hash": compared.same_weights,
@@ -70,7 +69,7 @@ COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
 
 
 def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
-    """Return every invariant's finding on a run, against the run of the same job without faults if there is one."""
+    """Return the finding of every invariant; `reference` is the same job's run without faults, if there is one."""
     if is_script(run):
         return scripts.judge(run, reference)
     findings = _judge(run, reference)

@@ -1,7 +1,6 @@
-"""The samples that all lanes have applied by a step of an epoch, by the order of docs/arithmetic.md alone.
+"""Compute the samples that all lanes have applied by a step of an epoch, from docs/arithmetic.md alone.
 
-It holds for one dataset without length bucketing. The coverage sums of a commit in the middle of an epoch are compared
-with it.
+Valid for one dataset without length bucketing. Commits in the middle of an epoch must have matching coverage sums.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def mix(x: Ids) -> Ids:
 
 @dataclass(frozen=True, slots=True)
 class DealtOrder:
-    """The order of a job: the rows of its row groups, lanes, row groups in a block, and the seed."""
+    """The sample order of a job: rows per row group, lanes, row groups per block, seed."""
 
     rows: tuple[int, ...]
     num_lanes: int
@@ -39,7 +38,7 @@ class DealtOrder:
     seed: int
 
     def ids_before(self, epoch: int, offset: int) -> Ids:
-        """Return the ids at the first `offset` places of every lane in an epoch."""
+        """Return the ids at the first `offset` positions of every lane in an epoch."""
         return np.concatenate([self._of_lane(epoch, lane, offset) for lane in range(self.num_lanes)])
 
     def _of_lane(self, epoch: int, lane: int, most: int) -> Ids:
@@ -58,7 +57,7 @@ class DealtOrder:
 
 @lru_cache(8)
 def _line_of(order: DealtOrder, epoch: int) -> tuple[Ids, list[int]]:
-    """Return all ids as the row groups of an epoch stand in line, and where each group begins."""
+    """Return all ids in the order of an epoch's row groups, and the start of each group."""
     groups = _groups_in_line(len(order.rows), order.num_lanes, order.block, _derive(order.seed, epoch, 1))
     first = [0, *accumulate(order.rows)]
     line = np.concatenate([np.arange(first[group], first[group + 1], dtype=np.uint64) for group in groups])
@@ -79,7 +78,7 @@ def _groups_in_line(num: int, lanes: int, block: int, key: int) -> list[int]:
 
 
 def _sorted(classes: Sequence[int], key: int) -> list[int]:
-    """Return the indices by class, within one in an order that the key draws."""
+    """Return the indices sorted by class; within a class in an order drawn from the key."""
     shift = 2 * len(classes).bit_length()
     drawn = [mixed >> shift for mixed in mix(np.arange(len(classes), dtype=np.uint64) ^ np.uint64(key)).tolist()]
     return sorted(range(len(classes)), key=lambda index: (classes[index], drawn[index], index))
@@ -97,7 +96,7 @@ def _mix_one(word: int) -> int:
 
 
 def _permute(x: Ids, num: int, key: int) -> Ids:
-    """Return where a Feistel network takes each of [0, num), walked until it is inside."""
+    """Return the Feistel permutation of [0, num), by cycle walking."""
     if num <= 1:
         return np.zeros_like(x)
     bits = max(2, (num - 1).bit_length())

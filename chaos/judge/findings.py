@@ -1,7 +1,6 @@
-"""What the judge says: a finding on one invariant is true, false with a witness in words, or unknown.
+"""Findings: an invariant is true, false (with a witness in words), or unknown.
 
-Unknown is what nothing put to the test, and what a check that raises comes to. A run is valid when every finding
-is true.
+Unknown means not tested, or that the check raised. A run is valid if every finding is true.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Truth = Literal["true", "false", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one invariant came to, and why in words."""
+    """The finding on one invariant, and its reason in words."""
 
     invariant: str
     truth: Truth
@@ -24,15 +23,15 @@ class Finding:
 
 
 class Violated(Exception):  # noqa: N818 - a finding, not a failure of the checker
-    """An invariant is false; the message is its witness."""
+    """Raised if an invariant is false; the message is the witness."""
 
 
 class Unknown(Exception):  # noqa: N818 - as above
-    """An invariant was not put to the test."""
+    """Raised if an invariant was not tested."""
 
 
 def find(invariant: str, check: Callable[[], str]) -> Finding:
-    """Make one check; it returns why the invariant holds, or raises."""
+    """Run one check, which returns why the invariant holds, or raises."""
     try:
         return Finding(invariant, "true", check())
     except Violated as violation:
@@ -44,7 +43,7 @@ def find(invariant: str, check: Callable[[], str]) -> Finding:
 
 
 def unless_broken(compute: Callable[[], T], otherwise: T) -> T:
-    """Return what is shown with a verdict, or something else where the files do not say it: findings then say why."""
+    """Return a computed value, or `otherwise` if the files do not allow it: findings then say why."""
     try:
         return compute()
     except Exception:  # noqa: BLE001 - a verdict is given on whatever files hold

@@ -1,7 +1,6 @@
-"""The arithmetic of a job: how many samples its steps have, and of a mixture how often each source is passed.
+"""The arithmetic of a job: samples per step, and for mixtures the passes of each source.
 
-It follows from the configuration and the rows of the manifests alone, and is worked out here from its definition, so
-that what a run says of itself can be held against it.
+Computed from its definition, from the configuration and the manifests' rows alone, to check what a run says of itself.
 """
 
 from __future__ import annotations
@@ -19,35 +18,35 @@ Counts = npt.NDArray[np.int64]
 
 
 _AXES = ("tensor", "pipeline", "expert", "context")
-"""What of `parallel` makes a replica one of several ranks."""
+"""Axes of `parallel` that split a replica over several ranks."""
 
 
 def cell_size(config: Mapping[str, object]) -> int:
-    """Return how many ranks hold a replica together, by a job's configuration."""
+    """Return how many ranks hold a replica together."""
     parallel = config.get("parallel")
     return math.prod(int(parallel.get(axis, 1)) for axis in _AXES) if isinstance(parallel, dict) else 1
 
 
 def stage_size(config: Mapping[str, object]) -> int:
-    """Return how many ranks of a replica are a stage of a pipeline, by a job's configuration."""
+    """Return how many ranks of a replica form one pipeline stage."""
     parallel = config.get("parallel")
     return cell_size(config) // (int(parallel.get("pipeline", 1)) if isinstance(parallel, dict) else 1)
 
 
 def context_size(config: Mapping[str, object]) -> int:
-    """Return how many neighbours in a cell hold the same part of the state: those that compute rows together."""
+    """Return how many context-parallel peers in a cell hold the same parameter shard."""
     parallel = config.get("parallel")
     return int(parallel.get("context", 1)) if isinstance(parallel, dict) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Crews:
-    """Who computes lanes together: the ranks of a cell, or those of them that have the same experts of each stage."""
+    """Compute groups: the ranks of a cell, or those of them with the same experts in each stage."""
 
     cell: int
     num_crews: int
     stride: int
-    """How far apart neighbouring crews' places are."""
+    """Distance between the places of neighbouring compute groups."""
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> Crews:
@@ -60,24 +59,24 @@ class Crews:
         return self.cell // self.num_crews
 
     def crew_of(self, rank: int) -> int:
-        """Return the number of a rank's crew, in [0, ranks / size)."""
+        """Return the number of a rank's compute group, in [0, ranks / size)."""
         cell, place = divmod(rank, self.cell)
         return cell * self.num_crews + place // self.stride % self.num_crews
 
     def number_of(self, place: int) -> int:
-        """Return which of its crew's ranks is at a place, in [0, size)."""
+        """Return the rank within its compute group of a place, in [0, size)."""
         group, at = divmod(place, self.stride * self.num_crews)
         return group * self.stride + at % self.stride
 
 
 def has_parts(config: Mapping[str, object]) -> bool:
-    """Say whether ranks of a cell hold different parts of a replica's state."""
+    """Return True if ranks of a cell hold different parameter shards."""
     return cell_size(config) > context_size(config)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What follows from a job's configuration: lanes differ by at most one sample, an epoch ends with the longest."""
+    """Arithmetic of a job: lanes differ by at most one sample, an epoch ends with the longest."""
 
     rows: int
     num_lanes: int
@@ -95,16 +94,16 @@ class Shape:
 
     @property
     def finished_epochs(self) -> range:
-        """The epochs that were finished."""
+        """Finished epochs."""
         return range(self.total_steps // self.steps_per_epoch)
 
     @property
     def num_epochs(self) -> int:
-        """Count the epochs that were begun."""
+        """Number of epochs that were begun."""
         return -(-self.total_steps // self.steps_per_epoch)
 
     def offsets(self, epoch: int) -> int:
-        """Return how many offsets of an epoch every lane has had applied at the end of the job."""
+        """Return how many offsets of an epoch every lane has applied at the job's end."""
         steps = min(self.steps_per_epoch, self.total_steps - epoch * self.steps_per_epoch)
         return steps * self.micro_batch
 
@@ -115,16 +114,16 @@ class Shape:
         return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
 
     def steps_of(self, epochs: int) -> int:
-        """Count the steps of so many epochs."""
+        """Count the steps of this many epochs."""
         return epochs * self.steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
 class MixedShape(Shape):
-    """A job on several sources: one epoch without an end, every place of which has a sample.
+    """A job on several sources: one endless epoch, with a sample at every position.
 
-    `sizes` are the sources' rows, `shares` their whole shares: in a turn of all of them the k-th place of a source with
-    share a stands at (k + 1/2) / a. Lane l begins l / L of a turn later.
+    `sizes` are the sources' rows, `shares` their integer shares: in one turn the k-th position of a source with share a
+    is at (k + 1/2) / a. Lane l begins l / L of a turn later.
     """
 
     sizes: tuple[int, ...] = ()
@@ -138,7 +137,7 @@ class MixedShape(Shape):
         return step * self.micro_batch * self.num_lanes
 
     def steps_of(self, epochs: int) -> int:
-        """Count the steps after which all sources have been passed so often."""
+        """Count the steps after which every source has been passed this often."""
         lo, hi = 0, 1
         while replace(self, total_steps=hi).passes()[0].min() < epochs:
             lo, hi = hi, 2 * hi
@@ -149,7 +148,7 @@ class MixedShape(Shape):
         return hi
 
     def applied(self) -> Counts:
-        """Count the places of each source that each lane has had applied at the end; shape (lanes, sources)."""
+        """Count the applied positions of each source per lane; shape (lanes, sources)."""
         turn = _turn_of(self.shares)
         places, counts = self.total_steps * self.micro_batch, []
         for lane in range(self.num_lanes):
@@ -160,9 +159,9 @@ class MixedShape(Shape):
         return np.array(counts)
 
     def passes(self) -> tuple[Counts, Counts]:
-        """Return how often each source was passed by all lanes, and how often any lane began to; shape (sources,).
+        """Return how often each source was passed by all lanes, and how often any lane began a pass; shape (sources,).
 
-        After e epochs of n samples lane l of L has had (l + e) * n // L - l * n // L.
+        After e epochs of n samples lane l of L has applied (l + e) * n // L - l * n // L.
         """
         whole, begun = [], []
         for counts, size in zip(self.applied().T, self.sizes, strict=True):

@@ -1,4 +1,4 @@
-"""What is checked of a mixture beside the places of its lanes: every source counts as often as it was passed."""
+"""Checks of a mixture: every source counts as often as it was passed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos.judge.job_shape import MixedShape
 
 
 def check_sources(shape: MixedShape, result: Line) -> None:
-    """Hold what a result says of each source against how many places of the lanes are the source's."""
+    """Compare the result's claim for each source with its number of lane positions."""
     applied, (passes, _) = shape.applied().sum(axis=0), shape.passes()
     has_holes = bool(holes_of(result))
     for at, said in enumerate(line for line in items(result, "sources") if isinstance(line, dict)):
@@ -28,7 +28,7 @@ def check_sources(shape: MixedShape, result: Line) -> None:
 
 
 def witness_of_sources(run: Evidence, shape: MixedShape, counts: npt.NDArray[np.int64]) -> str:
-    """Every sample counts once in each epoch of its source that is over, and at most once in those that lanes began."""
+    """Every sample counts once in each finished epoch of its source, and at most once in those that lanes began."""
     whole_passes, begun = shape.passes()
     first, applied = 0, shape.applied().sum(axis=0)
     for source, size in enumerate(shape.sizes):

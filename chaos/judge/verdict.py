@@ -1,6 +1,6 @@
-"""The verdict: what the checker found and what the faults cost, as verdict.json and as a short table.
+"""The verdict: findings and costs of faults, as verdict.json and a short table.
 
-Computed from files on disk alone, so `elastic-chaos check` can repeat it long after the run.
+Computed from files alone, so `elastic-chaos check` can repeat it long after the run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from chaos.judge.evidence.unfinished import so_far
 from chaos.judge.findings import Finding, unless_broken
 
 MOST_COSTS = 30
-"""Recoveries that are shown one by one."""
+"""Most recoveries that are shown individually."""
 FAULTED, REFERENCE, VERDICT, REPORT = "faulted", "reference", "verdict.json", "report.html"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Everything that was found on a run, and the evidence for it; `fields` is what verdict.json holds."""
+    """All findings on a run with their evidence; `fields` is the content of verdict.json."""
 
     run: Evidence
     reference: Evidence | None
@@ -52,9 +52,9 @@ class Verdict:
 
 
 def examine(folder: Path) -> Verdict:
-    """Judge the run in <folder>/faulted, against <folder>/reference if that was run, and write verdict.json.
+    """Judge the run in <folder>/faulted, against <folder>/reference if it exists, and write verdict.json.
 
-    One that has not ended is judged as far as it has come.
+    An unfinished run is judged up to its newest commit. Raise ChaosError if there is no run.
     """
     if not (folder / FAULTED / "history").is_dir():
         raise ChaosError(f"{folder}: no {FAULTED}/history there; give the folder of an `elastic-chaos run`")
@@ -67,7 +67,7 @@ def examine(folder: Path) -> Verdict:
 
 
 def weigh(run: Evidence, reference: Evidence | None) -> Verdict:
-    """Judge evidence, wherever it comes from."""
+    """Judge evidence from any source."""
     findings, costs = judge(run, reference), _costs(run)
     return Verdict(run, reference, findings, costs, _fields(run, reference, findings, costs))
 
@@ -110,7 +110,7 @@ def _fields(
 
 
 def _distribution(values: list[float]) -> dict[str, float] | None:
-    """Return quantiles that were observed, by nearest rank; None of nothing."""
+    """Return observed quantiles, by nearest rank; None without values."""
     ranked = sorted(values)
     quantiles = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
     at = {name: ranked[math.ceil(part * len(ranked)) - 1] for name, part in quantiles.items()} if ranked else None
@@ -118,12 +118,12 @@ def _distribution(values: list[float]) -> dict[str, float] | None:
 
 
 def _lines(run: Evidence, op: str) -> list[Line]:
-    """Return an operation's lines as they were written, those without a time, too."""
+    """Return an operation's lines as written, including those without a time."""
     return [line for process in run.processes for line in process if line["op"] == op]
 
 
 def _replay(run: Evidence) -> str | None:
-    """Return the command that injects the same faults at the same steps again."""
+    """Return the command that injects the same faults at the same steps."""
     if scenario_field(run, "replay"):
         return str(scenario_field(run, "replay"))
     name = scenario_field(run, "name")
@@ -144,7 +144,7 @@ def _script_counts(run: Evidence) -> tuple[int, int]:
 
 
 def _costs(run: Evidence) -> list[Recovery]:
-    """Return what the faults cost; nothing where the histories do not say, which `rpo` and `rto` then say."""
+    """Return the costs of faults; empty where the histories lack them, which `rpo` and `rto` report."""
     return unless_broken(lambda: recoveries(run), [])
 
 
@@ -154,7 +154,7 @@ def _metrics(result: Line) -> Line:
 
 
 def render(verdict: Verdict) -> Lines:
-    """Return the verdict as tables for people."""
+    """Return the verdict as readable tables."""
     findings = Table("invariant", "verdict", "because", title=None, header_style="bold")
     colours = {"true": "green", "false": "bold red", "unknown": "yellow"}
     for finding in verdict.findings:

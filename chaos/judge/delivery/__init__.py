@@ -1,1 +1,1 @@
-"""Claims about what a run delivers, held against its records and a computation made here."""
+"""Check a run's claims about its delivery against its records and an independent computation."""

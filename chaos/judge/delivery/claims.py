@@ -1,7 +1,7 @@
-"""Invariant of the result: it says what the last commit's record says, and what follows from the configuration.
+"""Invariant of the result: it agrees with the last commit's record and the configuration.
 
-A record is sealed and its digest is in the histories, so a number that was invented in result.json alone is found here;
-one that was invented in both is found where it is computed again: sums, weights, validation, skipped steps.
+A record is sealed and its digest is in the histories, so a number forged in result.json alone is detected here; one
+forged in both is detected where it is recomputed: sums, weights, validation, skipped steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BOTH = ("ended_by", "epochs", "fast_steps", "num_left_out", "num_truncated", "s
 
 
 def claims(run: Evidence, reference: Evidence | None) -> str:
-    """Every field of result.json is the last commit's, or follows from configuration and histories."""
+    """Every field of result.json equals the last commit's, or follows from configuration and histories."""
     result = result_of(run)
     if result.get("status") != "done":
         raise Unknown("the job has not finished: its result claims nothing yet")
@@ -55,7 +55,7 @@ def last_record(run: Evidence) -> Commit | None:
 
 
 def _told_by(record: Line) -> dict[str, object]:
-    """Return what a result must say by a record, as far as the record's version says it."""
+    """Return the result fields that a record determines, as far as its version has them."""
     told = {name: record.get(name) for name in _FIELDS if name in record or name == "improvement"}
     told |= {name: record.get(name) or [] for name in _RANGES}
     if "account" in record:
@@ -65,19 +65,19 @@ def _told_by(record: Line) -> dict[str, object]:
 
 
 def _as_stored(value: object) -> object:
-    """Return a value as a record stores it: without numbers that are not finite."""
+    """Return a value as a record stores it: non-finite numbers are None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return {name: _as_stored(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _known(result: Line, name: str) -> object:
-    """Return what two runs must agree on: of holes and improvements without the times and terms of one run."""
+    """Return the part of a field on which two runs must agree: holes and improvements without times and terms."""
     return _as_stored(result[name])
 
 
 def _check_skipped(run: Evidence, result: Line) -> None:
-    """Only steps without a sample, or whose loss or gradient was not finite, have no update; all are in the lineage."""
+    """Steps without an update have no sample, or a non-finite loss or gradient; all are in the lineage."""
     said, steps = skipped_steps(result), {one.step: one for one in lineage_of(run)}
     if beyond := sorted(said - steps.keys()):
         raise Violated(f"result.json says that step {beyond[0]} has no update, which the job does not have")
@@ -87,7 +87,7 @@ def _check_skipped(run: Evidence, result: Line) -> None:
 
 
 def _check_end(run: Evidence, result: Line) -> None:
-    """The reason for the end, the epochs and the size of the last world are what configuration and histories say."""
+    """The end's reason, the epochs and the last world size follow from configuration and histories."""
     shape, term = shape_of(run), whole(result, "term")
     is_early = is_stopped_early(run)
     if is_early and not check_improvement(run, "result.json", result):
@@ -102,7 +102,7 @@ def _check_end(run: Evidence, result: Line) -> None:
 
 
 def _check_truncated(run: Evidence, result: Line) -> None:
-    """No more rows were cut than were read, and as many as the last step's values say."""
+    """Truncated rows are at most the rows read, and equal the last step's logged value."""
     cut, most = whole(result, "num_truncated"), shape_of(run).samples_before(shape_of(run).total_steps)
     data = part(run.config, "data") if "data" in run.config else {}
     if not 0 <= cut <= most:

@@ -1,9 +1,9 @@
-"""Invariant of validation: the last commit, evaluated here on the validation set, gives the result's metrics.
+"""Invariant of validation: evaluating the last commit on the validation set reproduces the result's metrics.
 
-The text classifier and the decoder are computed from their definitions (`text_classifier`, `language_model`), in
-float64; of the witness the loss is the sum of its weights. Averaged weights are those of the optimizer's state. Where
-this judge has no definition (other tasks, models of transformers) the metrics have to be those that were logged when
-the weights were validated, and that is said.
+The text classifier and the decoder are computed in float64 from their definitions (`text_classifier`,
+`language_model`); the witness's loss is the sum of its weights. Averaged weights come from the optimizer state. For
+other tasks and transformers models the judge has no definition: the metrics must equal those logged at validation, and
+the finding says so.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a trainer's arithmetic may be from float64."""
+    """Allowed deviation of a trainer's arithmetic from float64."""
 
     relative: float
     area: float
-    """Of areas under curves, which are exact but for pairs of scores that rounding swaps."""
+    """For areas under curves, which are exact except for score pairs that rounding swaps."""
     close: float
-    """What is likeliest may be another, where the two likeliest are as close."""
+    """Gap between the two likeliest classes below which either may be chosen."""
 
 
 TOLERANCES = {"fp32": Tolerance(1e-4, 1e-3, 1e-3)}
 _HALF = Tolerance(2e-2, 2e-2, 5e-2)
-"""Of products in 8 or 11 bits."""
+"""For products in 8 or 11 bits."""
 _TOGETHER = 1.25
-"""A metric may change by this factor more when several close rows flip together than by the sum of single flips."""
+"""Factor by which close rows that flip together may change a metric more than the sum of single flips."""
 Doubts = dict[str, float]
 
 
 def validation(run: Evidence) -> str:
-    """The metrics of the result are those that the last commit's weights have on the validation set."""
+    """The result's metrics are those of the last commit's weights on the validation set."""
     result = result_of(run)
     claimed = part(result, "metrics") if "metrics" in result else {}
     data, task = _section(run, "data"), _section(run, "task")
@@ -79,7 +79,7 @@ def validation(run: Evidence) -> str:
 
 
 def _not_evaluated(run: Evidence, task: Line) -> str:
-    """Say why the last commit cannot be evaluated here; nothing if it can."""
+    """Return why the last commit cannot be evaluated here; "" if it can."""
     path, params = task.get("path"), part(task, "params") if "params" in task else {}
     if path == _WITNESS or is_classifier(path) or is_language_model(path, params):
         return ""
@@ -87,7 +87,7 @@ def _not_evaluated(run: Evidence, task: Line) -> str:
 
 
 def _by_logs(claimed: Line, logged: set[str], summary: str) -> str:
-    """Say that metrics are those that were logged; Unknown if one was not, unless it is undefined."""
+    """Return a summary saying that the metrics were logged; raise Unknown if a defined one was not."""
     if missing := [name for name, value in claimed.items() if value is not None and name not in logged]:
         raise Unknown(f"{summary}; and no line of the last validation in metrics/ has {missing[0]}")
     return f"{summary}; as logged when the last step was validated"
@@ -98,12 +98,12 @@ def _section(run: Evidence, name: str) -> Line:
 
 
 def _is_number(value: object) -> bool:
-    """Say whether a metric is finite, or None, which says that it is undefined for the validation set."""
+    """Return True for a finite number, or None (undefined for the validation set)."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value))
 
 
 def _check_logged(run: Evidence, claimed: Line) -> set[str]:
-    """Return which metrics the last term logged of the last validation; Violated if the result has another value."""
+    """Return the metrics that the last term logged for the last validation; raise Violated if the result differs."""
     logged = set[str]()
     step, term = whole(result_of(run), "step"), whole(result_of(run), "term")
     for line in (run.metrics or {}).get(term, ()):
@@ -119,7 +119,7 @@ def _check_logged(run: Evidence, claimed: Line) -> set[str]:
 
 
 def _evaluated(run: Evidence, place: str, task: Line, allowed: Tolerance) -> tuple[dict[str, float], Doubts]:
-    """Return the metrics computed here, and how far rows that are close may move those that count likeliest classes."""
+    """Return the metrics computed here, and how far close rows may move those that count the likeliest class."""
     record = last_record(run)
     if record is None or record.fields is None or run.load is None:
         raise Unknown("there is no commit of the last step that could be evaluated")
@@ -142,7 +142,7 @@ def _evaluated(run: Evidence, place: str, task: Line, allowed: Tolerance) -> tup
 
 
 def _validated_weights(run: Evidence, record: Line) -> Tensors:
-    """Return the weights that are validated: those that are trained, or their averages where one is kept."""
+    """Return the weights that are validated: the trained ones, or their averages if one is kept."""
     assert run.load is not None, "looked at before"
     weights = run.load(record)
     if _section(run, "validation").get("weights", "trained") != "ema":
@@ -156,7 +156,7 @@ def _validated_weights(run: Evidence, record: Line) -> Tensors:
 
 
 def _of_witness(weights: Tensors, num_rows: int) -> tuple[dict[str, float], Doubts]:
-    """Its loss has no weight, so it is the sum itself."""
+    """Return the sum of the counts as the loss: it has no weights."""
     counts = next(iter(weights.values())).double().numpy()
     return {"loss": -float(counts[:num_rows].sum()), "samples": float(num_rows)}, {}
 
@@ -196,7 +196,7 @@ def _of_classes(logits: Floats, labels: Ints, class_weights: Floats, close: floa
 
 
 def _doubts(pairs: Floats, labels: Ints, chances: Floats, close: float) -> Doubts:
-    """Return how far F1 scores move if each row whose two likeliest classes are close counts for the second."""
+    """Return how far F1 scores move if every row with two close likeliest classes counts for the second."""
     order = np.argsort(chances, axis=1)
     places = np.arange(len(labels))
     gaps = chances[places, order[:, -1]] - chances[places, order[:, -2]]
@@ -211,7 +211,7 @@ def _doubts(pairs: Floats, labels: Ints, chances: Floats, close: float) -> Doubt
 
 
 def _f1_scores(pairs: Floats) -> dict[str, float]:
-    """Return the mean over the classes that are real or said, and of two classes the second one's."""
+    """Return the mean over classes that occur or are predicted, and for two classes the second one's score."""
     scores = [_f1(pairs, each) for each in range(len(pairs)) if pairs[each].sum() + pairs[:, each].sum()]
     return {"macro_f1": float(np.mean(scores)), **({"f1": _f1(pairs, 1)} if len(pairs) == 2 else {})}
 
@@ -222,7 +222,7 @@ def _f1(pairs: Floats, each: int) -> float:
 
 
 def _auc(scores: Floats, is_positive: npt.NDArray[np.bool_]) -> float:
-    """Return the chance that a positive row has the higher score (Mann and Whitney 1947); nan without either kind."""
+    """Return the probability that a positive row scores higher (Mann and Whitney 1947); nan without both kinds."""
     num, both = int(is_positive.sum()), len(scores)
     if num in (0, both):
         return math.nan
@@ -232,7 +232,7 @@ def _auc(scores: Floats, is_positive: npt.NDArray[np.bool_]) -> float:
 
 
 def _agrees(name: str, claimed: object, found: float, doubt: float, allowed: Tolerance) -> bool:
-    """Say whether a claim is what was found; what is undefined, nan, is None in a result."""
+    """Return True if a claim agrees with the computed value; undefined (nan) is None in a result."""
     if math.isnan(found) or not isinstance(claimed, int | float):
         return math.isnan(found) and claimed is None
     if name == "auc":

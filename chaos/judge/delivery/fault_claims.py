@@ -1,6 +1,6 @@
 """Compare the faults that the executor claims with the processes' histories: a killed process writes no more lines.
 
-A fault that did not happen, or that nobody recorded, would otherwise explain whatever else went wrong in its spell.
+A fault that did not happen could otherwise explain any other failure in its window.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from chaos.judge.invariants import whole_run
 
 _ENDS_AT_ONCE = ("kill_worker", "kill_node")
 _LATE_S = 5.0
-"""Seconds after a kill up to which its process may have stamped lines, since clocks differ a little."""
+"""Seconds after a kill within which its process may have stamped lines, as clocks differ a little."""
 
 
 def faults(run: Evidence) -> str:
-    """All faults came and bit, and none is claimed that the processes' own lines contradict."""
+    """All faults took effect, and the processes' own lines contradict none."""
     check_kills(run)
     check_returns(run)
     return whole_run.faults(run)
 
 
 def check_kills(run: Evidence) -> None:
-    """A process that was killed ran on the node that was hit, was not killed before, and applies no step afterwards."""
+    """A killed process was on the node that was hit, had not been killed before, and applies no later step."""
     node_of = {pid: line["node"] for line in run.of("node") for pid in items(line, "pids")}
     last, killed = _last_step_at(run), set[object]()
     for fault in run.of("fault"):
@@ -44,10 +44,10 @@ def check_kills(run: Evidence) -> None:
 
 
 def check_returns(run: Evidence) -> None:
-    """A node that was killed has processes again only once a fault, or the undoing of one, has started it."""
+    """A killed node has processes again only after a fault, or the undoing of one, has started it."""
     kinds = scenario_field(run, "kinds")
     if not isinstance(kinds, list) or "start_node" not in kinds:
-        return  # whoever runs the nodes may start them without a word
+        return  # outside such scenarios, nodes may be restarted without a record
     acts = [*run.of("fault"), *run.of("undo")]
     for fault in run.of("fault"):
         if fault["kind"] != "kill_node" or fault.get("for_s") is not None:
@@ -62,7 +62,7 @@ def check_returns(run: Evidence) -> None:
 
 
 def _starts(act: Line, node: object, since: float, until: float) -> bool:
-    """Say whether a fault or its undoing may have started a node in an interval."""
+    """Return True if a fault or its undoing may have started a node in an interval."""
     return since < number(act, "t") <= until and (act.get("node") in (node, None) or node in (act.get("nodes") or ()))  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""The rows of a Parquet dataset, as its manifest lists them: read here with pyarrow alone, in file order."""
+"""Read the rows of a Parquet dataset with pyarrow alone, in the file order of its manifest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chaos.judge.findings import Unknown
 
 
 def manifest_at(place: str) -> Line:
-    """Return a dataset's manifest; Unknown if there is none that can be read."""
+    """Return a dataset's manifest; raise Unknown if it cannot be read."""
     try:
         found = json.loads((Path(place) / MANIFEST).read_bytes())
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""The package's own decoder from its definition, in float64: what its weights say of the next tokens (no code of it).
+"""The package's decoder in float64, from its definition: next-token logits without the package's code.
 
-Llama's blocks: RMSNorm, rotary positions by halves, queries in groups, SwiGLU, no biases; experts in place of an MLP
-are weighted by a softmax over all of them. Rows are computed one by one,
-so there is no padding; a token sees those of its document before it that are not masked.
+Llama blocks: RMSNorm, rotary positions by halves, grouped queries, SwiGLU, no biases; experts replace the MLP, weighted
+by a softmax over all of them. Rows are computed one by one, without padding; a token attends to the unmasked earlier
+tokens of its document.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def is_language_model(path: object, params: Line) -> bool:
-    """Say whether a task is the package's decoder, with or without experts, or its paced variant."""
+    """Return True if a task is the package's decoder, with or without experts, or its paced variant."""
     return path in _PATHS and not params.get("hf") and isinstance(params.get("model") or {}, dict)
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """A trained decoder: its parameters by name, the task's settings, and the columns it reads, by purpose."""
+    """A trained decoder: parameters by name, task settings, and input columns by purpose."""
 
     weights: Tensors
     sizes: Line
@@ -62,7 +62,7 @@ class LanguageModel:
         return list(dict.fromkeys(self.named.values()))
 
     def metrics(self, rows: pa.Table, close: float) -> tuple[dict[str, float], float]:
-        """Return the metrics of rows, and the share of targets for which the two likeliest tokens' logits are close."""
+        """Return the metrics of rows, and the share of targets whose two likeliest tokens have close logits."""
         total, penalty, num_right, num_close, num_targets = 0.0, 0.0, 0, 0, 0
         lists = {use: rows.column(name).to_pylist() for use, name in self.named.items()}
         for row in range(len(rows)):
@@ -86,7 +86,7 @@ class LanguageModel:
         return np.array((values or [])[: self.max_tokens], np.int64)
 
     def _predicted(self, row: Mapping[str, Ints]) -> tuple[Tensor, Tensor]:
-        """Return the logits at a row's places that have a target, and the targets."""
+        """Return the logits at positions with a target, and the targets."""
         embedding, tokens = self._weight("embed.weight"), row["tokens"]
         places = np.arange(len(tokens))
         is_first = np.ones(len(tokens), bool)
@@ -95,7 +95,7 @@ class LanguageModel:
         run = is_first.cumsum()
         is_real = row.get("attention_mask", np.ones(len(tokens), np.int64)) != 0
         sees = (run[:, None] == run) & (places <= places[:, None]) & is_real
-        sees |= places == places[:, None]  # a masked token would see nothing; nobody sees it
+        sees |= places == places[:, None]  # keeps masked tokens from attending to nothing; no token attends to them
         labels = row.get("labels", tokens)
         is_target = is_real[:-1] & is_real[1:] & (run[:-1] == run[1:]) & (labels[1:] >= 0)
         x = embedding[tokens]
@@ -131,7 +131,7 @@ class LanguageModel:
         return x + _gated(normed, *(self._weight(f"{name}.mlp.{kind}.weight") for kind in _PRODUCTS))
 
     def _experts(self, x: Tensor, name: str) -> Tensor:
-        """Return what each token's likeliest experts make of it, by their probabilities, and what all tokens have."""
+        """Return the output of each token's likeliest experts, weighted by probability, plus that of shared ones."""
         per_token = int(self.sizes["experts_per_token"])  # type: ignore[call-overload]
         likely, chosen = (x @ self._weight(f"{name}.router.weight").T).softmax(-1).topk(per_token)
         likely = likely / likely.sum(-1, keepdim=True) if per_token > 1 else likely
@@ -154,13 +154,13 @@ class LanguageModel:
 
 
 def _gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Return an MLP (SwiGLU) of tokens."""
+    """Return the MLP (SwiGLU) output of tokens."""
     gated = x @ gate.T
     return (gated * gated.sigmoid() * (x @ up.T)) @ down.T
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn each pair of a vector's halves by the angles of its position."""
+    """Rotate each pair of a vector's halves by the angles of its position."""
     half = x.shape[-1] // 2
     swapped = x.roll(half, -1)
     signs = x.new_ones(2 * half)

@@ -1,7 +1,7 @@
-"""The text classifier from its definition, in float64: what its weights say of rows (docs of the task; no code of it).
+"""The text classifier in float64, from its definition in the task's documentation, without its code.
 
-A pre-norm transformer encoder over the tokens, averaged; metadata are added before the last layer. Categories are
-hashed into buckets by CRC-32, numbers compressed by the logarithm, missing values have vectors of their own.
+A pre-norm transformer encoder, averaged over tokens; metadata are added before the last layer. Categories are hashed
+into buckets by CRC-32, numbers compressed logarithmically; missing values have their own vectors.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 def is_classifier(path: object) -> bool:
-    """Say whether a task is the text classifier, or its paced variant."""
+    """Return True if a task is the text classifier, or its paced variant."""
     return path in _PATHS
 
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A trained text classifier: its parameters by name, the task's settings, and the columns it reads."""
+    """A trained text classifier: parameters by name, task settings, and input columns."""
 
     weights: Tensors
     params: Line
@@ -126,7 +126,7 @@ class Classifier:
 
 
 def _names(chosen: object, known: object) -> tuple[str, ...]:
-    """Return the columns that a task chooses; all that the manifest lists, if it does not say."""
+    """Return the columns that a task names; by default all that the manifest lists."""
     named = known if chosen is None else chosen
     return tuple(map(str, named)) if isinstance(named, list) else ()
 

@@ -1,1 +1,1 @@
-"""What a run has left: histories, commits, results, and the windows that faults explain."""
+"""Parse a run's evidence: histories, commits, results, and the windows that faults explain."""

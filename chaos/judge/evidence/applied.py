@@ -1,8 +1,8 @@
-"""What was applied: the steps that the final weights are made of, and how often each (epoch, lane, offset) is in them.
+"""Derive what was applied: the steps behind the final weights, and the count of each (epoch, lane, offset) in them.
 
-A term applies steps from where it restored; the next term's restore cuts off what comes after it. The steps that are
-left are the lineage. The shape of the job (lanes, micro-batch, rows) is worked out here from its configuration, so
-that a history cannot say for itself what it should have held.
+A term applies steps from where it restored; the next term's restore discards later ones. The remaining steps are the
+lineage. The shape of the job (lanes, micro-batch, rows) is computed from its configuration, so that a history cannot
+state its own expectation.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from chaos.judge.findings import Unknown, Violated
 from chaos.judge.job_shape import Crews, MixedShape, Shape
 
 _ROUNDED = 10_000
-"""What shares add up to that weights had to be rounded to."""
+"""Sum of a mixture's integer shares if its weights had to be rounded."""
 Counts = npt.NDArray[np.int32]
 Steps = dict[tuple[int, int], list[Line]]
 
 
 _OPEN = {"unsettled", "pending"}
-"""What marks a line of a rank that did not know whether others can apply the step, or whether any had."""
+"""Marks lines of a rank that did not know whether all others can apply the step, or any has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One step of the lineage: which term applied it, and every rank's line of it."""
+    """One step of the lineage: the term that applied it, and every rank's line."""
 
     step: int
     term: int
@@ -48,22 +48,22 @@ class Applied:
 
 
 def result_of(run: Evidence) -> Line:
-    """Return the run's result; without one it did not come to its end."""
+    """Return the run's result; raise Violated without one: the job did not finish."""
     if run.result is None:
         raise Violated("the job left no result.json: it did not finish")
     return run.result
 
 
 def is_live(run: Evidence) -> bool:
-    """Say whether survivors kept their processes over the changes of the world."""
+    """Return True if survivors keep their processes across world changes."""
     return scenario_field(run, "recovery") == "live"
 
 
 @once
 def shape_of(run: Evidence) -> Shape:
-    """Work the job's shape out from its configuration and its manifest's row count.
+    """Return the job's shape, from its configuration and its manifest's row count.
 
-    A job that says that it is done has to have applied all steps; of another one, those that it says it applied count.
+    A job that claims to be done must have applied all steps; for others, the claimed steps count.
     """
     batch, result = part(run.config, "batch"), result_of(run)
     if run.rows is None:
@@ -75,9 +75,9 @@ def shape_of(run: Evidence) -> Shape:
 
 
 def _horizon(run: Evidence, shape: Shape) -> int:
-    """Return how many steps the job has to apply: as the executor has ended a soak, or as its configuration says.
+    """Return how many steps the job must apply: set by the executor at a soak's end, or by the configuration.
 
-    One that was ended by early stopping has to apply those that it did; `claims` works out that it had to end there.
+    For early stopping it is the number applied; `claims` verifies that it had to stop there.
     """
     if ends := run.of("horizon"):
         return whole(ends[-1], "steps")
@@ -89,7 +89,7 @@ def _horizon(run: Evidence, shape: Shape) -> int:
 
 
 def validated_every(run: Evidence) -> int | None:
-    """Return after how many steps a validation is due; None for at the end alone."""
+    """Return the interval of validations in steps; None for only at the end."""
     validation = part(run.config, "validation") if "validation" in run.config else {}
     epochs, steps = validation.get("every_epochs"), validation.get("every_steps")
     if isinstance(epochs, int):
@@ -98,7 +98,7 @@ def validated_every(run: Evidence) -> int | None:
 
 
 def is_stopped_early(run: Evidence) -> bool:
-    """Say whether by the result so many validations in a row were no better that training had to end."""
+    """Return True if, by the result, enough validations in a row brought no improvement to stop training."""
     stopping = part(run.config, "validation").get("early_stopping") if "validation" in run.config else None
     improvement = result_of(run).get("improvement")
     if not isinstance(stopping, dict) or not isinstance(improvement, dict):
@@ -107,7 +107,7 @@ def is_stopped_early(run: Evidence) -> bool:
 
 
 def shares_of(run: Evidence) -> tuple[int, ...]:
-    """Return the whole shares of a mixture's sources that its result names; Violated if they are not its weights'."""
+    """Return the integer shares of a mixture's sources in the result; raise Violated if they do not fit the weights."""
     sources = [line for line in items(part(run.config, "data"), "mixture") if isinstance(line, dict)]
     weights = [number(source, "weight") for source in sources]
     claims = [line for line in items(result_of(run), "sources") if isinstance(line, dict)]
@@ -121,7 +121,7 @@ def shares_of(run: Evidence) -> tuple[int, ...]:
 
 @once
 def formed_at(run: Evidence) -> dict[int, float]:
-    """Return when each term's world had formed (its first rank's line), in the order of time."""
+    """Return when each term's world formed (its first rank's line), in order of time."""
     formed: dict[int, float] = {}
     for line in run.of("form"):
         formed.setdefault(whole(line, "term"), number(line, "t"))
@@ -132,7 +132,7 @@ def formed_at(run: Evidence) -> dict[int, float]:
 
 @once
 def pids_of(run: Evidence) -> dict[int, set[int]]:
-    """Return the processes of each term's world."""
+    """Return the pids of each term's world."""
     pids: dict[int, set[int]] = {}
     for line in run.of("form"):
         pids.setdefault(whole(line, "term"), set()).add(whole(line, "pid"))
@@ -141,7 +141,7 @@ def pids_of(run: Evidence) -> dict[int, set[int]]:
 
 @once
 def restored_at(run: Evidence) -> dict[int, Line]:
-    """Return each term's restore, by its first rank's line."""
+    """Return each term's restore line, of its first rank."""
     restored: dict[int, Line] = {}
     for line in run.of("restore"):
         restored.setdefault(whole(line, "term"), line)
@@ -150,7 +150,7 @@ def restored_at(run: Evidence) -> dict[int, Line]:
 
 @once
 def steps_of(run: Evidence) -> Steps:
-    """Return the lines of every (term, step) that was applied, one of each rank."""
+    """Return the lines of every applied (term, step), one per rank."""
     steps: Steps = defaultdict(list)
     for line in run.of("step"):
         steps[whole(line, "term"), whole(line, "step")].append(line)
@@ -160,7 +160,7 @@ def steps_of(run: Evidence) -> Steps:
 
 
 def newest_steps(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return the furthest step that each term applied."""
+    """Return the furthest applied step of each term."""
     newest: dict[int, int] = {}
     for term, step in steps:
         newest[term] = max(step, newest.get(term, 0))
@@ -169,20 +169,20 @@ def newest_steps(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
 
 @once
 def furthest_of(run: Evidence) -> dict[int, int]:
-    """Return the furthest step that each term applied."""
+    """Return the furthest applied step of each term, from the run's histories."""
     return newest_steps(steps_of(run))
 
 
 @once
 def settled_in(run: Evidence) -> dict[int, int]:
-    """Return the furthest step of each term that a rank applied knowing that all others could."""
+    """Return, per term, the furthest step that a rank applied knowing that all others could."""
     settled = (place for place, lines in steps_of(run).items() if any(not _OPEN & set(line) for line in lines))
     return newest_steps(settled)
 
 
 @once
 def lineage_of(run: Evidence) -> list[Applied]:
-    """Return the steps that the final weights are made of: the last term's, and those that it continued."""
+    """Return the steps behind the final weights: the last term's, and those that it continued."""
     steps, last = steps_of(run), max(restored_at(run), default=None)
     end, furthest = whole(result_of(run), "step"), max(furthest_of(run).values())
     if end > furthest:
@@ -198,7 +198,8 @@ def lineage_of(run: Evidence) -> list[Applied]:
 
 
 def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]]:
-    """Return which terms applied the steps up to `until` that `term` had: (term, lo, hi), oldest first, none empty."""
+    """Return the terms that applied the steps up to `until` of `term`'s branch: (term, lo, hi), oldest first, none
+    empty."""
     return _walk(restored_at(run), went_on_from(run), term, until)
 
 
@@ -216,7 +217,7 @@ def _walk(
 
 @once
 def went_on_from(run: Evidence) -> dict[int, int | None]:
-    """Return, for each term, the one whose steps are below its first; None if there is none."""
+    """Return, for each term, the term that it continued; None if there is none."""
     before: dict[int, int | None] = {}
     stood: dict[int, int] = {}
     for term in sorted(restored_at(run)):
@@ -226,13 +227,13 @@ def went_on_from(run: Evidence) -> dict[int, int | None]:
 
 
 def _continued_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
-    """Return the term whose steps are below a term's first: a process of its brought them, or the commit's has them.
+    """Return the term that a term continued: the source of its first state, a process or a commit.
 
-    A restore records which term applied the last of them. For older histories it is worked out: a process that was
-    frozen may bring steps of a term before the last. Of two branches that are as far the newest is followed: the
-    processes on the older may have been given the newer in a world that broke before it was recorded. Where no history
-    says, as of a commit that a process made alone just before its death, it is a term that came so far: the one that
-    commits name, or the last. `stood` says in which term each process was last.
+    A restore records which term applied its last step. For older histories it is derived: a process that was frozen may
+    bring steps of an earlier term. Of two branches of equal length the newest is followed: processes on the older may
+    have received the newer in a world that broke before recording it. Without any record, as of a commit that a process
+    made alone before its death, it is a term of that length: the one that commits name, or the last. `stood` maps each
+    process to its last term.
     """
     restored = restored_at(run)
     step, applied_by = whole(restored[term], "step"), restored[term].get("applied_by")
@@ -258,7 +259,7 @@ def _continued_from(run: Evidence, term: int, before: Mapping[int, int | None], 
 
 
 def _named_by_commits(run: Evidence, step: int) -> int | None:
-    """Return which term the newest commit that is left says has applied a step."""
+    """Return the term that applied a step, by the newest commit that is left."""
     records = [commit for commit in run.commits if commit.fields is not None]
     fields = max(records, key=lambda commit: commit.key).fields if records else None
     for interval in items(fields, "intervals") if fields else ():
@@ -269,10 +270,9 @@ def _named_by_commits(run: Evidence, step: int) -> int | None:
 
 
 def _bringers(run: Evidence, term: int) -> set[int]:
-    """Return the processes whose state a term continued with: the giver, or those that had it if none was given.
+    """Return the processes whose state a term continued with: the sender's, or if there was none, of those that had it.
 
-    Others may stand at the same step by chance, on a branch that is not continued, or have been about to be given it
-    when the world broke.
+    Others may be at the same step by chance, on an abandoned branch, or were about to receive it when the world broke.
     """
     restores = run.in_term("restore", term)
     ranks = {line.get("given_by") for line in restores} - {None} or {line["rank"] for line in restores}
@@ -281,7 +281,7 @@ def _bringers(run: Evidence, term: int) -> set[int]:
 
 @once
 def reached_by(run: Evidence) -> dict[tuple[int, int], int]:
-    """Return how far each (term, pid) came that applied a step; what it only held as pending does not count."""
+    """Return the furthest step applied by each (term, pid); steps held as pending do not count."""
     pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
     reached: dict[tuple[int, int], int] = {}
     for line in run.of("step"):
@@ -308,7 +308,7 @@ def counts_of(run: Evidence) -> dict[int, Counts]:
 
 
 def first_miscount(run: Evidence) -> str | None:
-    """Say where the lineage first holds a place of an epoch not exactly once; None if nowhere."""
+    """Return the first position that an epoch of the lineage does not hold exactly once; None if there is none."""
     for epoch, counts in counts_of(run).items():
         places = np.argwhere(counts != 1)
         if places.size:
@@ -319,16 +319,16 @@ def first_miscount(run: Evidence) -> str | None:
 
 
 def _of_each_crew(lines: tuple[Line, ...], crews: Crews) -> tuple[Line, ...]:
-    """Return one line of a step for each crew, whose ranks have computed the same lanes."""
+    """Return one line of a step per compute group, whose ranks computed the same lanes."""
     if crews.size == 1:
         return lines
     return tuple({crews.crew_of(whole(line, "rank")): line for line in reversed(lines)}.values())
 
 
 def _completed(lines: tuple[Line, ...], num_lanes: int, crews: Crews) -> Iterator[Line]:
-    """Yield a step's lines, and one more for lanes of replicas that died before they could write theirs.
+    """Yield a step's lines, plus one for lanes of replicas that died before writing theirs.
 
-    A rank that has applied a step proves that the reduction of all lanes was complete.
+    A rank that has applied a step proves that the reduction over all lanes was complete.
     """
     yield from lines
     if not lines or whole(lines[0], "world") == crews.size * len(lines):

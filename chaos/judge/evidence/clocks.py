@@ -1,12 +1,11 @@
-"""One clock for all evidence: nodes whose clocks differ by seconds stamp their lines so, and order is read from times.
+"""Put all evidence on one clock: hosts' clocks may differ by seconds, but order is judged from times.
 
-A step ends on all ranks of a world at nearly the same moment, since its reduction does: the times that two hosts give
-for the steps that they applied together, and for the worlds that they formed, differ by how their clocks do, unless one
-of them was frozen just then. Which host's clock is the executor's is seen from its faults: it names the term and the
-step that it had seen by then. What a host has stamped is then moved by as much.
+A step ends on all ranks at nearly the same moment, since its reduction does. So the times that two hosts record for
+shared steps and worlds differ by their clock difference, unless one was frozen just then. The executor's clock is
+matched through its faults, which name the term and step seen by then. Each host's stamps are then shifted.
 
-Clocks that differ by less than TOLERANCE_S are left as they are: no order that is judged hangs on so little. A host
-that formed no world with another is left, too; of hosts that fall into groups which never met, each group has its own.
+Clock differences below TOLERANCE_S are ignored: no judged order depends on so little. A host that shared no world with
+another is not shifted; separate groups of hosts are shifted separately.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ TOLERANCE_S = 0.5
 _STAMPS = ("t", "joined_at", "sealed_at", "started_at", "created_at")
 _FORMED = -1
 _MOST_STEPS = 2000
-"""Steps that are compared of each pair of hosts: a median needs no more."""
+"""Most steps compared per pair of hosts: enough for a median."""
 _LEAST_STEPS = 8
-"""Steps that a process must share with others of its host before its clock is said to differ from theirs."""
+"""Steps that a process must share with others of its host before its clock may count as different."""
 
 
 def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
-    """Return by how much the clock of each host is ahead of the executor's; hosts that are not ahead are left out."""
+    """Return how far each host's clock is ahead of the executor's; hosts without a difference are omitted."""
     hosts = _hosts(processes)
     if len(set(hosts.values())) < 2:
         return {}
@@ -37,14 +36,14 @@ def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
     differences = _differences(seen)
     anchors = [line for process in processes for line in process if line["op"] == "fault" and _is_time(line)]
     found = [_from(host, differences) for host in sorted(set(hosts.values()))]
-    best = dict[frozenset[str], dict[str, float]]()  # hosts that have met, over others too, and those that never did
+    best = dict[frozenset[str], dict[str, float]]()  # groups of hosts that met, directly or through others
     for offsets in sorted(found, key=lambda offsets: (_contradictions(seen, offsets, anchors), _sizes(offsets))):
         best.setdefault(frozenset(offsets), offsets)
     return {host: offset for by in best.values() for host, offset in by.items() if abs(offset) > TOLERANCE_S}
 
 
 def on_one_clock(processes: Lines, offsets: Mapping[str, float]) -> Lines:
-    """Return the lines with all that hosts have stamped moved to the executor's clock."""
+    """Return the lines with all stamps moved to the executor's clock."""
     if not offsets:
         return processes
     hosts = _hosts(processes)
@@ -52,12 +51,12 @@ def on_one_clock(processes: Lines, offsets: Mapping[str, float]) -> Lines:
 
 
 def leaders(processes: Sequence[Sequence[Line]]) -> dict[object, str]:
-    """Return the host of each term's rank 0, which writes the term's commits and metrics."""
+    """Return the host of each term's rank 0, which writes commits and metrics."""
     return {term: host for (term, rank), host in _hosts(processes).items() if rank == 0}
 
 
 def moved(line: Line, offset: float) -> Line:
-    """Return a line whose times are by so many seconds earlier."""
+    """Return a line with its times moved back by `offset` seconds."""
     if offset == 0.0:
         return line
     return {key: _earlier(value, offset) if key in _STAMPS else value for key, value in line.items()}
@@ -76,9 +75,9 @@ def _is_time(line: Line) -> bool:
 
 
 def _hosts(processes: Sequence[Sequence[Line]]) -> dict[tuple[object, object], str]:
-    """Return the host of each (term, rank) that says it; of a process whose clock is not its host's, the process.
+    """Return the host of each (term, rank); if a process's clock differs from its host's, the process instead.
 
-    Processes of one host share its clock, unless they run in containers or machines that take the host's name.
+    Processes of one host share its clock, except in containers or virtual machines with the host's name.
     """
     forms = [line for process in processes for line in process if line["op"] == "form" and "host" in line]
     hosts = {_place(line): str(line["host"]) for line in forms}
@@ -101,7 +100,7 @@ def _host_of(process: str) -> str:
 def _applied(
     processes: Sequence[Sequence[Line]], hosts: Mapping[tuple[object, object], str]
 ) -> dict[tuple[int, int], dict[str, float]]:
-    """Return when each host says that it applied each (term, step): its first rank to say so."""
+    """Return when each host applied each (term, step): the earliest of its ranks."""
     applied: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
     for process in processes:
         for line in process:
@@ -112,7 +111,7 @@ def _applied(
 
 
 def _formed(processes: Sequence[Sequence[Line]]) -> dict[tuple[int, int], dict[str, float]]:
-    """Return when each host says that each term's world had formed, as that term's step _FORMED, before all others."""
+    """Return when each host recorded each world's formation, as step _FORMED of its term, before all others."""
     formed: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
     for process in processes:
         for line in process:
@@ -139,7 +138,7 @@ def _differences(
 
 
 def _from(host: str, differences: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return how far each host's clock is ahead of one host's, over others where they never met."""
+    """Return how far all clocks are ahead of one host's, via other hosts where they never met."""
     offsets, left = {host: 0.0}, [host]
     while left:
         known = left.pop(0)
@@ -159,9 +158,9 @@ def _contradictions(
     offsets: Mapping[str, float],
     anchors: Sequence[Line],
 ) -> tuple[float, float]:
-    """Return by how many seconds, over all faults, the step that was seen is later, or what came after it earlier.
+    """Return by how many seconds, over all faults, seen steps are later than the fault, or unseen ones earlier.
 
-    What is more than an executor may have seen late comes first; all of it tells those apart of which nothing is.
+    The first number counts only what exceeds the executor's delay; the second, counting all, breaks ties.
     """
     at: dict[tuple[int, int], float] = {}
     for place, by in seen_by.items():

@@ -1,7 +1,7 @@
-"""Holes: the samples that a run says it could not read, and what they take away from exactly once.
+"""Holes: samples that a run reports as unreadable, and their effect on exactly-once coverage.
 
-A run lists them in its result and in its commits: ids [lo, hi), left out from step `since` on, which is in `epoch`,
-of which that epoch had already applied `kept`. What is listed must be just what is missing, and nothing else may be.
+Result and commits list them: ids [lo, hi), skipped from step `since` in `epoch` on, of which that epoch had already
+applied `kept`. Exactly these samples, and no others, may be missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from chaos.judge.evidence.run_files import (
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """The samples [lo, hi), left out from step `since` on."""
+    """The samples [lo, hi), skipped from step `since` on."""
 
     lo: int
     hi: int
@@ -37,7 +37,7 @@ class Hole:
     kept: tuple[tuple[int, int], ...]
 
     def missing(self, epoch: int) -> list[tuple[int, int]]:
-        """Return the ids, as half-open ranges, that an epoch lacks when it is over."""
+        """Return the ids that a finished epoch lacks, as half-open ranges."""
         if epoch != self.epoch:
             return [(self.lo, self.hi)] if epoch > self.epoch else []
         edges = [self.lo, *(edge for pair in self.kept for edge in pair), self.hi]
@@ -45,7 +45,7 @@ class Hole:
 
 
 def holes_of(claim: Line) -> list[Hole]:
-    """Return the holes that a result, or a commit's account, lists."""
+    """Return the holes listed in a result or a commit's account."""
     return [_hole(hole) for hole in (items(claim, "holes") if "holes" in claim else [])]
 
 
@@ -57,22 +57,22 @@ def _hole(fields: object) -> Hole:
 
 
 def left_out_of(line: Line) -> int:
-    """Return how many places of a step were left out."""
+    """Return how many positions of a step were skipped."""
     return whole(line, "num_left_out") if "num_left_out" in line else 0
 
 
 def total_left_out(lineage: Sequence[Applied]) -> int:
-    """Return how many places the steps of a lineage left out."""
+    """Return how many positions the steps of a lineage skipped."""
     return sum(left_out_of(applied.lines[0]) for applied in lineage)
 
 
 def num_missing(holes: Sequence[Hole], epochs: range) -> int:
-    """Count the samples that whole epochs lack."""
+    """Count the samples missing from whole epochs."""
     return sum(hi - lo for hole in holes for epoch in epochs for lo, hi in hole.missing(epoch))
 
 
 def missing_times(holes: Sequence[Hole], epochs: range, rows: int) -> npt.NDArray[np.int64]:
-    """Count how many of some whole epochs lack each sample; shape (rows,)."""
+    """Count in how many of these whole epochs each sample is missing; shape (rows,)."""
     times = np.zeros(rows, dtype=np.int64)
     for hole in holes:
         for epoch in epochs:
@@ -82,7 +82,7 @@ def missing_times(holes: Sequence[Hole], epochs: range, rows: int) -> npt.NDArra
 
 
 def coverage_counts(run: Evidence) -> tuple[int, int]:
-    """Return how often samples were applied in an epoch, at least and most, where no hole is: by witness or lineage."""
+    """Return the least and most applications of a sample per epoch outside holes, by witness or lineage."""
     shape = shape_of(run)
     is_counted = run.witness is not None and not result_of(run).get("skipped_steps")
     if is_counted and run.witness is not None and shape.is_at_epoch_end and run.witness.size == shape.rows:

@@ -1,11 +1,10 @@
-"""Which process a line is about: pids are not unique, since containers count their own, and machines use them again.
+"""Identify processes: pids are not unique, since containers have their own and machines reuse them.
 
-A process is (host, boot, pid, born), as the `form` lines of histories say. Lines of the executor name pids, and beside
-them, where it knows, `hosts` and `born`; where it does not, the process that was seen last by then is meant. So that
-nothing else in the judge has to know, every process gets a number of its own here: the first of a pid keeps that, the
-n-th after it is pid + n * AGAIN.
+A process is (host, boot, pid, born), as in the `form` lines of histories. Executor lines have pids, with `hosts` and
+`born` where known; otherwise they mean the process seen last by then. Here every process gets a unique number, so that
+the rest of the judge can ignore this: the first of a pid keeps it, the n-th after it is pid + n * AGAIN.
 
-Lines of older versions say nothing of it; one pid is one process then.
+Lines of older versions have only pids, each taken as one process.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from itertools import product
 
 Line = dict[str, object]
 AGAIN = 10_000_000
-"""More than any pid: Linux has none above 4,194,304."""
+"""Larger than any pid: Linux has none above 4,194,304."""
 ANY = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What is known of a process; None where a line does not say."""
+    """What a line says about a process; None where it says nothing."""
 
     pid: int
     host: object = None
@@ -32,7 +31,7 @@ class Identity:
     born: object = None
 
     def may_be(self, other: Identity) -> bool:
-        """Say whether nothing that both say differs."""
+        """Return True if no field that both have differs."""
         return (
             self.pid == other.pid
             and (self.host is None or other.host is None or self.host == other.host)
@@ -43,15 +42,15 @@ class Identity:
 
 @dataclass(slots=True)
 class _Known:
-    """The processes of each pid, with their numbers, and when each was first seen."""
+    """The processes of each pid: numbers, and when each was first seen."""
 
     numbers: dict[Identity, int] = field(default_factory=dict)
     seen_at: dict[Identity, float] = field(default_factory=dict)
     alike: dict[tuple[object, ...], list[Identity]] = field(default_factory=lambda: defaultdict(list))
-    """By pid, host and time of birth, each of the two as it was said, and under ANY."""
+    """Keyed by pid, host and birth time, with host and birth also replaced by ANY."""
 
     def number(self, identity: Identity, at: float) -> int:
-        """Return the number of the process that a line means; a new one if there is none that it may be."""
+        """Return the number of the process that a line means; a new one if none matches."""
         alike = [known for key in self._meant(identity) for known in self.alike.get(key, ()) if identity.may_be(known)]
         if not alike:
             self.numbers[identity] = identity.pid + AGAIN * len(self.alike[identity.pid, ANY, ANY])
@@ -66,13 +65,13 @@ class _Known:
 
     @staticmethod
     def _meant(identity: Identity) -> Iterator[tuple[object, ...]]:
-        """Return where those are that may be one: what it does not say may be anything, and what they do not, too."""
+        """Return the keys of possible matches: missing fields on either side match anything."""
         hosts, births = ((ANY,) if said is None else (said, None) for said in (identity.host, identity.born))
         return product((identity.pid,), hosts, births)
 
 
 def identified(processes: list[list[Line]]) -> list[list[Line]]:
-    """Return the lines with every pid replaced by its process's number; those that say most of a process come first."""
+    """Return the lines with each pid replaced by its process's number; the most detailed lines are resolved first."""
     places = [(kind, line) for process in processes for line in process if (kind := _kind(line)) is not None]
     known, renamed = _Known(), dict[int, Line]()
     for kind, line in sorted(places, key=lambda place: (place[0], _time(place[1]))):
@@ -81,7 +80,7 @@ def identified(processes: list[list[Line]]) -> list[list[Line]]:
 
 
 def _kind(line: Line) -> int | None:
-    """Return how much a line says of processes: 0 for one's own, 1 for what was seen of some; None for nothing."""
+    """Return 0 for a process's own line, 1 for one about other processes, None for neither."""
     if isinstance(line.get("pid"), int):
         return 0
     return 1 if isinstance(line.get("pids"), list) else None
@@ -101,7 +100,7 @@ def _rename(line: Line, known: _Known, *, is_one: bool) -> Line:
 
 
 def _beside(line: Line, key: str, count: int) -> list[object]:
-    """Return what a line says of each of its pids; None of all if it does not."""
+    """Return a line's value for each of its pids; all None if it has none."""
     said = line.get(key)
     return said if isinstance(said, list) and len(said) == count else [None] * count
 

@@ -1,7 +1,7 @@
-"""What each fault cost, read from the histories: applied steps computed again, seconds until the next applied step.
+"""Compute each fault's cost from the histories: recomputed steps, and seconds until the next applied step.
 
-A fault that need not end a world (a short freeze, a member of etcd, the end of a spare node) has a cost only where the
-next world formed in its spell, and before anything else was done; else the world that it hit rode it out.
+A fault that need not end a world (a short freeze, an etcd member, the end of a spare node) has a cost only if the next
+world formed in its window and before any other act; otherwise the world rode it out.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from chaos.scenario.kinds import ends_processes, ends_world
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From one fault to the first step that the next world applied; seconds, None where a history does not say.
+    """From one fault to the first step of the next world; times in seconds, None where a history lacks them.
 
-    detect: until the next world was sealed, a lease's end included; form: until it had formed, with processes started
-    and libraries loaded; restore: until the state was read; warm: until the first step was applied.
+    detect: until the next world was sealed, lease expiry included; form: until it formed, with processes and libraries
+    started; restore: until the state was read; warm: until the first step was applied.
     """
 
     place: int
-    """Of the fault among all; two may come at the same moment."""
+    """Index among all faults; two may have the same time."""
     kind: str
     node: int | None
     at: float
@@ -53,16 +53,16 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """Terms whose first step came after all earlier first steps: a fault's next world is one of them."""
+    """Terms whose first step came after all earlier first steps; a fault's next world is one of them."""
 
     terms: list[int]
     steps: list[Line]
-    """The first step of each."""
+    """First step of each term."""
 
 
 @once
 def recoveries(run: Evidence) -> list[Recovery]:
-    """Return the recovery from every fault after which a newer world applied a step; in time linear in the lines."""
+    """Return the recovery from every fault that a newer world's step followed; linear in the number of lines."""
     faults = run.of("fault")
     if not faults:
         return []
@@ -87,7 +87,7 @@ def recoveries(run: Evidence) -> list[Recovery]:
 
 
 def ridden_out(run: Evidence) -> dict[int, Line]:
-    """Return, by their place, the faults that cost no world, and after which steps were applied."""
+    """Return, by index, the faults that ended no world and were followed by steps."""
     costly = {cost.place for cost in recoveries(run)}
     last = number(run.of("step")[-1], "t") if run.of("step") else 0.0
     spared = {place: fault for place, fault in enumerate(run.of("fault")) if place not in costly}
@@ -97,9 +97,9 @@ def ridden_out(run: Evidence) -> dict[int, Line]:
 
 
 def _has_to_end_one(run: Evidence, fault: Line) -> bool:
-    """Say whether a fault has to end a world: by its kind, unless it ended no member of a world that is full.
+    """Return True if a fault must end a world: by its kind, unless it hit no member of a full world.
 
-    Those that it may end are spares, which wait outside, and processes of older worlds.
+    It may have hit spares, which wait outside, or processes of older worlds.
     """
     pids = items(fault, "pids") if fault.get("pids") and ends_processes(fault["kind"]) else []
     times, worlds = _worlds(run)
@@ -112,7 +112,7 @@ def _has_to_end_one(run: Evidence, fault: Line) -> bool:
 
 @once
 def last_seen(run: Evidence) -> dict[object, int]:
-    """Return the last term whose world a process was in, or was to be in: one that did not form names its members."""
+    """Return each process's last term, including worlds that did not form but name their members."""
     seen: list[tuple[int, object]] = [(term, pid) for term, pids in pids_of(run).items() for pid in pids]
     seen += [(whole(line, "term"), line["pid"]) for line in run.of("unformed") if "pid" in line]
     return {pid: term for term, pid in sorted(seen, key=lambda one: one[0])}
@@ -120,7 +120,7 @@ def last_seen(run: Evidence) -> dict[object, int]:
 
 @once
 def _worlds(run: Evidence) -> tuple[list[float], list[tuple[int, bool]]]:
-    """Return when each world had formed; and the newest term by then, and whether no world had been larger than its."""
+    """Return when each world formed, and then the newest term and whether its world was the largest so far."""
     seats, newest, most = seats_of(run), 0, 0
     times, worlds = list[float](), list[tuple[int, bool]]()
     for term, t in sorted(formed_at(run).items(), key=lambda formed: formed[1]):
@@ -132,14 +132,14 @@ def _worlds(run: Evidence) -> tuple[list[float], list[tuple[int, bool]]]:
 
 @once
 def seats_of(run: Evidence) -> dict[int, int]:
-    """Return how large each term's world was sealed, seats of processes that never recorded it included."""
+    """Return the sealed size of each term's world, including processes that never recorded it."""
     return {whole(line, "term"): whole(line, "world") for line in run.of("form")}
 
 
 def after_the_last_step(run: Evidence) -> dict[int, Line]:
-    """Return, by place, the faults after which at most the step under way was left to apply, of a job that is done.
+    """Return, by index, the faults after which at most the current step was left to apply, for a finished job.
 
-    No world that comes after them has a step to apply: that the job was done is what they are answered by.
+    No later world has a step to apply: the job's end counts as recovery.
     """
     if not any(line["status"] == "done" for line in run.of("end")):
         return {}
@@ -152,12 +152,12 @@ def after_the_last_step(run: Evidence) -> dict[int, Line]:
 
 
 def fault_kind(fault: Line) -> str:
-    """Name a fault's kind, at a failpoint with the place."""
+    """Return a fault's kind, with its failpoint if any."""
     return f"{fault.get('kind')}@{fault['point']}" if fault.get("point") else str(fault.get("kind"))
 
 
 def fault_name(fault: Line) -> str:
-    """Name a fault as people do."""
+    """Return a readable name of a fault."""
     where = f" on node {fault['node']}" if fault.get("node") is not None else ""
     return f"{fault_kind(fault)}{where} at step {fault.get('seen_step', '?')}"
 
@@ -182,7 +182,7 @@ def _recovery(run: Evidence, place: int, first: Line, lost: dict[int, int], seal
 
 
 def _records(run: Evidence) -> _Records:
-    """An older world may step late: only a term above all before it is a next world."""
+    """Return the records, skipping late steps of older worlds: only a term above all earlier ones is a next world."""
     records = _Records([], [])
     for line in run.of("step"):
         if not records.terms or whole(line, "term") > records.terms[-1]:
@@ -192,20 +192,20 @@ def _records(run: Evidence) -> _Records:
 
 
 def _lost(run: Evidence) -> dict[int, int]:
-    """Count the applied steps that each term's restore gave up: those of the term before that it did not continue."""
+    """Count the applied steps that each term's restore discarded: those of the term before that it did not continue."""
     restored = {key: whole(line, "step") for key, line in restored_at(run).items()}
     newest = furthest_of(run)
     lost, reached = {}, 0
     for term in sorted({*restored, *newest}):
         if term in restored:
             lost[term] = max(0, reached - restored[term])
-        reached = newest.get(term, reached)  # what is beyond an earlier restore was given up there
+        reached = newest.get(term, reached)  # later steps were discarded by an earlier restore
     return lost
 
 
 @once
 def sealed_at(run: Evidence) -> dict[int, float]:
-    """Return when each term's world was sealed, where its histories say so; the leader's clock may be ahead."""
+    """Return when each term's world was sealed, where recorded; the leader's clock may be ahead."""
     sealed, formed = dict[int, float](), formed_at(run)
     for line in run.of("form"):
         term, time = whole(line, "term"), line.get("sealed_at")

@@ -1,7 +1,7 @@
-"""What a run has left, read from files alone: histories, commits, results, the witness, the faults.
+"""Read a run's files: histories, commits, results, the witness, the faults.
 
-Nothing here is imported from what is judged. A torn last line of a history (its process died) is passed over. A file
-that cannot be read otherwise is named in `Evidence.unreadable`, and read as if it were not there.
+Nothing is imported from the code that is judged. A torn last line of a history (its process died) is skipped. Any other
+unreadable file is listed in `Evidence.unreadable` and treated as missing.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _OF_RANK = re.compile(r"(\d{8,})-(\d{5,})-")
 _LARGEST_VOID = 100
 MANIFEST = "manifest.json"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, ten times as fast, where PyYAML was built with it."""
+"""libyaml's loader, ten times as fast, where PyYAML has it."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit record as it is on disk: its key, the SHA-256 of its bytes, and its fields (None if damaged)."""
+    """A commit record on disk: key, SHA-256 of its bytes, and fields (None if damaged)."""
 
     key: str
     digest: str
     fields: Line | None
     is_sealed: bool = True
-    """Whether the record has the digest that its own seal says; true of records that have none."""
+    """True if the seal matches; also for records without one."""
 
     @classmethod
     def of(cls, key: str, content: bytes) -> Commit:
-        """Read a record's bytes."""
+        """Parse a record's bytes."""
         fields = _parsed(content)
         is_sealed = fields is None or not {"format", "seal"} & fields.keys() or fields.get("seal") == seal_of(fields)
         return cls(key, hashlib.sha256(content).hexdigest(), fields, is_sealed)
@@ -59,7 +59,7 @@ def seal_of(record: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The files of one run, parsed; `processes` holds each history file's lines in the order they were written."""
+    """One run's parsed files; `processes` holds each history file's lines as written."""
 
     folder: Path
     processes: list[list[Line]]
@@ -68,43 +68,43 @@ class Evidence:
     result: Line | None
     witness: npt.NDArray[np.int64] | None = field(repr=False)
     metrics: dict[int, list[Line]] | None = field(default=None, repr=False)
-    """Each term's lines; None where nobody could have logged any."""
+    """Lines by term; None if the run logs none."""
     pruned: str | None = None
-    """Which histories the run has deleted, in words; None if all are there."""
+    """Description of deleted histories; None if all are there."""
     tracked: Line | None = field(default=None, repr=False)
-    """What the tracker held, by metric; None if it was not read."""
+    """The tracker's values by metric; None if it was not read."""
     rows: int | None = None
-    """How many rows the training set has by its manifest; None without one."""
+    """Rows of the training set by its manifest; None without one."""
     sizes: tuple[int, ...] = ()
-    """How many of them each source of a mixture has; none without one."""
+    """Rows of each source of a mixture; empty without one."""
     terms: dict[int, Line] | None = None
-    """The claims of terms that the run's folder holds; None where they are stored elsewhere."""
+    """Claims of terms in the run's folder; None if stored elsewhere."""
     unreadable: tuple[str, ...] = ()
-    """The files that are there and cannot be read, each with the reason."""
+    """Unreadable files, each with the reason."""
     load: Callable[[Line], Tensors] | None = field(default=None, repr=False)
-    """Returns the weights that the files of a commit record hold; raises Violated where they are not what it says."""
+    """Returns the weights in a commit record's files; raises Violated if they do not match it."""
     averages: Callable[[Line], Tensors] | None = field(default=None, repr=False)
-    """Returns the averages of weights that they hold."""
+    """Returns the averaged weights in them."""
     state: Callable[[Line], dict[str, str]] | None = field(default=None, repr=False)
-    """Returns a digest of each other value that a commit holds: of optimizer, schedule and averages."""
-    # What is worked out of the files once; `replace` begins with none of it.
+    """Returns a digest of every other value of a commit: optimizer, schedule and averages."""
+    # Caches; `replace` starts with empty ones.
     _as_read: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_op: dict[str, list[Line]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_term: dict[str, dict[int, list[Line]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _derived: dict[str, object] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def has(self, op: str) -> bool:
-        """Say whether any line is of an operation, whatever else it lacks."""
+        """Return True if any line has this operation, whatever else it lacks."""
         return bool(self._lines().get(op))
 
     def of(self, op: str) -> list[Line]:
-        """Return the lines of one operation, in the order of their times."""
+        """Return the lines of one operation, in order of time."""
         if op not in self._by_op:
             self._by_op[op] = sorted(self._lines().get(op, ()), key=lambda line: number(line, "t"))
         return self._by_op[op]
 
     def _lines(self) -> dict[str, list[Line]]:
-        """Return the lines of each operation, one process after the other."""
+        """Return the lines by operation, process after process."""
         if not self._as_read:
             for process in self.processes:
                 for line in process:
@@ -112,7 +112,7 @@ class Evidence:
         return self._as_read
 
     def in_term(self, op: str, term: int) -> list[Line]:
-        """Return the lines of one operation in one term, in the order of their times."""
+        """Return the lines of one operation in one term, in order of time."""
         if op not in self._by_term:
             found: dict[int, list[Line]] = {}
             for line in self.of(op):
@@ -122,7 +122,7 @@ class Evidence:
 
 
 def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
-    """Work a fact out once for each run; callers must not change it."""
+    """Cache a function of a run; callers must not change its result."""
 
     @functools.wraps(derive)
     def remembered(run: Evidence) -> T:
@@ -134,14 +134,14 @@ def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
 
 
 class _Files:
-    """Reads the files of a run's folder, and remembers which of them cannot be read."""
+    """Reads the files of a run's folder, and collects unreadable ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.unreadable: list[str] = []
 
     def mapping(self, path: Path, parse: Callable[[bytes], object] = json.loads) -> Line | None:
-        """Return the mapping that a file holds; None without one."""
+        """Return a file's mapping; None without a file."""
         try:
             value = parse(path.read_bytes())
         except FileNotFoundError:
@@ -155,7 +155,7 @@ class _Files:
         return value
 
     def lines(self, path: Path) -> list[Line]:
-        """Return the mappings of a file's lines; the last one may be torn."""
+        """Return the mappings of a file's lines; the last may be torn."""
         try:
             *texts, last = path.read_bytes().split(b"\n")
         except OSError as error:
@@ -170,7 +170,7 @@ class _Files:
         return [line for _, _, line in found if line is not None]
 
     def history(self, path: Path) -> list[Line]:
-        """Return the lines of a history; each names its operation."""
+        """Return the lines of a history; each must name its operation."""
         lines = self.lines(path)
         if any(not isinstance(line.get("op"), str) for line in lines):
             self._note(path, "a line names no operation (`op`)")
@@ -188,7 +188,7 @@ class _Files:
         return [line for line in lines if isinstance(line.get("op"), str)]
 
     def counts(self, path: Path) -> npt.NDArray[np.int64] | None:
-        """Return the witness's counts; None without any."""
+        """Return the witness's counts; None without a file."""
         try:
             found = np.load(path, allow_pickle=False)
         except FileNotFoundError:
@@ -202,7 +202,7 @@ class _Files:
         return None
 
     def normal(self, problem: str, as_read: T, normalise: Callable[[], T]) -> T:
-        """Return what was read in a normal form; as it is, with a note, where values do not allow that."""
+        """Return the normalised value; on malformed lines note the problem and return `as_read`."""
         try:
             return normalise()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -210,7 +210,7 @@ class _Files:
             return as_read
 
     def check_own(self) -> None:
-        """Note links among the run's files, which are no evidence of it, and folders in the places of files."""
+        """Note links among the run's files, which are no evidence, and folders in place of files."""
         for path in sorted(self.folder.rglob("*")):
             if path.is_symlink():
                 self._note(path, "is a link: the run has written files alone")
@@ -227,7 +227,7 @@ def _kind_of(value: object) -> str:
 
 
 def collect(folder: Path) -> Evidence:
-    """Read everything below a run's folder; never raises for what a file holds."""
+    """Read everything below a run's folder; never raises because of a file's content."""
     files = _Files(folder)
     files.check_own()
     config = files.mapping(folder / "config.yaml", lambda content: yaml.load(content, Loader=_LOADER)) or {}
@@ -264,7 +264,7 @@ def _rows(files: _Files, manifest: Line) -> int | None:
 
 
 def _terms(files: _Files, config: Line) -> dict[int, Line] | None:
-    """Read who claimed each term; None where commits, and so these, are stored elsewhere and were not copied here."""
+    """Read the claim of each term; None if they are stored elsewhere, with the commits, and not copied here."""
     if (_mapping(config.get("checkpoint")) or {}).get("url") and not (files.folder / "terms").is_dir():
         return None
     paths = [path for path in sorted((files.folder / "terms").glob("*.json")) if path.stem.isdecimal()]
@@ -272,7 +272,7 @@ def _terms(files: _Files, config: Line) -> dict[int, Line] | None:
 
 
 def with_one_clock(run: Evidence) -> Evidence:
-    """Return the evidence with all times on the executor's clock, as far as hosts' clocks differ by seconds."""
+    """Return the evidence with all times on the executor's clock."""
     offsets = offsets_of(run.processes)
     if not offsets:
         return run
@@ -289,7 +289,7 @@ def with_one_clock(run: Evidence) -> Evidence:
 
 
 def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
-    """Leave out the faults that had no effect: a `missed` line has their number, and they explain nothing."""
+    """Drop faults without effect, which a `missed` line marks: they explain nothing."""
     vain = {line["fault"] for process in processes for line in process if line["op"] == "missed" and "fault" in line}
     return [
         [line for line in process if line["op"] != "fault" or line.get("number") not in vain] for process in processes
@@ -297,8 +297,8 @@ def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
 
 
 def manifests_of(folder: Path, config: Line, read: Callable[[Path], Line | None] | None = None) -> list[Line]:
-    """Read the training set's manifest, or those of a mixture's sources: the copy in the run's folder, or where its
-    configuration says; none unless all are there."""
+    """Read the training set's manifest, or those of a mixture's sources, from the run's folder or the configured place;
+    empty unless all are found."""
     data = _mapping(config.get("data")) or {}
     train = data.get("train")
     sources = _sources_of(config) or ([train] if isinstance(train, str) else [""])
@@ -311,12 +311,12 @@ def manifests_of(folder: Path, config: Line, read: Callable[[Path], Line | None]
 
 
 def copy_of_manifest(number: int) -> str:
-    """Return the name under which a run's folder keeps the manifest of a source, the first or only one's as it was."""
+    """Return the name of a source's manifest in a run's folder; the first keeps the plain name."""
     return MANIFEST if number == 0 else f"manifest-{number}.json"
 
 
 def _sources_of(config: Line) -> list[str]:
-    """Return where the sources of a mixture are; none without one."""
+    """Return the sources of a mixture; empty without one."""
     mixture = (_mapping(config.get("data")) or {}).get("mixture")
     return [str(line.get("source")) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
 
@@ -335,13 +335,13 @@ def rows_of(manifest: Line) -> int:
 
 
 def _histories(folder: Path) -> list[list[Path]]:
-    """Return the parts of every process's history in the order in which they were written: X.jsonl, X.p000001.jsonl."""
+    """Return the parts of every process's history in order: X.jsonl, X.p000001.jsonl."""
     paths = sorted((folder / "history").glob("*.jsonl"))
     return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
 
 
 def _process(parts: list[list[Line]]) -> list[Line]:
-    """Return a process's lines, each once: every part begins with some of the first one's `again`."""
+    """Return a process's lines without repeats: every part starts with some earlier lines, marked `again`."""
     lines, said = list[Line](), set[tuple[object, object]]()
     for line in itertools.chain.from_iterable(parts):
         if not line.get("again") or (line["op"], line.get("t")) not in said:
@@ -351,7 +351,7 @@ def _process(parts: list[list[Line]]) -> list[Line]:
 
 
 def _pruned(folder: Path, summary: Line) -> str | None:
-    """Say which histories were deleted while the run went on, whole terms or the first parts of long ones."""
+    """Describe the histories that were deleted during the run: whole terms, or first parts of long ones."""
     if terms := summary.get("pruned"):
         return f"the histories of the terms up to {terms} were deleted"
     firsts = [parts[0].name for parts in _histories(folder)]
@@ -360,7 +360,7 @@ def _pruned(folder: Path, summary: Line) -> str | None:
 
 
 def record_files(folder: Path) -> list[Path]:
-    """Return the commit records below a run's folder, the oldest first; names that a sweep has taken are none."""
+    """Return the commit records below a run's folder, oldest first, without names claimed by a sweep."""
     return [path for path in sorted((folder / "commits").glob("[0-9]*.json")) if _is_record(path)]
 
 
@@ -368,16 +368,16 @@ def _is_record(path: Path) -> bool:
     try:
         return path.is_file() and (path.stat().st_size > _LARGEST_VOID or not is_void(path.read_bytes()))
     except OSError:
-        return False  # deleted since it was listed, or no file
+        return False  # deleted since it was listed, or not a file
 
 
 def is_void(content: bytes) -> bool:
-    """Say whether a record's place holds a mark that there will never be one."""
+    """Return True if the content marks a record that will never exist."""
     return _parsed(content) == {"void": True}
 
 
 def metrics_of(folder: Path, read: Callable[[Path], list[Line]] | None = None) -> dict[int, list[Line]]:
-    """Read the lines of every term's metrics below a run's folder."""
+    """Read the metrics lines of every term below a run's folder."""
     return {
         int(path.stem): (read or _lines_in)(path)
         for path in sorted((folder / "metrics").glob("*.jsonl"))
@@ -394,7 +394,7 @@ def _mapping_in(path: Path) -> Line | None:
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:
-    """Yield the whole lines of a history; what is torn is passed over."""
+    """Yield the complete lines of a history; torn ones are skipped."""
     for text in content.splitlines():
         line = _parsed(text)
         if line is not None and "op" in line:
@@ -402,12 +402,12 @@ def parse_lines(content: bytes) -> Iterator[Line]:
 
 
 def scenario_field(run: Evidence, key: str) -> object:
-    """Return what the executor wrote of the run before it began; None if nothing."""
+    """Return a field of the executor's description of the run; None if missing."""
     return next((line.get(key) for line in run._lines().get("scenario", ())), None)
 
 
 def number(line: Line, key: str) -> float:
-    """Return a line's number; KeyError or TypeError if there is none, which makes a verdict unknown."""
+    """Return a line's number; raise KeyError or TypeError without one, which makes a verdict unknown."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(_not(line, key, "a number"))
@@ -415,7 +415,7 @@ def number(line: Line, key: str) -> float:
 
 
 def whole(line: Line, key: str) -> int:
-    """Return a line's integer."""
+    """Return a line's integer; raise KeyError or TypeError without one."""
     value = line[key]
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(_not(line, key, "an integer"))
@@ -423,7 +423,7 @@ def whole(line: Line, key: str) -> int:
 
 
 def part(line: Line, key: str) -> Line:
-    """Return a line's mapping."""
+    """Return a line's mapping; raise KeyError or TypeError without one."""
     value = line[key]
     if not isinstance(value, dict):
         raise TypeError(_not(line, key, "a mapping"))
@@ -431,7 +431,7 @@ def part(line: Line, key: str) -> Line:
 
 
 def items(line: Line, key: str) -> list[object]:
-    """Return a line's list."""
+    """Return a line's list; raise KeyError or TypeError without one."""
     value = line[key]
     if not isinstance(value, list):
         raise TypeError(_not(line, key, "a list"))
@@ -439,13 +439,13 @@ def items(line: Line, key: str) -> list[object]:
 
 
 def _not(line: Line, key: str, what: str) -> str:
-    """Say which value of which line is of another kind."""
+    """Return a message about a value of the wrong type."""
     named = ", ".join(f"{name} {line[name]!r}" for name in ("op", "status", "term", "rank", "step") if name in line)
     return f"{key} is {str(line[key])[:40]!r}, not {what}{f' ({named[:120]})' if named else ''}"
 
 
 def lanes_of(line: Line) -> range:
-    """Return the lanes that a step's line speaks for: half-open, with a stride where they are dealt."""
+    """Return the lanes of a step's line: half-open, with a stride if dealt."""
     bounds = [one for one in items(line, "lanes") if isinstance(one, int)]
     if not 2 <= len(bounds) == len(items(line, "lanes")) <= 3:
         raise TypeError(f"lanes of {line} are not two or three integers")

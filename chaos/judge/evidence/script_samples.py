@@ -1,6 +1,6 @@
-"""Which samples a script has applied: for every epoch, how often each row is in the steps that its end is made of.
+"""Determine which samples a script has applied: each row's count per epoch, over the steps behind its end.
 
-Only steps of the lineage count: what a world applied and a later one did not continue is not in the weights.
+Only steps of the lineage count: steps that a later world did not continue are not in the weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What an epoch came to: rows that were applied more than once, rows that were not applied at all."""
+    """An epoch's rows that were applied more than once, or not at all."""
 
     epoch: int
     num_repeated: int
@@ -36,17 +36,17 @@ class Tally:
 
 
 def is_script(run: Evidence) -> bool:
-    """Say whether a run is of a user's script, watched from outside."""
+    """Return True if a run is of a user's script, observed from outside."""
     return run.has("script")
 
 
 def logs_ids(run: Evidence) -> bool:
-    """Say whether the script has the hook."""
+    """Return True if the script has the hook."""
     return run.has("step")
 
 
 def kept_steps(run: Evidence) -> list[Applied]:
-    """Return the lineage; unknown if the script has no hook, or continued from something older than the run."""
+    """Return the lineage; raise Unknown if the script has no hook, or resumed from before the run."""
     if not logs_ids(run):
         raise Unknown("the script logs no steps; three lines make it: see chaos.hook")
     first = min((line for line in run.of("restore")), key=lambda line: whole(line, "term"))
@@ -57,7 +57,7 @@ def kept_steps(run: Evidence) -> list[Applied]:
 
 
 def counts_of(run: Evidence) -> dict[int, Counts]:
-    """Count, for every epoch of the lineage, how often each row was applied; arrays of shape (rows,)."""
+    """Count how often each row was applied, for every epoch of the lineage; arrays of shape (rows,)."""
     counts: dict[int, Counts] = {}
     for line in _kept_lines(run):
         epoch, rows, of = whole(line, "epoch"), rows_of(line), whole(line, "of")
@@ -69,14 +69,14 @@ def counts_of(run: Evidence) -> dict[int, Counts]:
 
 
 def tallies_of(run: Evidence) -> dict[int, Tally]:
-    """Return what every epoch came to."""
+    """Return the tally of every epoch."""
     return {
         epoch: Tally(epoch, int((times > 1).sum()), int((times == 0).sum())) for epoch, times in counts_of(run).items()
     }
 
 
 def where_applied(run: Evidence, epoch: int, row: int) -> str:
-    """Say in which steps a row of an epoch was applied."""
+    """Return the steps in which a row of an epoch was applied, in words."""
     steps = [
         f"step {line['step']} (term {line['term']}, rank {line['rank']})"
         for line in _kept_lines(run)
@@ -88,7 +88,7 @@ def where_applied(run: Evidence, epoch: int, row: int) -> str:
 
 
 def unreported(run: Evidence) -> str | None:
-    """Say which step of the lineage not all of its ranks have reported; None if there is none."""
+    """Describe the first step of the lineage that some of its ranks did not report; None if there is none."""
     for applied in kept_steps(run):
         world = whole(applied.lines[0], "world") if applied.lines else 0
         if len(applied.lines) != world or not world:

@@ -1,8 +1,8 @@
-"""A fault's spell: from when it came to when all that it leads to has to be over; what comes later is not of its doing.
+"""The window of a fault: from its start until all its consequences must be over; it explains nothing later.
 
-A run says how long after a fault's own end that may take (`patience_s` of its `scenario` line): leases that end, peers
-that are waited for, processes that are started. Every fault has a spell of its own, so that in a soak, where the next
-one always comes before that, one that came an hour ago explains nothing any more. What undoes a fault has one, too.
+A run states how long after a fault's own end that may take (`patience_s` of its `scenario` line): leases expire, peers
+time out, processes start. Each fault has its own window, so that in a soak, where the next fault always comes earlier,
+a fault of an hour ago explains nothing. The undoing of a fault also has a window.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from chaos.judge.evidence.run_files import (
 )
 
 PATIENCE_S = 300.0
-"""For a run that does not say."""
+"""Default for runs that do not state it."""
 EARLY_S = TOLERANCE_S
-"""How much before a fault its consequences may be stamped: clocks that differ by less than the tolerance are left."""
+"""How much before a fault its consequences may be stamped: smaller clock differences are not corrected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spells:
-    """Intervals of time by their beginnings, which may overlap, and the faults and undoings that they are of."""
+    """Time windows by start, which may overlap, with their faults and undoings."""
 
     lines: tuple[Line, ...]
     begins: tuple[float, ...]
     ends: tuple[float, ...]
     furthest: tuple[float, ...]
-    """The latest end of each spell and those before it."""
+    """Latest end among each window and those before it."""
 
     def at(self, moment: float) -> list[Line]:
-        """Return the faults and undoings in whose spells a moment is, in the order of their times."""
+        """Return the faults and undoings whose windows contain a moment, in order of time."""
         first, end = bisect_left(self.furthest, moment), bisect_right(self.begins, moment)
         return [self.lines[place] for place in range(first, end) if self.ends[place] >= moment]
 
     def quiet_s(self, since: float, until: float) -> float:
-        """Return the longest part of an interval that is in no spell."""
+        """Return the longest part of an interval outside all windows."""
         quiet_s, at = 0.0, since
         for place in range(bisect_left(self.furthest, since), bisect_right(self.begins, until)):
             quiet_s, at = max(quiet_s, self.begins[place] - at), max(at, self.ends[place])
@@ -50,7 +50,7 @@ class Spells:
 
 
 def answering_s(run: Evidence, since: float, until: float) -> float:
-    """Return how much of an interval faults that came in it take: each its own time, and that of one recovery."""
+    """Return how much of an interval its faults take up: each one's duration and one recovery."""
     recovery_s = scenario_field(run, "recovery_s")
     if not isinstance(recovery_s, int | float):
         return 0.0
@@ -69,14 +69,14 @@ def _faults_by_time(run: Evidence) -> tuple[list[Line], list[float]]:
 
 
 def patience_of(run: Evidence) -> float:
-    """Return for how many seconds a fault that is over may still have consequences."""
+    """Return for how many seconds after its end a fault may have consequences."""
     patience_s = scenario_field(run, "patience_s")
     return float(patience_s) if isinstance(patience_s, int | float) else PATIENCE_S
 
 
 @once
 def spells_of(run: Evidence) -> Spells:
-    """Return the spells of a run's faults and of what was done to undo them."""
+    """Return the windows of a run's faults and undoings."""
     lines = sorted([*run.of("fault"), *run.of("undo")], key=lambda line: number(line, "t"))
     ends = [spell_end(run, line) for line in lines]
     begins = tuple(number(line, "t") - EARLY_S for line in lines)
@@ -84,11 +84,11 @@ def spells_of(run: Evidence) -> Spells:
 
 
 def spell_end(run: Evidence, line: Line) -> float:
-    """Return when all that a fault leads to has to be over."""
+    """Return when all consequences of a fault must be over."""
     return over_at(line) + patience_of(run)
 
 
 def over_at(line: Line) -> float:
-    """Return when a fault is over, or when what it ended may be back."""
+    """Return when a fault is over, or what it ended may be back."""
     seconds = line.get("for_s")
     return number(line, "t") + (float(seconds) if isinstance(seconds, int | float) else 0.0)

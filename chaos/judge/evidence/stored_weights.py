@@ -1,6 +1,6 @@
-"""The weights that a commit's files hold, loaded as anyone would: digests compared, then torch's own `dcp.load`.
+"""Load the weights in a commit's files as any user would: compare digests, then use torch's own `dcp.load`.
 
-Nothing here is the trainer's. torch is imported when there is something to load.
+No trainer code is used. torch is imported only when there is something to load.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 _BLOCK = 1 << 20
-"""Bytes of a file that a checksum in its record is of."""
+"""Block size in bytes of a file's checksums in its record."""
 _FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3", 4: "blake3"}
 _OF_THE_RUN = {"scheduler.recipe"}
-"""Values that depend on the length of a run: a soak ends when its faults do."""
+"""Values that depend on a run's length: a soak ends with its faults."""
 _GRAIN = 1 << 16
-"""Elements of a tensor that are hashed at once, at most, since format 3."""
+"""Most elements hashed at once, since format 3."""
 _MOST_DEGREE = 64
-"""Parts of a dimension whose edges no such run crosses, since format 4."""
+"""Largest number of parts of a dimension whose edges no hashed run crosses, since format 4."""
 
 
 def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
-    """Return the model's tensors, by name, from the files of a commit record below a run's folder."""
+    """Return the model's tensors by name, from a commit record's files below a run's folder."""
     attempt = _attempt_of(folder, record)
 
     def open_file(name: str) -> BinaryIO | None:
@@ -45,7 +45,7 @@ def load_weights(folder: Path, record: Mapping[str, object]) -> Tensors:
 
 
 def load_averages(folder: Path, record: Mapping[str, object]) -> Tensors:
-    """Return the averages of the model's weights, by parameter, from the optimizer's state in a commit's files."""
+    """Return the averaged weights by parameter, from the optimizer state in a commit's files."""
     found = _load(_attempt_of(folder, record), record, lambda section: section == "optimizer")
     return {
         name.removeprefix("state.").removesuffix(".ema"): cast("Tensor", value)
@@ -55,9 +55,9 @@ def load_averages(folder: Path, record: Mapping[str, object]) -> Tensors:
 
 
 def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, str]:
-    """Return a digest of each value that a commit holds with its weights: of optimizer, schedule and averages.
+    """Return a digest of every value in a commit beside the weights: optimizer, schedule and averages.
 
-    `load_weights` has compared the files with the record.
+    `load_weights` has already compared the files with the record.
     """
     import torch
 
@@ -75,7 +75,7 @@ def _attempt_of(folder: Path, record: Mapping[str, object]) -> Path:
 
 
 def _inside(folder: Path, place: Path) -> Path:
-    """Return a place that a record names; Violated if it is outside the folder that it has to be in."""
+    """Return a path that a record names; raise Violated if it is outside its folder."""
     if ".." in place.parts or not place.resolve().is_relative_to(folder.resolve()):
         raise Violated(f"a commit record names {str(place)[-80:]}, which is not below {folder.name}/ of its run")
     return place
@@ -92,7 +92,7 @@ def _check_listed(metadata: Any, record: Mapping[str, object]) -> None:
 def _load(
     attempt: Path, record: Mapping[str, object], is_wanted: Callable[[object], bool], *, by_section: bool = False
 ) -> dict[str, object]:
-    """Load some sections of a commit's state by torch's own reader; names begin with the section if asked for."""
+    """Load some sections of a commit's state with torch's own reader; names start with the section if `by_section`."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -101,7 +101,7 @@ def _load(
         raise Violated(
             f"{record['attempt']}/.metadata has no digest in its commit record: a pickle is not opened unread"
         )
-    metadata = FileSystemReader(attempt).read_metadata()  # a pickle, which its digest has cleared
+    metadata = FileSystemReader(attempt).read_metadata()  # a pickle, but its digest has been compared
     _check_listed(metadata, record)
     paths = cast(Mapping[str, tuple[object, ...]], metadata.planner_data)
     wanted: dict[str, object] = {
@@ -111,9 +111,9 @@ def _load(
         for tensor in [cast(Any, kind)]
     }
     try:
-        with warnings.catch_warnings(action="ignore"):  # it says that there is one process only
+        with warnings.catch_warnings(action="ignore"):  # it warns about a single process
             load(cast(dict[str, Any], wanted), checkpoint_id=attempt, no_dist=True)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise Violated(f"{attempt.name} cannot be loaded by dcp.load: {type(error).__name__}: {error}") from error
@@ -123,7 +123,7 @@ def _load(
 def checked_files(
     record: Mapping[str, object], open_file: Callable[[str], BinaryIO | None]
 ) -> Iterator[tuple[str, BinaryIO]]:
-    """Yield the files that a record lists, at their beginnings; raise Violated at one that is not as it says."""
+    """Yield the files that a record lists, at their start; raise Violated if one does not match the record."""
     files = cast(Mapping[str, Mapping[str, object]], record["files"])
     for name, listed in sorted(files.items()):
         where, file = f"{record['attempt']}/{name}", open_file(name)
@@ -141,7 +141,7 @@ def checked_files(
 
 
 def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
-    """Return a file's size, its digest, and the CRC-32 of each of its blocks."""
+    """Return a file's size, its digest, and the CRC-32 of each block."""
     from blake3 import blake3
 
     size, blocks, digest = 0, list[int](), hashlib.sha256() if kind == "sha256" else blake3()
@@ -153,7 +153,8 @@ def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
 
 
 def digest_of(tensors: Tensors, fields: Mapping[str, object]) -> str:
-    """Return the SHA-256 over all tensors, by the rule of a record or result (docs/formats.md, Commits)."""
+    """Return the SHA-256 over all tensors, by the rule of the record's or result's format (docs/formats.md,
+    Commits)."""
     dims, is_by_grains = cast(Mapping[str, int], fields.get("cut_dims") or {}), cast(int, fields.get("format", 2)) >= 3
 
     def digest(name: str, tensor: Tensor) -> str:
@@ -166,7 +167,7 @@ def digest_of(tensors: Tensors, fields: Mapping[str, object]) -> str:
 def _digest_by_grains(tensor: Tensor, dim: int | None) -> str:
     """Return the SHA-256 over dtype, shape, and the SHA-256s of runs of elements.
 
-    Of a tensor that may be cut along a dimension, these are within the parts of it that equal ranks can have.
+    Runs of a tensor that may be split along a dimension do not cross the edges of equal parts.
     """
     import torch
 
@@ -200,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def first_nonfinite(tensors: Tensors) -> str | None:
-    """Return the name of the first tensor that holds a number that is not finite; None if there is none."""
+    """Return the name of the first tensor with a non-finite number; None if there is none."""
     import torch
 
     return next((name for name, tensor in sorted(tensors.items()) if not torch.isfinite(tensor).all()), None)

@@ -1,4 +1,4 @@
-"""A run that has not ended, as far as it has come: up to its newest commit, so that it can be judged at any time."""
+"""Evidence of an unfinished run, up to its newest commit, so that it can be judged at any time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from chaos.judge.evidence.run_files import (
 
 
 def so_far(run: Evidence) -> Evidence:
-    """Return the evidence up to the newest commit, with a result that says so; the same if there is none.
+    """Return the evidence up to the newest commit, with a result of status `running`; unchanged without a commit.
 
-    Steps after it may still be given up, and ranks be on their way, so they are left out.
+    Later steps are left out: they may still be discarded, or ranks not be done with them.
     """
     whole_commits = [commit for commit in run.commits if commit.fields is not None]
     formed = [whole(line, "term") for line in run.of("form")]
-    is_over = run.has("clean") and not run.has("stuck")  # nodes that have ended by then are recorded in any case
+    is_over = run.has("clean") and not run.has("stuck")  # ended nodes are recorded in any case
     if run.result is not None or is_over or not whole_commits or not formed:
         return run
     newest = max(whole_commits, key=lambda commit: commit.key).fields
@@ -40,7 +40,7 @@ def so_far(run: Evidence) -> Evidence:
 
 
 def _sources_of(commit: Line) -> list[Line]:
-    """Return what a commit says of a mixture's sources, as a result would; but how often each was passed."""
+    """Return a mixture's sources from a commit, as in a result but without the number of passes."""
     sources = (line for line in items(commit, "sources") if isinstance(line, dict))
     return [{**source, "applied": whole(part(source, "coverage"), "count")} for source in sources]
 

@@ -1,1 +1,1 @@
-"""What must hold of every run: one module for each group of invariants."""
+"""Invariants of every run: one module per group."""

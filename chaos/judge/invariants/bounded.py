@@ -1,8 +1,8 @@
-"""Invariant of what worlds leave in a process that outlives them: no file, no thread, and no memory for each of them.
+"""Invariant of long-lived processes: worlds leak no files, threads or memory in them.
 
-A world that was given up may hold some until its peers' time is over, and the first ones make what all later ones use.
-So what a process held when one of its first worlds formed is compared with the least that it held in its last ones,
-among worlds of one size, since a rank has connections to all others.
+An abandoned world may hold some until its peers time out, and the first ones create what later ones reuse. So the
+resources at one of a process's first worlds are compared with the least in its last ones, among worlds of one size, as
+a rank has connections to all others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from chaos.judge.evidence.run_files import Evidence, once, part, whole
 from chaos.judge.findings import Unknown, Violated
 
 LEAST_WORLDS, FIRST, LASTS = 8, 2, 3
-"""The fewest worlds of one size that a process is judged by; the place of the one compared; and with how many last."""
+"""Fewest worlds of one size needed to judge a process; index of the first one compared; number of last ones."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Growth is a leak if it is so much for each world, and so much altogether."""
+    """Growth per world, and in total, above which it is a leak."""
 
     name: str
     each: float
@@ -35,7 +35,7 @@ LIMITS = {
 
 
 def bounded(run: Evidence) -> str:
-    """No process that outlives its worlds holds more files, threads or memory with each of them."""
+    """No process that outlives its worlds holds more files, threads or memory with each."""
     rows = rows_of(run)
     if not rows:
         raise Unknown(f"no process has been in {LEAST_WORLDS} worlds of one size")
@@ -53,7 +53,7 @@ def bounded(run: Evidence) -> str:
 
 @once
 def rows_of(run: Evidence) -> dict[tuple[int, int], list[dict[str, int]]]:
-    """Return what each process held when its worlds of each size had formed, where there were enough."""
+    """Return the resources of each process at its worlds of each size, where there are enough."""
     rows: dict[tuple[int, int], list[dict[str, int]]] = defaultdict(list)
     for line in run.of("form"):
         if line.get("holds") and not line.get("again"):
@@ -63,7 +63,7 @@ def rows_of(run: Evidence) -> dict[tuple[int, int], list[dict[str, int]]]:
 
 
 def is_put_to_the_test(run: Evidence) -> bool:
-    """Say whether any process has been in enough worlds, and says what it held."""
+    """Return True if some process was in enough worlds and recorded its resources."""
     try:
         return bool(rows_of(run))
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Invariant of what `status --why` says of a run: whom it blames for the end of a world, and what it advises."""
+"""Invariant of `status --why`: which processes it blames for the end of a world, and its advice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from chaos.scenario.kinds import ADVICE, advised
 
 
 def is_put_to_the_test(run: Evidence) -> bool:
-    """Say whether it was asked why the run stopped."""
+    """Return True if the run was asked why it stopped."""
     return run.has("why")
 
 
 def causes(run: Evidence) -> str:
-    """`status --why` blames none but processes that the fault ended, and advises what is right for its kind."""
+    """`status --why` blames only processes that the fault ended, and its advice fits the fault's kind."""
     faults, num_named = {fault.get("number"): fault for fault in run.of("fault")}, 0
     answers = run.of("why")
     for line in answers:
@@ -37,7 +37,7 @@ def causes(run: Evidence) -> str:
 
 
 def _check(run: Evidence, fault: Line, line: Line, said: str) -> None:
-    """An answer on a fault: of a process that left no word nobody is blamed, and the job is to be started again."""
+    """Check one answer: a process that left no message is not blamed, and the advice is to restart the job."""
     expected = "start"
     if line["of_rank"] is not None:
         expected, rank = str(advised(fault["kind"])), whole(line, "of_rank")

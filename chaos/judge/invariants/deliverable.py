@@ -1,7 +1,7 @@
-"""Invariant of what a run delivers: the files of every commit that is left hold the weights that its record says.
+"""Invariant of the delivery: the files of every remaining commit hold the weights that its record states.
 
-Of the last commit these are also the weights of the result and of the run without faults. Every other invariant reads
-what the run says; here the judge opens the files itself.
+The last commit's weights are also those of the result and of the run without faults. Other invariants read what the run
+says; here the judge opens the files itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from chaos.scenario.kinds import damages
 
 
 def deliverable(run: Evidence, reference: Evidence | None) -> str:
-    """Every commit loads with torch's own reader; the last one holds the weights of the result and the reference.
+    """Every commit loads with torch's own reader; the last one has the weights of the result and the reference.
 
-    A commit that a fault has damaged is passed over. The reference's commits are opened, too: those of the same step
-    are compared by their records in `weights`, so each record has to be true of its files.
+    Commits damaged by a fault are skipped. The reference's commits are opened as well: `weights` compares records of
+    equal steps, so each record must match its files.
     """
     result, last_step = result_of(run), shape_of(run).total_steps
     commits = sorted((commit for commit in run.commits if commit.fields is not None), key=_place)
@@ -54,7 +54,7 @@ def undamaged(run: Evidence, commits: list[Commit]) -> list[Commit]:
 
 
 def _check_reference(reference: Evidence | None) -> str:
-    """Open all commits of the run without faults; return how many there are."""
+    """Open all commits of the run without faults; return their number in words."""
     if reference is None or reference.load is None:
         return ""
     commits = [commit for commit in reference.commits if commit.fields is not None]
@@ -67,7 +67,7 @@ def _check_reference(reference: Evidence | None) -> str:
 
 
 def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:
-    """Return the weights' hash; raise Violated if one that is claimed is another by the rule of its own version."""
+    """Return the weights' hash; raise Violated if a claim differs under the rule of its own version."""
     for whose, fields in claims.items():
         found = digest_of(tensors, fields)
         if (claimed := fields.get("weights_sha256")) != found:

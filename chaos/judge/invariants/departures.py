@@ -1,7 +1,6 @@
-"""Invariant of departures: a fault explains each one from a world, and each world of the same processes again.
+"""Invariant of departures: a fault explains every departure from a world, and every new world of the same processes.
 
-A fault explains what happens in its spell (`chaos.judge.evidence.spells`). What it may explain there is written
-at each check.
+A fault explains events in its window (`chaos.judge.evidence.spells`); each check says which.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ _TURNED_AWAY = {
     "readonly_dir": 2,
     "bad_row_group": 65,
 }
-"""With which code a node ends by itself while something is wrong with it that it cannot mend."""
+"""Exit code of a node that ends by itself because of a problem that it cannot fix."""
 MOST_WORLDS_LEAVING = 3
-"""How many worlds of the same processes a process that was asked to leave may explain: it leaves with the next step of
-which all have the sum, or, if it is too late for that, in the next world."""
+"""Worlds of the same processes that a leaving process may explain: it leaves with the next step whose sum all have, or,
+if too late for that, in the next world."""
 
 
 def deaths(run: Evidence) -> str:
-    """Every new term, every process without an end, and every node that failed has a fault that explains it."""
+    """A fault explains every new term, every process without an end, and every failed node."""
     terms = sorted(formed_at(run))
     if is_live(run):
         _check_changes(run)
@@ -71,12 +70,12 @@ def deaths(run: Evidence) -> str:
 
 
 def _check_worlds(run: Evidence) -> None:
-    """No process outlives a world of the `restart` mode: it ends because a fault hit it, or because a node came.
+    """No process outlives a world of `restart` mode: a fault hit it, or a node joined.
 
-    A fault hits a world if it came, lasted or was undone after that was sealed, or had hit one of its processes before;
-    and the world has to end in the fault's spell. An agent that was kept from etcd is a member of the next world, too:
-    a renewal that was lost is missed later, and ends one world. Where all had finished, an agent that hears late of it
-    may start its workers again, which find the job done.
+    A fault hits a world if it came, lasted or was undone after sealing, or had hit one of its processes before; the
+    world must end in its window. An agent that was cut off from etcd is also a member of the next world: it misses a
+    lost renewal later, and ends one world. Where all had finished, an agent that hears of it late may restart its
+    workers, which then find the job done.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
@@ -103,27 +102,25 @@ def _tells_to_leave(hit: Line) -> bool:
 
 
 def _had_finished(run: Evidence, term: int) -> bool:
-    """Say whether every process of a term's world has recorded that the job is done."""
+    """Return True if every process of a term's world has recorded that the job is done."""
     done = {line["rank"] for line in run.of("end") if line["term"] == term and line["status"] == "done"}
     return len(done) == seats_of(run)[term]
 
 
 def _check_changes(run: Evidence) -> None:
-    """Processes leave a live world only when a fault hit them, and worlds end only because one left or came.
+    """Processes leave a live world only if a fault hit them, and worlds end only because a process left or joined.
 
-    A process that was hit, or started and ended by the undoing of a fault, may leave in the fault's spell, or once come
-    back as another member; nodes are in a world as a whole, so the rest of a node leaves with it. With each
-    stage of a cell that is lost as many others may wait as its cell has. Of two nodes that do not reach each other,
-    either may leave, or take the other's place. A process that was asked to leave ends a few
-    worlds until it has left; one that was hit before it had recorded any world may have been in one that no history
-    has, or have been waited for, and ends one. A fault of etcd or of the storage hits all members of a world while it
-    lasts, as does a twin, whose nodes may take their places; of etcd, each may lose its lease after it, and one after
-    the other.
+    A process that was hit, or that an undoing started and ended, may leave in the fault's window, or return once as a
+    new member; nodes join worlds as a whole, so the rest of a node leaves with it. A lost stage may idle as many ranks
+    as its cell has. Of two nodes that cannot reach each other, either may leave or replace the other. A leaving process
+    ends a few worlds; one that was hit before it recorded any world may have been in an unrecorded one, or have been
+    waited for, and ends one. A fault of etcd or storage hits all members while it lasts, as does a twin, whose nodes
+    may replace them; after an etcd fault each member may lose its lease, one after the other.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     seen_in, recorded = last_seen(run), {pid for members in pids.values() for pid in members}
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
-    lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # one of the members before is gone
+    lost = {line["term"] for line in run.of("form") if line.get("cause") == "lost"}  # a former member is gone
     worlds_left, spent = dict[tuple[int, object], int](), set[tuple[int, object]]()
     for before, after, hits in _changes(run):
         began = sealed.get(before, formed[before])
@@ -138,7 +135,7 @@ def _check_changes(run: Evidence) -> None:
         excused |= _hit_unrecorded(run, after)
         if is_begun_anew(run, before):
             excused |= pids[before]
-        # A world may break before all have recorded it, or before any has.
+        # A world may break before all members, or any, have recorded it.
         gone = sorted(pid for pid in pids[before] - pids[after] - excused if seen_in[pid] == before)
         most_idle = len((pids[before] & excused) - pids[after]) * (cell_size(run.config) - stage_size(run.config))
         if len(gone) > most_idle:
@@ -159,7 +156,7 @@ def _check_changes(run: Evidence) -> None:
 
 
 def unfit(run: Evidence) -> str:
-    """A machine that computes wrongly is let into no world, and is named, for as long as it does."""
+    """A machine that computes wrongly joins no world while it does, and is named."""
     times = _unfit_times(run)
     for fault, until in times:
         if let_in := _let_in(run, fault, until):
@@ -171,16 +168,16 @@ def unfit(run: Evidence) -> str:
 
 
 def is_any_unfit(run: Evidence) -> bool:
-    """Say whether there is anything to judge: a node may be ended again before it has examined its machine."""
+    """Return True if this can be judged: a node may end before it has examined its machine."""
     try:
         has_left = any(line["code"] == _TURNED_AWAY["unfit_node"] for line in run.of("exit"))
         return has_left or run.has("unfit") or any(_let_in(run, *times) for times in _unfit_times(run))
     except (KeyError, TypeError, ValueError):
-        return False  # evidence that lacks so much is unknown to all other invariants
+        return False  # all other invariants find such evidence unknown
 
 
 def _unfit_times(run: Evidence) -> list[tuple[Line, float]]:
-    """Return each fault of a machine that computes wrongly, and when that was over."""
+    """Return each fault of a machine that computes wrongly, and its end."""
     undone = [line for line in run.of("undo") if line["kind"] == "unfit_node"]
     return [(fault, _over_at(fault, undone)) for fault in run.of("fault") if fault["kind"] == "unfit_node"]
 
@@ -191,14 +188,14 @@ def _over_at(fault: Line, undone: list[Line]) -> float:
 
 
 def _let_in(run: Evidence, fault: Line, until: float) -> list[Any]:
-    """Return the processes that a fault's node has started meanwhile and that were in a world."""
+    """Return the processes that the fault's node started meanwhile and that joined a world."""
     return sorted(_started(run, fault, until) & {line["pid"] for line in run.of("form")} - {*_pids(fault)})
 
 
 def _is_named(run: Evidence, fault: Line, until: float) -> bool:
-    """Say whether a process that the node has started says what is wrong, or some process does meanwhile.
+    """Return True if a process of the node, or any process during the fault, reports the problem.
 
-    The executor need not know of one that was in no world, and the node's clock may be wrong.
+    The executor may not know a process that joined no world, and the node's clock may be wrong.
     """
     own = _started(run, fault, until)
     return any(line["pid"] in own or number(fault, "t") < number(line, "t") < until for line in run.of("unfit"))
@@ -211,14 +208,14 @@ def _started(run: Evidence, fault: Line, until: float) -> set[Any]:
 
 
 def _is_parted(hits: list[Line], nodes: set[object]) -> bool:
-    """Say whether two worlds were of two nodes in all, which had been kept from each other."""
+    """Return True if two worlds consist of two nodes in total, which were cut off from each other."""
     return len(nodes) == 2 and any(parts(line["kind"]) and not nodes.isdisjoint(_nodes(line)) for line in hits)
 
 
 def _hit_unrecorded(run: Evidence, term: int) -> set[Any]:
-    """Return the processes that were hit when they may have been members of a term that did not live to record it.
+    """Return the processes that were hit while they may have been members of a term that broke before they recorded it.
 
-    Such a member may have been in the next worlds, too, as far as each of them has a seat without a record.
+    Such a member may be in the next worlds too, while these have members without a record.
     """
     formed, pids, seats = formed_at(run), pids_of(run), seats_of(run)
     terms = takewhile(lambda other: seats[other] > len(pids[other]), sorted(t for t in formed if t >= term))
@@ -226,16 +223,16 @@ def _hit_unrecorded(run: Evidence, term: int) -> set[Any]:
 
 
 def _hit_in(run: Evidence, term: int) -> set[Any]:
-    """Return the processes that were hit from when a term's world had formed until the next one had."""
+    """Return the processes hit between the formation of a term's world and of the next."""
     formed = formed_at(run)
     until = min((t for other, t in formed.items() if other > term), default=math.inf)
     return {pid for hit in run.of("fault") if formed[term] < number(hit, "t") <= until for pid in _pids(hit)}
 
 
 def _changes(run: Evidence) -> Iterator[tuple[int, int, list[Line]]]:
-    """Yield each term, the next one, and the faults and undoings in whose spells that formed.
+    """Yield each term, the next one, and the faults and undoings in whose windows that one formed.
 
-    (When it was sealed is known by its leader's clock, which may be wrong.)
+    (The time of sealing is by the leader's clock, which may be wrong.)
     """
     spells, formed = spells_of(run), formed_at(run)
     for before, after in pairwise(sorted(formed)):
@@ -247,18 +244,18 @@ def _pids(line: Line) -> list[object]:
 
 
 def _until(line: Line) -> float:
-    """Return when a fault is over; its undoing, and what ends processes, is so at once."""
+    """Return when a fault is over; undoings and kills are over at once."""
     seconds = line.get("for_s")
     is_short = is_over_at_once(line["kind"]) or not isinstance(seconds, int | float)
     return number(line, "t") + (0.0 if is_short else number(line, "for_s"))
 
 
 def _is_explained(run: Evidence, exit_: Line) -> bool:
-    """Say whether the last thing done to a node was to end it, or its agent gave up.
+    """Return True if the last act on a node was to end it, or its agent gave up.
 
-    It does so where it was kept from etcd, or etcd was away, not long before; and when workers have failed more
-    often than it may start its own again: in a live job its own, however many of them a fault ends at once, else
-    anybody's (the first to report a failure pays).
+    An agent gives up if etcd was recently unreachable or down, or when its restart budget is used up: in a live job by
+    failures of its own workers, counted once if one fault ends several; otherwise by anybody's (the first to report a
+    failure pays).
     """
     at, most = number(exit_, "t"), scenario_field(run, "max_restarts")
     for hit in spells_of(run).at(at):
@@ -276,7 +273,7 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
 
 
 def _hits_on(run: Evidence, node: object, until: float) -> list[Line]:
-    """Return the faults that came to a node; one may name another, and have ended all nodes' workers."""
+    """Return the faults that affected a node, including those that name another but ended all nodes' workers."""
     own = {pid for line in run.of("node") if line["node"] == node for pid in _pids(line)}
     came = [fault for fault in run.of("fault") if number(fault, "t") <= until]
     return [

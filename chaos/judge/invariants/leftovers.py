@@ -1,7 +1,7 @@
-"""Invariant of what a job leaves behind: no process, no lease, no draft of a file, no shared memory.
+"""Invariant of leftovers: no process, lease, draft of a file or shared memory outlives a job.
 
-The executor looked once everything had ended (`left_behind`): null is what it could not see; what its line does not
-have at all is nothing that it could leave (a simulation has no shared memory).
+The executor looked once after everything had ended (`left_behind`): null is what it could not see; a missing field is
+something that cannot be left (a simulation has no shared memory).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.findings import Unknown, Violated
 
 _LAST_WRITE_S = 5.0
-"""A process that a fault ends or stops may leave the file that it was at: one written so shortly before."""
+"""A process that a fault ends may leave the file that it was writing up to this long before."""
 
 
 def cleanliness(run: Evidence) -> str:
@@ -39,7 +39,7 @@ def cleanliness(run: Evidence) -> str:
 
 
 def _absent(name: str, message: str) -> Callable[[Evidence, Line], None]:
-    """Return the check that none of a list was left; `message` says of the first, or of all, that there was one."""
+    """Return a check that a list is empty; `message` is filled with its first entry, or all."""
 
     def check(run: Evidence, looked: Line) -> None:
         if left := items(looked, name):
@@ -49,7 +49,7 @@ def _absent(name: str, message: str) -> Callable[[Evidence, Line], None]:
 
 
 def _drafts(run: Evidence, looked: Line) -> None:
-    """Drafts of files that were not finished, unless a fault hit their writer."""
+    """Unfinished drafts of files, unless a fault hit their writer."""
     times = [number(fault, "t") for fault in run.of("fault")]
     for draft in items(looked, "drafts"):
         assert isinstance(draft, list), "a pair of path and time"

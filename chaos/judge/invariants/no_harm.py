@@ -1,13 +1,13 @@
-"""Invariant of others' misfortune: one node that is wrong, or that joins, costs the rest of the job next to nothing.
+"""Invariant of isolation: one bad or joining node costs the rest of the job next to nothing.
 
-`Kind.spares_others` says which faults are such: a node is set up wrongly (another folder, an address that leads
-elsewhere, other limits, a record in a newer format), or more come than there were. What takes members away, or holds up
-what all of them use, has a price of its own, which `rto` and `liveness` bound.
+`Kind.spares_others` marks these faults: a misconfigured node (another folder, an unreachable address, other limits, a
+record in a newer format), or additional nodes. Faults that remove members or slow down shared services have other
+bounds: `rto` and `liveness`.
 
-The price is the time in which the others took no step although they could: what a step took longer than usual, where
-it took at least `HELD_UP` times as long, or a world ended in it: worlds that end again and again lose a little each.
-Usual is the median of worlds of that size in the same run, so a world that is smaller without the node, and slower for
-that, is not held up; nor is a step that waits for a save. A world that ends loses the step under way.
+The cost is the time in which the others took no step although they could: a step's excess over its usual time, if it
+took at least `HELD_UP` times as long, or a world ended in it: repeated world changes add up. Usual is the median over
+worlds of that size in the same run, so a world that is smaller, hence slower, without the node is not held up; nor is a
+step that waits for a save. A world that ends loses the current step.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from chaos.scenario.kinds import spares_others
 
 WINDOW_S, MOST_PART = 120.0, 0.05
 MOST_STEPS = 2
-"""What the end of a world costs beside that: whatever a step takes, one is dropped, and one is the window's edge."""
+"""Extra steps that the end of a world may cost: one is dropped, one is at the window's edge."""
 HELD_UP = 2.0
-"""A step that takes so many times as long as usual was held up; less is noise, or a slow machine."""
+"""A step is held up if it takes this many times as long as usual; less is noise or a slow machine."""
 LEAST = 3
 _FOR_GOOD = ("kill_node", "stop_node")
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The time from one step of the job to the next, by whoever applied each first, and what it usually takes."""
+    """Time between two steps of the job, by whoever applied each first, and its usual length."""
 
     since: float
     until: float
@@ -54,7 +54,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """When a fault alone could hold up the others: at most two minutes, which end with the next fault or the job."""
+    """When only this fault could hold up the others: at most two minutes, until the next fault or the job's end."""
 
     fault: Line
     since: float
@@ -63,7 +63,7 @@ class Window:
 
 
 def no_harm(run: Evidence) -> str:
-    """One node that is wrong, or that joins, costs the others at most 5 % of their steps over two minutes."""
+    """One bad or joining node costs the others at most 5 % of their steps over two minutes."""
     windows, worst_s = windows_of(run), 0.0
     if not windows:
         raise Unknown("no node was wrong, or joined, without another fault for some seconds")
@@ -79,21 +79,21 @@ def no_harm(run: Evidence) -> str:
 
 
 def is_put_to_the_test(run: Evidence) -> bool:
-    """Say whether there is anything to judge: most runs have no such fault, or others beside it all the time."""
+    """Return True if there is anything to judge: most runs have no such fault, or others at the same time."""
     try:
         return bool(windows_of(run))
     except (KeyError, TypeError, ValueError):
-        return False  # evidence that lacks so much is unknown to all other invariants
+        return False  # all other invariants find such evidence unknown
 
 
 @once
 def windows_of(run: Evidence) -> list[Window]:
-    """Return where the law can be judged: in live jobs, since a restart ends all processes whoever comes.
+    """Return the windows in which this can be judged: in live jobs, since a restart ends all processes anyway.
 
-    Where every share of the state has one holder, any node that is started again takes the steps since the last commit.
+    If every shard has one holder, restarting any node loses the steps since the last commit.
     """
     faults = [fault for fault in run.of("fault") if spares_others(fault["kind"])]
-    has_spare = scenario_field(run, "spare_nodes") != 0  # else the others wait for the node, as they were told to
+    has_spare = scenario_field(run, "spare_nodes") != 0  # otherwise the others wait for the node, as configured
     if not faults or not has_spare or not is_live(run) or copies_of(run) == 1 or not _gaps(run):
         return []
     found = (_window(run, fault) for fault in faults)
@@ -112,13 +112,13 @@ def _window(run: Evidence, fault: Line) -> Window:
 
 
 def _is_of(fault: Line, line: Line) -> bool:
-    """Say whether a line is of the undoing of a fault, which may be done in several acts."""
+    """Return True if a line undoes a fault, possibly as one of several acts."""
     is_same_node = fault.get("node") is not None and line.get("node") == fault["node"]
     return line["op"] == "undo" and (line["kind"] == fault["kind"] or is_same_node)
 
 
 def _excused_until(run: Evidence, line: Line) -> float:
-    """Return until when another fault, or its undoing, explains that the job is held up.
+    """Return until when another fault, or its undoing, may hold up the job.
 
     A node that is ended for good does so until the others continue.
     """
@@ -133,7 +133,7 @@ def _recovered_at(run: Evidence) -> dict[int, float]:
 
 
 def _end(run: Evidence) -> float:
-    """Return when the job was done, or else when the last of its processes and nodes were seen."""
+    """Return when the job was done, or when the last of its processes and nodes were seen."""
     if run.result is not None and run.result.get("status") == "done":
         return _gaps(run)[-1].until
     return max(number(line, "t") for op in ("step", "form", "exit", "clean") for line in run.of(op))
@@ -146,7 +146,7 @@ def _held_up_s(run: Evidence, since: float, until: float) -> float:
 
 
 def _between(run: Evidence, since: float, until: float) -> list[Gap]:
-    """Return the gaps that an interval meets."""
+    """Return the gaps that overlap an interval."""
     gaps = _gaps(run)
     first = bisect_right(gaps, since, key=lambda gap: gap.until)
     return gaps[first : bisect_left(gaps, until, key=lambda gap: gap.since)]
@@ -154,14 +154,15 @@ def _between(run: Evidence, since: float, until: float) -> list[Gap]:
 
 @once
 def _ordinary(run: Evidence) -> float:
-    """Return which part of the time steps are held up before the first fault: by commits, validations, the machine."""
+    """Return the share of time in which steps are held up before the first fault: by commits, validations, the
+    machine."""
     first, began = number(run.of("fault")[0], "t"), _gaps(run)[0].since
     return _held_up_s(run, began, first) / (first - began) if first - began > MOST_PART * WINDOW_S else 0.0
 
 
 @once
 def _gaps(run: Evidence) -> list[Gap]:
-    """Return the time between steps, each counted where it was first applied."""
+    """Return the times between steps, each step counted where it was first applied."""
     applied = _applied(run)
     usual = _usual(run, applied)
     return [
@@ -177,7 +178,7 @@ def _gaps(run: Evidence) -> list[Gap]:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A step of the job, in the first world that applied it, and when the last rank had."""
+    """A step in the first world that applied it; `at` is when its last rank did."""
 
     at: float
     step: int
@@ -186,7 +187,7 @@ class Applied:
 
 
 def _applied(run: Evidence) -> list[Applied]:
-    """Return every step once, in order; a rank that was stopped may say long afterwards that it had applied one."""
+    """Return every step once, in order; a stopped rank may record a step long afterwards."""
     steps: dict[int, list[Line]] = {}
     for line in run.of("step"):
         found = steps.setdefault(whole(line, "step"), [])
@@ -202,7 +203,7 @@ def _applied(run: Evidence) -> list[Applied]:
 
 
 Class = tuple[int, bool]
-"""Steps that take alike: those of worlds of one size, with or without a save of the step before that holds them up."""
+"""Class of steps with similar times: world size, and whether a save of the previous step delays them."""
 
 
 def _class(run: Evidence, before: Applied, step: Applied) -> Class:
@@ -210,9 +211,9 @@ def _class(run: Evidence, before: Applied, step: Applied) -> Class:
 
 
 def _usual(run: Evidence, applied: list[Applied]) -> dict[Class, float]:
-    """Return how long steps of each class take; of worlds that were rare, by how many lanes a rank has.
+    """Return the usual time of each class of steps; rare world sizes are scaled by lanes per rank.
 
-    Saves hold some steps up and others not: one is held up by something else if it took longer than all others did.
+    Saves delay only some steps: one of them counts as held up if it took longer than all others.
     """
     taken: dict[Class, list[float]] = defaultdict(list)
     for one, other in pairwise(applied):
@@ -233,7 +234,7 @@ def _usual(run: Evidence, applied: list[Applied]) -> dict[Class, float]:
 
 @once
 def _saved(run: Evidence) -> set[int]:
-    """Return the steps at which a save began, by configuration or by what was committed."""
+    """Return the steps at which a save began, by configuration or by commits."""
     saves = run.config.get("checkpoint")
     every = saves.get("every_steps") if isinstance(saves, dict) else None
     last = max((whole(line, "step") for line in run.of("step")), default=0)

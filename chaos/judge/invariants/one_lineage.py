@@ -1,7 +1,7 @@
-"""Invariants of what was published: commits form one chain, terms only grow along it, and nothing published is lost.
+"""Invariants of published commits: one chain, growing terms, and no published commit lost.
 
-Histories name every commit with its digest and its parent's, so the chain can be followed past what retention has
-deleted; the records that are left must say the same.
+Histories name every commit with its digest and its parent's, so the chain extends past what retention deleted; the
+remaining records must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMITS = "commits/"
 
 
 def lineage(run: Evidence) -> str:
-    """The commits are one chain of digests from the end to the beginning, and its intervals tile [0, end)."""
+    """The commits are one chain of digests from end to start, and its intervals tile [0, end)."""
     published = _published(run)
     _check_records(run, published)
     _check_parents(run, published)
@@ -49,7 +49,7 @@ def lineage(run: Evidence) -> str:
 
 
 def _published(run: Evidence) -> dict[str, Line]:
-    """Return every commit by digest: those that a history records, and those whose publisher died before it could."""
+    """Return all commits by digest: recorded in histories, or found only as records because their publisher died."""
     published = {str(line["digest"]): line for line in run.of("commit")}
     published_keys = {line["key"] for line in published.values()}
     for commit in run.commits:
@@ -61,7 +61,7 @@ def _published(run: Evidence) -> dict[str, Line]:
 
 
 def _check_records(run: Evidence, published: dict[str, Line]) -> None:
-    """The records on disk are whole, and are those that the histories record."""
+    """The records on disk are intact and match the histories."""
     keys = {str(line["key"]): digest for digest, line in published.items()}
     for commit in run.commits:
         if commit.fields is None:
@@ -78,7 +78,7 @@ def _check_records(run: Evidence, published: dict[str, Line]) -> None:
 
 
 def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
-    """A term's first commit continues the one that the term restored, each further one the one before."""
+    """A term's first commit continues the restored one, each further commit the one before."""
     digest_of = {line["key"]: digest for digest, line in published.items()}
     recorded = {str(line["digest"]) for line in run.of("commit")}
     restored = restored_at(run)
@@ -86,8 +86,8 @@ def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
     unseen = {term for term, line in restored.items() if line["commit"] and heads[term] == {None}}
     for digest, line in sorted(published.items(), key=lambda item: _place(str(item[1]["key"]))):
         term = whole(line, "term")
-        # A term that no world restored is that of a process that committed alone before it left.
-        if term in unseen:  # it continued from a commit that no history records and that retention has deleted
+        # A term that no world restored is that of a process that committed alone before leaving.
+        if term in unseen:  # its parent is in no history, and retention has deleted it
             unseen.remove(term)
             if line["parent"] in published:
                 named, begun = published[str(line["parent"])]["key"], restored[term]["commit"]
@@ -95,7 +95,7 @@ def _check_parents(run: Evidence, published: dict[str, Line]) -> None:
         elif line["parent"] not in heads.get(term, {line["parent"]}) and not _is_forgotten(run, published, line):
             names = f"{str(line['parent'])[:12]}, but its term continued from {_shown(heads[term])}"
             raise Violated(f"{line['key']} names the parent {names}")
-        # A record that was given up as lost may come to exist: the next commit continues it, or the one before.
+        # A record given up as lost may still appear: the next commit continues it, or the one before.
         heads[term] = {digest} if digest in recorded else {digest, *heads.get(term, set())}
 
 
@@ -104,11 +104,10 @@ def _shown(digests: set[str | None]) -> str:
 
 
 def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bool:
-    """Say whether a commit's parent is one that no history records and that retention has deleted.
+    """Return True if a commit's parent is in no history and was deleted by retention.
 
-    Retention deletes the oldest first, so none older is left, but for pinned ones: than the parent that its record
-    names, or the commit that the term restored, if that is it. One of the term's own was made by a process that lived
-    on, and has no line only where an answer was lost.
+    Retention deletes the oldest first, except pinned ones, so nothing older than the parent may be left. A parent of
+    the commit's own term was made by a process that lived on, and lacks a line only if an answer was lost.
     """
     place, made_at = _place(str(commit["key"])), _made_at(run)
     at = made_at[str(commit["key"])]
@@ -126,8 +125,8 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 
 
 def _may_be_unrecorded(published: dict[str, Line], commit: Line, restore: Line | None) -> bool:
-    """Say whether a commit's parent may be of another process than its own: that of a term that nobody restored, or
-    the one that its term restored, if no history has that."""
+    """Return True if another process may have made a commit's parent: in a term that nobody restored, or as the commit
+    that its term restored, if no history has that."""
     if restore is None:
         return True
     term, step = _place(str(commit["key"]))
@@ -137,13 +136,13 @@ def _may_be_unrecorded(published: dict[str, Line], commit: Line, restore: Line |
 
 
 def _before(made_at: dict[str, float], place: tuple[int, int]) -> float:
-    """Return when the newest commit before a place, (term, step), was made; 0 if there is none."""
+    """Return when the newest commit before (term, step) was made; 0 if there is none."""
     return max((at for key, at in made_at.items() if _place(key) < place), default=0.0)
 
 
 @once
 def _pinned(run: Evidence) -> set[str]:
-    """Return the commits that were the newest ones when a step was not finite: retention leaves those alone.
+    """Return the commits that were newest when a step was not finite: retention keeps those.
 
     That step's own commit is made later.
     """
@@ -155,7 +154,7 @@ def _pinned(run: Evidence) -> set[str]:
 def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
     """Yield the newest commit by (term, step) and its ancestors; a parent that was never published breaks the chain.
 
-    Before one that is deleted and unrecorded the chain continues with what came before that one.
+    Across a deleted and unrecorded parent the chain continues with the commit before it.
     """
     commit = max(published.values(), key=lambda line: _place(str(line["key"])))
     for _ in published:
@@ -176,10 +175,10 @@ def _chain(run: Evidence, published: dict[str, Line]) -> Iterator[Line]:
 
 
 def _before_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Line | None:
-    """Return the newest commit that a commit with a forgotten parent continues; None if all of them are forgotten.
+    """Return the newest known ancestor of a commit whose parent is unknown; None if all are unknown.
 
-    It is one of its own term, or the one that its term restored; if that is forgotten too, what that one continues.
-    Where no world restored (a process committed alone) no history says, and it is the newest of those not as far.
+    It is of the same term, or the commit that the term restored; if that is unknown too, the one that it continues. If
+    no world restored the term (a process committed alone), it is the newest commit before it.
     """
     by_key = {str(line["key"]): line for line in published.values()}
     while True:
@@ -199,7 +198,7 @@ def _before_forgotten(run: Evidence, published: dict[str, Line], key: str) -> Li
 
 
 def _check_tiling(run: Evidence, commit: Commit) -> None:
-    """A record's intervals tile [0, step), in growing terms; the last one's are those of the histories."""
+    """A record's intervals tile [0, step) in growing terms; the last record's match the histories."""
     assert commit.fields is not None, "checked before"
     place = before = 0
     for interval in items(commit.fields, "intervals"):
@@ -215,11 +214,11 @@ def _check_tiling(run: Evidence, commit: Commit) -> None:
     if place != step:
         raise Violated(f"{commit.key}: its intervals end at step {place}, it is of step {step}")
     if step == shape_of(run).total_steps and _place(commit.key) == max(_place(other.key) for other in run.commits):
-        _check_same_terms(run, commit)  # an older term's, made late, is not part of what the histories ended with
+        _check_same_terms(run, commit)  # a late record of an older term is not part of the final lineage
 
 
 def _check_same_terms(run: Evidence, commit: Commit) -> None:
-    """The last commit's intervals name, for every step, the term that the histories say applied it."""
+    """The last commit's intervals name, for every step, the term that applied it by the histories."""
     assert commit.fields is not None, "checked before"
     claimed = {
         step: whole(interval, "term")
@@ -234,11 +233,11 @@ def _check_same_terms(run: Evidence, commit: Commit) -> None:
 
 
 def fencing(run: Evidence) -> str:
-    """Terms grow, one world holds a term, and nothing that was published after a newer term had formed is continued."""
+    """Terms grow, one world holds a term, and no commit published after a newer term had formed is continued."""
     formed = formed_at(run)
     result_term = whole(result_of(run), "term")
     published = {result_term, *(whole(line, "term") for line in run.of("commit"))}
-    # Who froze between its claim and its first line may write that late; it counts once it publishes.
+    # A process frozen between claim and first line may write that late; it counts once it publishes.
     terms = [term for term in formed if term in published]
     if terms != sorted(terms):
         raise Violated(f"worlds were formed in the order of terms {terms}")
@@ -259,14 +258,14 @@ def fencing(run: Evidence) -> str:
 
 
 def _was_before(run: Evidence, commit: Line, term: int) -> bool:
-    """Say whether the process that published a commit joined a term's world later, both by its own clock."""
+    """Return True if the commit's publisher later joined a term's world, both by its own clock."""
     publishers = {x["pid"] for x in run.in_term("form", whole(commit, "term")) if x["rank"] == commit["rank"]}
     joined = [number(x, "t") for x in run.in_term("form", term) if x["pid"] in publishers]
     return any(number(commit, "t") <= at for at in joined)
 
 
 def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
-    """Nothing continues a commit that was made when a newer term had formed."""
+    """No commit continues one that was made after a newer term had formed."""
     if not newer:
         return
     children = [line for line in run.of("commit") if line["parent"] == commit["digest"]]
@@ -277,11 +276,11 @@ def _check_not_continued(run: Evidence, commit: Line, newer: list[int]) -> None:
 
 
 def durability(run: Evidence) -> str:
-    """Every term continues from the newest commit that was published before it formed, unless that was damaged.
+    """Every term continues from the newest commit published before it formed, unless that was damaged.
 
-    What a term has passed over as damaged, or after such a one, later ones need not find again: their members hold
-    what it continued from. A leader that was frozen as it restored, and applied nothing, may find the commits deleted
-    that a newer term's have replaced.
+    Commits that a term passed over as damaged, or after such a commit, need not be found by later terms: their members
+    hold what it continued from. A leader that froze while restoring, and applied nothing, may find commits replaced by
+    a newer term's.
     """
     formed, commits, damaged = formed_at(run), run.of("commit"), _damaged_at(run)
     applied = {line["term"] for line in run.of("step")}
@@ -304,15 +303,15 @@ def durability(run: Evidence) -> str:
 
 
 def _skipped(restore: Line) -> dict[str, str]:
-    """Return the commits that a restore passed over, and why."""
+    """Return the commits that a restore passed over, with reasons."""
     passed = [item for item in items(restore, "skipped") if isinstance(item, list) and len(item) > 1]
     return {str(item[0]): str(item[1]) for item in passed}
 
 
 def _rightly_skipped(restore: Line, damaged: dict[str, float]) -> set[str]:
-    """Return the commits that a restore passed over as it may: a late record comes before the one that was damaged.
+    """Return the commits that a restore may pass over: a late record precedes the damaged one.
 
-    One that the fence names is in the store unless a fault has deleted it.
+    A commit that the fence names is in the store unless a fault deleted it.
     """
     reasons = {key: why for key, why in _skipped(restore).items() if not _is_absent(why) or key in damaged}
     newest_damaged = max((_place(key) for key, why in reasons.items() if _is_damage(why)), default=(0, 0))
@@ -320,7 +319,7 @@ def _rightly_skipped(restore: Line, damaged: dict[str, float]) -> set[str]:
 
 
 def atomicity(run: Evidence) -> str:
-    """A commit that is there is whole: none was passed over as damaged but those of which a fault had damaged files."""
+    """An existing commit is intact: only commits whose files a fault damaged were passed over as damaged."""
     damaged = _damaged_at(run)
     formed, made_at = formed_at(run), _made_at(run)
     restores = run.of("restore")
@@ -328,7 +327,7 @@ def atomicity(run: Evidence) -> str:
         for item in items(line, "skipped"):
             assert isinstance(item, list), "a pair of key and reason"
             key, why = str(item[0]), str(item[1])
-            # What an abandoned world makes may be swept while it is made.
+            # Commits of an abandoned world may be swept while they are made.
             was_left_behind = any(t < made_at.get(key, 0.0) for term, t in formed.items() if term > _place(key)[0])
             is_fallen_behind = line["commit"] is None or _place(str(line["commit"])) < _place(key)
             is_found_bad = is_fallen_behind if _is_absent(why) else _is_damage(why)
@@ -338,7 +337,7 @@ def atomicity(run: Evidence) -> str:
 
 
 def heads(run: Evidence) -> str:
-    """Whatever was published is an ancestor of the end: nothing but damage lets a job go round its head."""
+    """Every published commit is an ancestor of the end: only damage lets a job continue from another."""
     published, damaged = _published(run), _damaged_at(run)
     chain = {str(commit["key"]) for commit in _chain(run, published)}
     for line in run.of("commit"):
@@ -348,10 +347,10 @@ def heads(run: Evidence) -> str:
 
 
 def _is_made_twice(run: Evidence, commit: Line) -> bool:
-    """Say whether one of a term's ranks alone, which was leaving, has committed a step that rank 0 committed, too.
+    """Return True if a leaving rank committed alone a step that rank 0 committed as well.
 
-    Neither could know of the other's commit. A later world went on from that rank's, or from rank 0's, beside which
-    that rank's is then the newest that there is.
+    Neither could know of the other's commit. A later world continued from either; if from rank 0's, the leaving rank's
+    is then the newest commit there is.
     """
     place, worlds = _place(str(commit["key"])), formed_at(run)
     alone = [
@@ -388,7 +387,7 @@ def _damaged_at(run: Evidence) -> dict[str, float]:
 
 
 def _made_at(run: Evidence) -> dict[str, float]:
-    """Return when each commit was made: by its record, or by what a history says of it, which may be late."""
+    """Return when each commit was made: by its record, or by a history, which may be late."""
     recorded_at = {
         str(line["key"]): number({"created_at": line["t"], **line}, "created_at") for line in run.of("commit")
     }
@@ -396,16 +395,16 @@ def _made_at(run: Evidence) -> dict[str, float]:
 
 
 def _is_damage(why: str) -> bool:
-    """Say whether a commit was passed over for what it was, and not for its place."""
+    """Return True if a commit was passed over for its content, not its position."""
     return not any(place in why for place in ("late record", "does not continue", "fence names it"))
 
 
 def _is_absent(why: str) -> bool:
-    """Say whether a commit was passed over because the fence named it and the store had no record of it."""
+    """Return True if a commit was passed over because the fence named it but the store lacked it."""
     return "fence names it" in why
 
 
 def _place(key: str) -> tuple[int, int]:
-    """Return the (term, step) that a commit's key names: the order of commits."""
+    """Return the (term, step) in a commit's key, which orders commits."""
     term, step = key.removeprefix(COMMITS).removesuffix(".json").split("-")
     return int(term), int(step)

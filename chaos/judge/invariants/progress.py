@@ -1,8 +1,8 @@
-"""Invariants of getting on: every step updates the weights, and a process that gets nowhere ends with a code for it.
+"""Invariants of progress: every step updates the weights, and a process without progress ends with its own exit code.
 
-A process may take part in world after world of which none applies a step: they do not form, or break at once. After
-`give_up_after_worlds` of them, once they have gone on for `give_up_after_s`, it has to end with 93, after which nobody
-starts it again. A job that ends so without a reason is lost for nothing.
+A process may take part in many worlds that apply no step: they do not form, or break at once. After
+`give_up_after_worlds` of them over `give_up_after_s` seconds it must exit with 93, after which nobody restarts it. A
+job that exits so without a reason is lost for nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from chaos.scenario.kinds import spoils_losses
 
 NO_PROGRESS = 93
 _WORLDS, _SECONDS = 20, 1800.0
-"""The limits of a configuration that does not say."""
+"""Default limits."""
 
 
 def progress(run: Evidence) -> str:
-    """A process that takes part in too many worlds without a step ends with 93, and none ends so before."""
+    """A process in too many worlds without a step exits with 93, and none exits so earlier."""
     if not run.has("form") and not run.has("unformed"):
         raise Unknown("no world was formed, and none was tried")
     limits = _limits(run)
@@ -39,7 +39,7 @@ def progress(run: Evidence) -> str:
 
 
 def updates(run: Evidence) -> str:
-    """Only steps whose numbers were not finite are without an update, and only as many as faults made so."""
+    """Only non-finite steps are without an update, and at most as many as faults caused."""
     skipped, given = skipped_steps(result_of(run)), sum(spoils_losses(fault["kind"]) for fault in run.of("fault"))
     told = {whole(line, "step") for line in run.of("nonfinite")}
     for applied in lineage_of(run):
@@ -59,31 +59,31 @@ def updates(run: Evidence) -> str:
 
 
 def is_without_updates(run: Evidence) -> bool:
-    """Say whether the law of updates is put to the test: by a fault, or a loss or a gradient that was not finite."""
+    """Return True if `updates` can be judged: after a fault, or a loss or gradient that was not finite."""
     if (run.result or {}).get("skipped_steps") or run.has("nonfinite"):
         return True
     try:
         return any(spoils_losses(fault["kind"]) for fault in run.of("fault"))
     except (KeyError, TypeError):
-        return False  # evidence that lacks so much is unknown to all other invariants
+        return False  # all other invariants find such evidence unknown
 
 
 def _limits(run: Evidence) -> tuple[int, float] | None:
-    """Return after how many worlds, and seconds, a process gives up; None for never."""
+    """Return the worlds and seconds after which a process gives up; None for never."""
     worlds, seconds = run.config.get("give_up_after_worlds", _WORLDS), run.config.get("give_up_after_s", _SECONDS)
     return (worlds, float(seconds)) if isinstance(worlds, int) and isinstance(seconds, int | float) else None
 
 
 def _is_enough(times: Sequence[float], worlds: int, seconds: float) -> int | None:
-    """Return the place of the first world with which there were enough; None if there were not.
+    """Return the index of the first world at which both limits were reached; None if they were not.
 
-    When each began is known, and not when it ended: the first at the latest when the second began.
+    Only starts are known, not ends: the first world ended at the latest when the second began.
     """
     return next((n for n in range(max(1, worlds - 1), len(times)) if times[n] - times[1] >= seconds), None)
 
 
 def _has_reason(run: Evidence, limits: tuple[int, float] | None) -> bool:
-    """Say whether processes gave up because of what histories show: deaths at one step, or numbers not finite."""
+    """Return True if histories explain why processes gave up: repeated deaths at one step, or non-finite numbers."""
     if run.has("no_progress") or run.has("nonfinite"):
         return True
     return limits is not None and any(
@@ -101,19 +101,19 @@ def _most(run: Evidence) -> str:
 
 @once
 def _vain(run: Evidence) -> list[tuple[int, list[float]]]:
-    """Return, for each process, when worlds in a row began in which it applied no step, each row by itself."""
+    """Return, per process, the start times of each run of consecutive worlds in which it applied no step."""
     return [(pid, row) for pid, events in _worlds_by_process(run).items() for row in _rows(events)]
 
 
 @once
 def _vain_at_last(run: Evidence) -> list[tuple[int, list[float]]]:
-    """Return the same of worlds in which it applied no step beyond those before: others may have taken them along."""
+    """Return the same, counting only steps beyond those reached before: other processes may have caught up."""
     return [(pid, row) for pid, events in _worlds_by_process(run).items() for row in _rows(_further(events))]
 
 
 @once
 def _worlds_by_process(run: Evidence) -> dict[int, list[tuple[float, int]]]:
-    """Return when each process began its worlds, with a 0, and when it applied the first step of each, with that."""
+    """Return each process's world starts as (time, 0), and the first step applied in each as (time, step)."""
     pids = {(line["term"], line["rank"]): whole(line, "pid") for line in run.of("form")}
     events: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for op in ("form", "unformed"):
@@ -137,11 +137,11 @@ def _further(events: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]
 
 
 def _rows(events: Iterable[tuple[float, int]]) -> Iterator[list[float]]:
-    """Yield the times of worlds that have no step between them and the next, in rows."""
+    """Yield the start times of consecutive worlds without a step."""
     row = list[float]()
     for at, step in events:
         if step:
-            yield row[:-1]  # the last one applied it
+            yield row[:-1]  # the last one applied the step
             row = []
         else:
             row.append(at)

@@ -1,10 +1,10 @@
-"""Rollbacks: a process whose steps its world does not continue reports how many of them it gives up.
+"""Rollbacks: a process whose steps are discarded by its world reports their number.
 
-Where the state is in shards, a world may give steps up because a share is lost: with all nodes that held it, never with
-fewer (`copies`).
+With sharded state, a world may discard steps because a shard is lost: with all nodes that held it, never with fewer
+(`copies`).
 
-In `live` mode a process may have been frozen while others continued without it, and published. The histories
-say what each process had, and what its next world continued with: the process has to report the same.
+In `live` mode a process may have been frozen while others continued and published. Histories record each process's
+steps and what its next world continued with: the process must report the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Branch = list[tuple[int, int, int]]
 
 
 def check_rollbacks(run: Evidence) -> None:
-    """Compare what processes said that they gave up with what they did.
+    """Compare the steps that processes reported as discarded with those that they discarded.
 
-    What a process was given in a world that broke before it had restored is not known: it may say so later.
+    A state received in a world that broke before its restore is unknown: a process may report it later.
     """
     pids = {(whole(line, "term"), whole(line, "rank")): whole(line, "pid") for line in run.of("form")}
     rollbacks, restores = _by_pid(run, "rollback", pids), _by_pid(run, "restore", pids)
     if not any("applied_by" in line for line in restores.values()):
-        return  # a history from before rollbacks were recorded
+        return  # the history is older than this record
     had: dict[int, tuple[int, int]] = {}
     unsure: set[int] = set()
     for term, members in sorted(pids_of(run).items()):
@@ -58,7 +58,7 @@ def _check(run: Evidence, before: tuple[int, int], restore: Line, rollback: Line
 
 
 def _in_common(one: Branch, other: Branch) -> int:
-    """Return how many steps two branches have in common."""
+    """Return how many steps two branches share."""
     step = 0
     for mine, theirs in zip(one, other, strict=False):
         if mine[0] != theirs[0] or mine[1] != theirs[1]:
@@ -70,9 +70,9 @@ def _in_common(one: Branch, other: Branch) -> int:
 
 
 def copies(run: Evidence) -> str:
-    """Where a world found shards lost, at least as many nodes were gone as hold each; all other worlds lost none.
+    """A world that lost shards had lost at least as many nodes as hold each; all other worlds lost none.
 
-    Where cells hold the state: a world found a part lost only when all ranks that held it were gone.
+    In cells: a parameter shard is lost only with all ranks that held it.
     """
     cell, is_in_cells = cell_size(run.config), has_parts(run.config)
     for term, num_lost in sorted(losses_of(run).items()):
@@ -90,5 +90,5 @@ def copies(run: Evidence) -> str:
 
 
 def is_sharded(run: Evidence) -> bool:
-    """Say whether no rank alone held the job's state."""
+    """Return True if no rank held the job's whole state."""
     return copies_of(run) is not None or has_parts(run.config)

@@ -1,7 +1,7 @@
-"""Invariants of a run of a user's script: what can be asked of it from outside, and of what its hook has logged.
+"""Invariants of a user's script: what can be observed from outside, and from its hook's log.
 
-Faults, deaths, RPO, RTO and cleanliness are those of our own runs. Nothing is asked of commits, lanes and hashes: of
-a script logs none of those.
+Faults, deaths, RPO, RTO and cleanliness are judged as for our own runs; commits, lanes and hashes are not, as a script
+logs none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from chaos.scenario.kinds import ends_world
 
 
 def finished(run: Evidence) -> str:
-    """The job came to its end: an agent ended with exit code 0."""
+    """The job ended: an agent exited with code 0."""
     codes = {line["node"]: line["code"] for line in run.of("exit")}
     if 0 not in codes.values():
         ended = ", ".join(f"node {node} with code {code}" for node, code in codes.items()) or "no agent by itself"
@@ -61,7 +61,7 @@ def faults(run: Evidence) -> str:
 
 
 def restarts(run: Evidence) -> str:
-    """After every fault that ends a world a new one's processes were started; returns how long that took."""
+    """Every fault that ends a world was followed by new processes; return how long that took."""
     seconds = restarted_in(run)
     if not run.of("fault"):
         raise Unknown("no fault was injected")
@@ -74,7 +74,7 @@ def restarts(run: Evidence) -> str:
 
 
 def restarted_in(run: Evidence) -> dict[float, float]:
-    """Return, by the time of each fault that ends a world, the seconds until all of the next one's processes ran."""
+    """Return, by the time of each world-ending fault, the seconds until all processes of the next world ran."""
     started: dict[int, float] = {}
     for line in run.of("form"):
         term = whole(line, "term")
@@ -89,7 +89,7 @@ def restarted_in(run: Evidence) -> dict[float, float]:
 
 
 def _ending(run: Evidence) -> list[Line]:
-    """Return the faults that always end a world; others may be ridden out, with no process started again."""
+    """Return the faults that always end a world; others may be ridden out without a restart."""
     return [fault for fault in run.of("fault") if ends_world(fault["kind"])]
 
 
@@ -113,10 +113,10 @@ def agreement(run: Evidence) -> str:
 
 
 def coverage(run: Evidence, reference: Evidence | None) -> str:
-    """Every row of every epoch was applied exactly once, by the steps that the end is made of."""
+    """Every row of every epoch was applied exactly once by the lineage."""
     counts, expected = counts_of(run), _expected(reference)
     last, tallies = max(counts), tallies_of(run)
-    # What faults have caused is reported before what is so without them.
+    # Report differences caused by faults before those that occur without them.
     for epoch in sorted(counts, key=lambda epoch: (tallies[epoch] == expected.get(epoch), epoch)):
         times = counts[epoch]
         # A job that ends inside an epoch without faults may do so with them.
@@ -135,7 +135,7 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
 
 
 def _expected(reference: Evidence | None) -> dict[int, Tally]:
-    """Return what the run without faults came to; nothing if it logs nothing."""
+    """Return the tallies of the run without faults; empty if it logs nothing."""
     try:
         return tallies_of(reference) if reference is not None else {}
     except (Unknown, Violated):
@@ -153,25 +153,25 @@ def _in_all(run: Evidence, expected: dict[int, Tally]) -> str:
 
 
 def rpo(run: Evidence) -> str:
-    """Every applied step beyond the lineage is one that a later world gave up."""
+    """Every applied step beyond the lineage was discarded by a later world."""
     kept_steps(run)
     return whole_run.rpo(run)
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step; returns how long that took."""
+    """Every fault is followed by a next world's first applied step; return how long that took."""
     if not logs_ids(run):
         raise Unknown("the script logs no steps; three lines make it: see chaos.hook")
     return whole_run.rto(run)
 
 
 def deaths(run: Evidence) -> str:
-    """Every new world that trained, every process without an end, and every node that failed has a fault."""
+    """A fault explains every new world that trained, every process without an end, and every failed node."""
     return departures.deaths(_without_idle(run) if logs_ids(run) else run)
 
 
 def _without_idle(run: Evidence) -> Evidence:
-    """Leave out worlds that formed on the way and applied nothing: torchrun may try more than once after a fault."""
+    """Drop worlds that applied nothing: torchrun may try more than once after a fault."""
     trained = {term for term, _ in steps_of(run)} | {max(formed_at(run))}
     processes = [
         [line for line in process if line["op"] != "form" or line["term"] in trained] for process in run.processes

@@ -1,7 +1,7 @@
-"""Invariant of what was tracked: one value for each metric and step, and it is the value of the step that was kept.
+"""Invariant of tracking: one value per metric and step, namely that of the step in the lineage.
 
-A term's file says what it measured; of it holds what it wrote of steps that the lineage has by the same terms. What the
-tracker held in the end was asked by the executor (`tracked`), for the checker asks no service.
+A term's file says what it measured; its values count for steps of the lineage that the same terms applied. The executor
+recorded the tracker's final content (`tracked`), since the judge calls no service.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.findings import Unknown, Violated
 
 _MEASURED = ("train/", "validation/")
-"""Metrics of a step itself; of others, saves say, several may be logged at one step."""
+"""Metrics with one value per step; others, such as saves, may be logged several times at one step."""
 _LOSS = "train/loss"
 _BEST = "best/"
-"""Before the name of a metric: the best of its values so far."""
+"""Prefix of a metric's best value so far."""
 
 Values = dict[tuple[str, int], float]
 Logged = defaultdict[tuple[str, int], set[float]]
 
 
 def tracking(run: Evidence) -> str:
-    """Every metric has one value a step, that of the step which was kept, in the run's files and in the tracker."""
+    """Every metric has one value per step, that of the lineage, in the run's files and in the tracker."""
     kept = kept_values(run)
     if not kept:
         raise Unknown("no metric was logged")
@@ -55,7 +55,7 @@ def tracking(run: Evidence) -> str:
 
 
 def kept_values(run: Evidence) -> Values:
-    """Return what holds of all terms' files: of each what it wrote while its branch was the lineage's."""
+    """Return the values that count, over all terms' files: those written while a term's branch was the lineage's."""
     kept: Values = {}
     for term, lines in sorted((run.metrics or {}).items()):
         last, own = _last_kept(run, term), dict[tuple[str, int], float]()
@@ -72,9 +72,9 @@ def kept_values(run: Evidence) -> Values:
 
 
 def _last_kept(run: Evidence, term: int) -> float:
-    """Return the last step up to which what a term logged holds; below 0 if nothing does.
+    """Return the last step up to which a term's values count; negative if none do.
 
-    A term may log of the step that it began at, too: it validates what a term before it did not get to.
+    A term may also log its initial step: it validates what an earlier term did not get to.
     """
     lineage = lineage_of(run)
     own = max((applied.step for applied in lineage if applied.term == term), default=None)
@@ -91,10 +91,10 @@ def _tracker_of(run: Evidence) -> object:
 
 
 def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
-    """Check what the tracker holds against the files; return how much that is.
+    """Check the tracker's values against the files; return their number in words.
 
-    A tracker forgets nothing: of steps that were settled by a commit which was damaged then, it keeps what it was sent,
-    and what it was not sent of them then it is not sent when they come again.
+    A tracker keeps everything: for steps settled by a commit that was then found damaged it keeps what it was sent, and
+    is not sent their recomputed values.
     """
     num_values, again, logged = 0, _settled_in_vain(run), _logged(run)
     for name, points in tracked.items():
@@ -122,7 +122,7 @@ def _check_tracked(run: Evidence, tracked: Line, kept: Values) -> str:
 
 
 def _sources_of(name: str, step: int, logged: Logged) -> set[float]:
-    """Return what a tracked value may be: as it was logged, or the best of what was by then."""
+    """Return the possible values of a tracked point: as logged, or the best logged by then."""
     if not name.startswith(_BEST):
         return logged[name, step]
     own = name.removeprefix(_BEST)
@@ -130,7 +130,7 @@ def _sources_of(name: str, step: int, logged: Logged) -> set[float]:
 
 
 def _logged(run: Evidence) -> Logged:
-    """Return all that any term has logged for each metric and step."""
+    """Return all values that any term logged for each metric and step."""
     logged = Logged(set)
     for lines in (run.metrics or {}).values():
         for line in lines:
@@ -140,9 +140,9 @@ def _logged(run: Evidence) -> Logged:
 
 
 def _logged_late(run: Evidence) -> set[tuple[str, int]]:
-    """Return what a term logged when a newer one had begun: a leader that was stopped before, and then continued.
+    """Return points that a term logged after a newer one had begun: by a leader that was stopped meanwhile.
 
-    The tracker may hold later steps by then, and a sender looks at nothing below those.
+    The tracker may have later steps by then, and a sender skips everything below those.
     """
     late, began = set[tuple[str, int]](), math.inf
     for _, lines in sorted((run.metrics or {}).items(), reverse=True):
@@ -157,7 +157,7 @@ def _logged_late(run: Evidence) -> set[tuple[str, int]]:
 
 
 def _settled_in_vain(run: Evidence) -> set[int]:
-    """Return the steps that a commit held which was passed over as damaged: they are computed again."""
+    """Return the steps of commits passed over as damaged: they are computed again."""
     steps = set[int]()
     for line in run.of("restore"):
         passed = [str(item[0]) for item in items(line, "skipped") if isinstance(item, list)]
@@ -167,5 +167,5 @@ def _settled_in_vain(run: Evidence) -> set[int]:
 
 
 def _same(value: float, other: float) -> bool:
-    """Compare what was logged; trackers write infinities in ways of their own."""
+    """Compare logged values; trackers store infinities differently."""
     return value == other or (not math.isfinite(value) and not math.isfinite(other))

@@ -1,6 +1,6 @@
-"""Invariants of the run as a whole: it ended, faults came and cost what they should, and it made progress.
+"""Invariants of the whole run: it ended, faults took effect at the expected cost, and it made progress.
 
-These are the checks that keep the others honest: without a fault a good verdict would prove nothing, so it is unknown.
+They guard the others: without a fault a good verdict would prove nothing, so it is unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KILLS = ("kill_worker", "kill_node")
 
 
 def finished(run: Evidence) -> str:
-    """The job came to its end and said so."""
+    """The job ended and recorded it."""
     result = result_of(run)
     if result["status"] == "running":
         raise Unknown(f"the job has not ended; it is judged up to its commit of step {result['step']}")
@@ -54,7 +54,7 @@ def finished(run: Evidence) -> str:
 
 
 def faults(run: Evidence) -> str:
-    """All faults came and bit; each changed the world or was ridden out; a kill at a drawn step put steps at risk."""
+    """All faults took effect; each changed the world or was ridden out; a kill at a drawn step put steps at risk."""
     injected = run.of("fault")
     if not is_soak(run) and (missed := run.of("missed")):
         raise Unknown(f"{fault_kind(missed[0])} never came: {missed[0].get('why', 'no process came there')}")
@@ -86,13 +86,13 @@ def faults(run: Evidence) -> str:
 
 
 def _is_saved(run: Evidence, fault: Line, recovery: Recovery) -> bool:
-    """Say whether a survivor, asked to leave, committed after the fault what no commit held before it."""
+    """Return True if a leaving survivor committed, after the fault, steps that no earlier commit had."""
     saved = [whole(line, "step") for line in run.of("commit") if number(line, "t") <= number(fault, "t")]
     return whole(restored_at(run)[recovery.term], "step") > max(saved, default=0)
 
 
 def _is_proof(effect: Line, injected: list[Line]) -> bool:
-    """Say whether a line says in words what showed the effect of a fault of its own kind."""
+    """Return True if a line states the proof of a fault's effect, for the right kind."""
     proof = effect.get("proof")
     is_said = isinstance(proof, str) and bool(proof.strip())
     kinds = {fault["kind"] for fault in injected if fault.get("number") == effect.get("fault")}
@@ -100,12 +100,12 @@ def _is_proof(effect: Line, injected: list[Line]) -> bool:
 
 
 def is_soak(run: Evidence) -> bool:
-    """Say whether a run's faults were drawn without end, of which many miss: each of them waits until all is well."""
+    """Return True if the run's faults were drawn endlessly; many of these miss, as each waits until all is well."""
     return run.has("healed")
 
 
 def rpo(run: Evidence) -> str:
-    """Every applied step beyond the lineage is one that a later world gave up: none was computed again unseen."""
+    """Every applied step beyond the lineage was discarded by a later world: none was silently recomputed."""
     costs, spared = recoveries(run), ridden_out(run)
     if not costs and not spared:
         raise Unknown("nothing was recovered from")
@@ -123,31 +123,31 @@ def rpo(run: Evidence) -> str:
 
 
 def check_kept(run: Evidence) -> None:
-    """No step that a member of a world had applied is given up while one of its processes lives on in the next."""
+    """No step applied by a member is discarded while one of its processes lives on in the next world."""
     for pid, step, before, kept, after in _given_up(run):
         applied = f"step {step} was applied in term {before}, of which process {pid} lives on"
         raise Violated(f"{applied}, and term {after} began at {kept}")
 
 
 def given_up(run: Evidence) -> int:
-    """Return the most applied steps that a process which lives on in the next world gave up."""
+    """Return the most applied steps discarded by a process that lived on."""
     return max((step - kept for _, step, _, kept, _ in _given_up(run)), default=0)
 
 
 def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield process, step and term before, step and term after, where a process that lives on gave up applied steps.
+    """Yield (pid, step and term before, step and term after) where a surviving process discarded applied steps.
 
-    They need not be its own: where a rank applied a step knowing that all others hold its gradient, each of them can.
-    What a rank applied that had lost a peer before it knew so counts for itself alone. Where shares of the state were
-    lost with their holders, what those had applied goes with them.
+    They need not be its own: if a rank applied a step knowing that all others hold its gradient, each of them can. A
+    step applied after losing a peer, without knowing that, counts for that rank only. Steps of lost shards go with
+    their holders.
     """
     pids, restored = pids_of(run), restored_at(run)
-    # A world that broke before its state was agreed on has no restore, and applied nothing. Terms are in the order in
-    # which etcd sealed them: who was frozen meanwhile writes of its world after a later one has been formed without it.
+    # A world that broke before agreeing on its state has no restore, and applied nothing. Terms are in the order in
+    # which etcd sealed them: a frozen process records its world after a later one has formed without it.
     for before, after in pairwise(sorted(term for term in formed_at(run) if term in restored)):
         between = [term for term in pids if before < term < after]
         if after in losses_of(run) or any(is_begun_anew(run, term) for term in between):
-            continue  # `copies` says whether it may have been
+            continue  # `copies` judges that
         for pid in pids[before] & pids[after]:
             step = max(settled_in(run).get(before, 0), reached_by(run).get((before, pid), 0))
             kept = whole(restored[after], "step")
@@ -156,10 +156,10 @@ def _given_up(run: Evidence) -> Iterator[tuple[int, int, int, int, int]]:
 
 
 def rto(run: Evidence) -> str:
-    """Every fault is followed by a next world's first applied step in its spell, or was ridden out.
+    """Every fault is followed by a next world's first step within its window, or was ridden out.
 
-    The clock stands while faults that came later are answered, if a run says how long that takes (`recovery_s`): where
-    they come faster than any world can form, none is late.
+    The clock stops while later faults are handled, if a run states how long that takes (`recovery_s`): if faults come
+    faster than worlds can form, none is late.
     """
     costs, spared = recoveries(run), ridden_out(run)
     for cost in costs:
@@ -181,9 +181,9 @@ def rto(run: Evidence) -> str:
 def _due_at(run: Evidence, cost: Recovery) -> float:
     """Return when a fault's next world had to have applied its first step.
 
-    A small world takes long over a step, and makes room for a node that comes back only after the step that announces
-    it: the second step, at the latest, that it applies when nothing is wrong any more. One that has formed in time, of
-    fewer ranks than others, has as long for its first step as any has for each of its steps.
+    A small world's steps are slow, and it admits a returning node only after the step that announces it: at the latest
+    the second one after all is well. A smaller world that formed in time has as long for its first step as for any
+    other.
     """
     over, came = spell_end(run, run.of("fault")[cost.place]), cost.at + cost.rto_s
     if came <= over:
@@ -199,7 +199,7 @@ def _due_at(run: Evidence, cost: Recovery) -> float:
 
 
 def liveness(run: Evidence) -> str:
-    """Steps continue wherever no fault holds them up; and where all was undone, the whole world trained again."""
+    """Steps continue wherever no fault holds them up; and once all was undone, the full world trained again."""
     for line in run.of("stuck"):
         raise Violated(str(line["why"]))
     times = [number(line, "t") for line in run.of("step")]

@@ -1,5 +1,5 @@
-"""Invariants of what was applied: every rank agrees, every lane has one owner, every sample counts once an epoch.
+"""Invariants of applied steps: ranks agree, every lane has one owner, every sample counts once an epoch.
 
-Exactly once is shown four ways that share nothing but the result: intervals of the lineage, the row counts of what was
-read, the mixed sums against their closed form, and the witness's weights.
+Exactly-once is shown four independent ways: intervals of the lineage, row counts of what was read, mixed sums against
+their closed form, and the witness's weights.
 """

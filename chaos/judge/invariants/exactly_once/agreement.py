@@ -1,4 +1,4 @@
-"""Invariants of ranks among each other: all agree on what was applied, and every lane has one owner in each step."""
+"""Invariants between ranks: all agree on what was applied, and every lane has one owner in each step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chaos.judge.findings import Violated
 from chaos.judge.job_shape import Crews, MixedShape, cell_size
 
 _UNWRITTEN_S = 0.25
-"""How long a line may wait for the thread that writes it, on a machine that is busy."""
+"""Seconds that a line may wait for the writer thread on a busy machine."""
 _THAWED_S = 2.0
-"""What is due to be undone is undone at the executor's next look."""
+"""Seconds until the executor's next look undoes what is due."""
 _CLOCK_S = 1.0
-"""Seconds that a clock may go back between two steps of a process when no fault sets clocks."""
+"""Seconds that a process's clock may go back between two steps if no fault sets clocks."""
 _CLOSED = "closed"
 _SHARED = ("epoch", "lo", "hi", "num_samples", "world", "loss")
 
@@ -49,7 +49,7 @@ def agreement(run: Evidence) -> str:
 
 
 def _check_ends(run: Evidence) -> None:
-    """A rank ends with the result, in the last term, or with the commit of its step, where there is one."""
+    """A rank ends with the result, in the last term, or with the commit of its step if there is one."""
     result = result_of(run)
     records = {(fields.get("term"), fields.get("step")): fields for each in run.commits if (fields := each.fields)}
     lines = {(line["term"], line["step"]): line for line in run.of("commit")}
@@ -57,7 +57,7 @@ def _check_ends(run: Evidence) -> None:
     for line in run.of("end"):
         term, place = whole(line, "term"), (line["term"], line["step"])
         if line["status"] == _CLOSED:
-            continue  # it was not among those that finished, and may hold an older state, or a share of one
+            continue  # not among those that finished; may hold an older state, or a shard
         if term == result["term"]:
             _same(line, result, ("status", "step", "weights_sha256", "coverage"), "ended")
         for other in (lines.get(place), records.get(place), first.setdefault(place, line)):
@@ -70,7 +70,7 @@ def _check_ends(run: Evidence) -> None:
 
 
 def _check_validations(run: Evidence) -> None:
-    """All ranks of a term that live on validate what one of them does, at steps at which a validation is due."""
+    """All surviving ranks of a term validate what one does, at steps at which a validation is due."""
     every = validated_every(run)
     validated: dict[int, set[int]] = {}
     own: dict[tuple[int, object], set[int]] = {}
@@ -87,7 +87,7 @@ def _check_validations(run: Evidence) -> None:
 
 
 def _check_places(run: Evidence) -> None:
-    """Worlds are as large as all their ranks say; epoch, offset and count of a step are those of the job."""
+    """Ranks agree on the world size; epoch, offset and count of a step are the job's."""
     shape, sizes = shape_of(run), dict[object, object]()
     for line in [*run.of("form"), *run.of("step")]:
         if "world" in line and sizes.setdefault(line["term"], line["world"]) != line["world"]:
@@ -112,7 +112,7 @@ def _check_places(run: Evidence) -> None:
 
 
 def _check_consecutive(process: list[Line], restored: dict[int, Line]) -> None:
-    """A process applies the step after its restore first, and then one after another."""
+    """A process first applies the step after its restore, then consecutive ones."""
     before: dict[int, int] = {}
     for line in process:
         if line["op"] == "step":
@@ -141,7 +141,7 @@ def _same(line: Line, other: Line, keys: tuple[str, ...], what: str) -> None:
 
 
 def differ(value: object, other: object) -> bool:
-    """Compare what JSON can say; NaN equals itself, and 0.0 is not -0.0: the bits count."""
+    """Compare JSON values bit for bit: NaN equals itself, and 0.0 is not -0.0."""
     if type(value) is type(other):
         if isinstance(value, int | str):
             return value != other
@@ -151,8 +151,7 @@ def differ(value: object, other: object) -> bool:
 
 
 def partition(run: Evidence) -> str:
-    """In every applied step, every lane belongs to exactly one rank of the world; or to those that compute it in a
-    cell."""
+    """In every applied step, every lane belongs to one rank of the world, or to one compute group in cells."""
     steps, num_lanes = steps_of(run), shape_of(run).num_lanes
     last_term, ended_at = whole(result_of(run), "term"), dict[tuple[int, object], float]()
     for (term, _), lines in steps.items():
@@ -168,7 +167,7 @@ def partition(run: Evidence) -> str:
             continue
         owners = Counter(lane for line in alike for lane in lanes_of(line))
         wrong = [lane for lane in range(max([num_lanes, *owners]) + 1) if owners[lane] != (lane < num_lanes)]
-        # A rank that was killed before its last lines were written leaves a hole at its term's end only.
+        # A rank killed before its last lines were written leaves a hole only at its term's end.
         at = max(number(line, "t") for line in lines)
         own = all(number(line, "t") >= ended_at[term, line["rank"]] - _UNWRITTEN_S for line in lines)
         is_last = own or _is_unwritten_to_the_end(run, term, at, wrong)
@@ -180,8 +179,7 @@ def partition(run: Evidence) -> str:
 
 
 def _check_owners(run: Evidence, steps: Steps, num_lanes: int) -> None:
-    """A rank's lanes stay the same in a world; rank r of W has [r * L // W, (r + 1) * L // W) of all L, if none are
-    dealt."""
+    """A rank's lanes stay the same in a world; undealt, rank r of W has [r * L // W, (r + 1) * L // W) of all L."""
     are_in_order = cell_size(run.config) == 1 and parallel_of(run).get("shards", "none") in ("none", "optimizer")
     first = dict[tuple[int, int], range]()
     for (term, step), lines in steps.items():
@@ -195,7 +193,7 @@ def _check_owners(run: Evidence, steps: Steps, num_lanes: int) -> None:
 
 
 def _check_cells(steps: Steps, crews: Crews) -> None:
-    """Each rank of a cell is at its own place, and those of a crew compute the same lanes."""
+    """Each rank of a cell is at its own place, and ranks of a compute group have the same lanes."""
     for (term, step), lines in steps.items():
         lanes: dict[int, Line] = {}
         for line in lines:
@@ -210,7 +208,7 @@ def _check_cells(steps: Steps, crews: Crews) -> None:
 
 
 def _by_number(lines: list[Line], crews: Crews) -> list[list[Line]]:
-    """Return a step's lines by their ranks' numbers in crews; all together where every rank computes its own lanes."""
+    """Return a step's lines by rank within the compute group; all together if every rank has its own lanes."""
     if crews.size == 1:
         return [lines]
     found: list[list[Line]] = [[] for _ in range(crews.size)]
@@ -220,9 +218,9 @@ def _by_number(lines: list[Line], crews: Crews) -> list[list[Line]]:
 
 
 def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[int]) -> bool:
-    """Say whether a file system was frozen then, and no later line of the term has one of these lanes.
+    """Return True if a file system was frozen then, and no later line of the term has one of these lanes.
 
-    Histories are written beside training, so a process that is killed meanwhile leaves none of its lines since.
+    Histories are written in the background, so a process killed during the freeze loses all lines since.
     """
     frozen = [fault for fault in run.of("fault") if fault["kind"] == "freeze_fs"]
     if not any(number(f, "t") - _UNWRITTEN_S <= at <= number(f, "t") + number(f, "for_s") + _THAWED_S for f in frozen):
@@ -232,7 +230,7 @@ def _is_unwritten_to_the_end(run: Evidence, term: int, at: float, lanes: list[in
 
 
 def _tile(lines: list[Line], num_lanes: int) -> bool:
-    """Say whether the ranks' ranges of lanes, none empty, follow one another from the first lane to the last."""
+    """Return True if the ranks' non-empty ranges of lanes are contiguous from the first lane to the last."""
     ranges = sorted(map(lanes_of, lines), key=lambda lanes: lanes.start)
     if any(lanes.step != 1 for lanes in ranges):
         return False

@@ -1,6 +1,6 @@
-"""Invariant of cells: every world that forms is of whole ones, and the ranks of a stage are of one node.
+"""Invariant of cells: every world consists of complete cells, and a stage's ranks are on one node.
 
-Ranks of a stage exchange within every block of the model, so they belong together; stages may be of different nodes.
+Ranks of a stage communicate within every block, so they must be together; stages may be on different nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chaos.judge.job_shape import cell_size, stage_size
 
 
 def cells(run: Evidence) -> str:
-    """No world lacks a stage of a cell, and no stage is of two nodes."""
+    """No world lacks a stage of a cell, and no stage spans two nodes."""
     size, per_stage, nodes = cell_size(run.config), stage_size(run.config), node_of(run)
     groups: dict[tuple[int, int], set[object]] = defaultdict(set)
     terms, num_spread = set[int](), 0

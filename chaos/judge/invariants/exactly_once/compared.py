@@ -1,4 +1,4 @@
-"""Invariants of a run beside one without faults: the same weights, at the end and at commits, losses and metrics."""
+"""Compare a run with one without faults: weights at the end and at commits, losses and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXACT = ("train/loss", "train/gradient_norm", "train/learning_rate", "train/tru
 
 
 def same_weights(run: Evidence, reference: Evidence) -> str:
-    """The final weights have the bits of the run without faults."""
+    """The final weights are bit-identical to those of the run without faults."""
     _check_reference(run, reference)
     ours, theirs = result_of(run)["weights_sha256"], result_of(reference)["weights_sha256"]
     if ours != theirs:
@@ -23,10 +23,10 @@ def same_weights(run: Evidence, reference: Evidence) -> str:
 
 
 def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
-    """Every commit has the weights that the run without faults had at its step, wherever both made one.
+    """Every commit has the weights of the run without faults at its step, wherever both made one.
 
-    Where samples, or updates, were left out, a branch that was given up may have left out others: then only the
-    lineage's commits are compared.
+    If samples or updates were skipped, an abandoned branch may have skipped others: then only the lineage's commits are
+    compared.
     """
     _check_reference(run, reference)
     is_partial = bool(holes_of(result_of(run))) or run.has("nonfinite")
@@ -35,7 +35,7 @@ def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
     compared = set[tuple[int, int]]()
     begun = {term: (line.get("applied_by"), line["step"]) for term, line in restored_at(run).items()}
     for term, step, weights in _committed_weights(run):
-        # A world that commits what it began with has not applied that itself.
+        # A world that commits its initial state has not applied that step itself.
         applied = begun[term] if term in begun and begun[term][1] == step else (term, step)
         if step not in expected or (lineage is not None and applied not in lineage):
             continue
@@ -51,7 +51,7 @@ def same_weights_at_commits(run: Evidence, reference: Evidence) -> str:
 
 
 def _compare_states(run: Evidence, reference: Evidence) -> int:
-    """Compare the rest of the state in commits of the lineage that both runs have kept; return how many there are."""
+    """Compare the rest of the state in the lineage's commits that both runs kept; return their number."""
     if run.state is None or reference.state is None:
         return 0
     lineage = {(applied.term, applied.step) for applied in lineage_of(run)}
@@ -72,14 +72,14 @@ def _compare_states(run: Evidence, reference: Evidence) -> int:
 
 
 def _committed_weights(run: Evidence) -> list[tuple[int, int, str]]:
-    """Return term, step and the weights' hash of every commit: as histories say, and the records that are left."""
+    """Return term, step and weights hash of every commit, from histories and remaining records."""
     lines = [*run.of("commit"), *(commit.fields for commit in run.commits if commit.fields is not None)]
     known = [line for line in lines if line.get("weights_sha256")]
     return sorted((whole(line, "term"), whole(line, "step"), str(line["weights_sha256"])) for line in known)
 
 
 def same_metrics(run: Evidence, reference: Evidence) -> str:
-    """The last validation gave the same numbers as in the run without faults."""
+    """The last validation gives the same numbers as in the run without faults."""
     _check_reference(run, reference)
     ours, theirs = result_of(run)["metrics"], result_of(reference)["metrics"]
     if differ(ours, theirs):
@@ -97,12 +97,12 @@ def same_metrics(run: Evidence, reference: Evidence) -> str:
 
 
 def _is_exact(name: str) -> bool:
-    """Say whether a metric follows from the samples and the weights alone, whatever the world and its pace."""
+    """Return True if a metric depends on samples and weights only, not on the world or its speed."""
     return name.startswith("validation/") or name in _EXACT
 
 
 def same_losses(run: Evidence, reference: Evidence) -> str:
-    """Every step of the lineage had the loss that it has without faults."""
+    """Every step of the lineage has the loss of the run without faults."""
     _check_reference(run, reference)
     expected = {whole(line, "step"): line["loss"] for line in reference.of("step")}
     for applied in lineage_of(run):

@@ -14,7 +14,7 @@ from chaos.judge.mixed_sources import witness_of_sources
 
 
 def trains_witness(run: Evidence) -> bool:
-    """Say whether the job's configuration trains the witness."""
+    """Return True if the job trains the witness."""
     task = run.config.get("task")
     return isinstance(task, dict) and str(task.get("path")).endswith(":Witness")
 

@@ -1,6 +1,6 @@
-"""Invariant of two runs that are compared: both are of one job, on one dataset, and wrote the same of each step.
+"""Invariant of two compared runs: same job, same dataset, same record of each step.
 
-What no second run repeats is not compared: times, terms, worlds, and the few keys of `_OWN`.
+Values specific to a run are not compared: times, terms, worlds, and the few keys of `_OWN`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ _OWN = {
     ),
     *("parallel.shards", "parallel.offload", "task.params.lane_ms", "task.params.spoilt"),
 }
-"""Keys of the configuration that may differ: places, a soak's end, the cut of the state, the
-pace, planted losses."""
+"""Configuration keys that may differ: paths, a soak's end, sharding, pace, planted losses."""
 _RECORDED = ("cursor", "order", "rng", "manifest_digest", "fast_steps")
 _SAMPLES = ("coverage", "account", "skipped_steps")
-"""Fields that differ after a fault made samples unreadable or a loss not finite."""
+"""Fields that differ after a fault made samples unreadable or a loss non-finite."""
 _VALIDATED = ("metrics", "improvement")
 
 
 def same_job(run: Evidence, reference: Evidence) -> str:
-    """Both runs have one configuration, one manifest, and the same records of equal steps."""
+    """Both runs have the same configuration and manifest, and equal records of equal steps."""
     num_keys = _check_config(run, reference)
     manifests, expected = (manifests_of(each.folder, each.config) for each in (run, reference))
     if manifests and expected and differ(manifests, expected):
@@ -71,7 +70,7 @@ def _keys(tree: Line, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]
 
 
 def _records(run: Evidence, reference: Evidence) -> Iterator[tuple[str, Line, list[Line]]]:
-    """Yield the records of the lineage's steps, and with each those of the other run up to that step, newest first."""
+    """Yield the lineage's records, each with the other run's records up to that step, newest first."""
     lineage = {(one.term, one.step) for one in lineage_of(run)}
     others = [record.fields for record in reference.commits if record.fields is not None]
     for record in run.commits:
@@ -88,7 +87,7 @@ def _check_record(key: str, record: Line, others: list[Line], recorded: tuple[st
         if name in record and name in others[0] and differ(record[name], others[0][name]):
             raise Violated(f"{key} says {name} {record[name]}, without faults it is {others[0][name]}")
     for name in _VALIDATED:
-        # A commit that precedes the validation of its step has the metrics of the validation before.
+        # A commit made before its step's validation has the metrics of the validation before.
         known = [other.get(name) for other in others]
         if record.get(name) is not None and all(differ(record[name], each) for each in known):
             raise Violated(f"{key} says {name} {record[name]}, without faults it is {known[0]}")

@@ -1,7 +1,6 @@
-"""Invariants of the samples: every place of every epoch is applied once, and the sums over what was read say so.
+"""Invariants of samples: every position of every epoch is applied once, and the sums over what was read confirm it.
 
-The intervals of the lineage, the row counts of what was read, and the mixed sums against their closed form share
-nothing but the result.
+Lineage intervals, row counts of what was read, and mixed sums against their closed form are independent.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ from chaos.judge.mixed_sources import check_sources
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
 _MOST_ROWS = 1 << 22
-"""Of a larger training set sums are worked out at epochs' ends alone: an epoch's order is held in memory."""
+"""Larger training sets are checked at epoch ends only: an epoch's order is held in memory."""
 
 
 def coverage(run: Evidence) -> str:
-    """Every place of every epoch is in the lineage exactly once, and every step read all its samples, holes aside."""
+    """Every position of every epoch is in the lineage exactly once, and every step read all its samples, holes
+    aside."""
     shape, holes = shape_of(run), holes_of(result_of(run))
     if (where := first_miscount(run)) is not None:
         raise Violated(where)
@@ -50,7 +50,7 @@ def coverage(run: Evidence) -> str:
 
 
 def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> int:
-    """Every finished epoch left out as many samples as the holes list for it; return how many the lineage left out."""
+    """Every finished epoch skipped as many samples as the holes list; return how many the lineage skipped."""
     for epoch in shape.finished_epochs:
         last = (epoch + 1) * shape.steps_per_epoch
         left_out = total_left_out([x for x in lineage if last - shape.steps_per_epoch < x.step <= last])
@@ -60,9 +60,9 @@ def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> 
 
 
 def sums(run: Evidence, reference: Evidence | None) -> str:
-    """The sums over the samples actually read are, in commits and result, what they have to be at their step.
+    """The sums over samples actually read are, in commits and result, those expected at their step.
 
-    They follow from the order of the samples; at an epoch's end from the closed form.
+    They follow from the sample order; at an epoch's end from the closed form.
     """
     shape, result = shape_of(run), result_of(run)
     left_out = whole(result, "num_left_out") if "num_left_out" in result else 0
@@ -84,7 +84,7 @@ def sums(run: Evidence, reference: Evidence | None) -> str:
 
 
 def _order_of(run: Evidence, shape: Shape) -> DealtOrder | None:
-    """Return the order of one dataset's samples; None where it is not worked out: of mixtures and bucketed rows."""
+    """Return the sample order of one dataset; None where it is not computed: mixtures and bucketed rows."""
     config, manifests = run.config, manifests_of(run.folder, run.config)
     job, data = (part(config, name) if name in config else {} for name in ("run", "data"))
     is_plain = not isinstance(shape, MixedShape) and not data.get("length_bucketing") and shape.rows <= _MOST_ROWS
@@ -96,7 +96,7 @@ def _order_of(run: Evidence, shape: Shape) -> DealtOrder | None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a result or a commit says of its samples up to a step: their sums, the holes, and how many those took."""
+    """A result's or commit's claim about its samples up to a step: sums, holes, and the number skipped."""
 
     whose: str
     step: int
@@ -111,7 +111,7 @@ def _claim(key: str, fields: Line) -> Claim:
 
 
 def _check_sums(shape: Shape, order: DealtOrder | None, claim: Claim) -> bool:
-    """Check one claim's count, and its sums if they can be worked out; return whether they could."""
+    """Check a claim's count, and its sums if they can be computed; return True if they could."""
     expected, count = shape.samples_before(claim.step), whole(claim.sums, "count")
     if count + claim.left_out != expected:
         counted = f"{count} samples counted up to step {claim.step} and {claim.left_out} left out"
@@ -141,7 +141,7 @@ def _check_sums(shape: Shape, order: DealtOrder | None, claim: Claim) -> bool:
 
 
 def sums_of_epochs(rows: int, holes: Sequence[Hole], times: int) -> tuple[int, int]:
-    """Return the two coverage sums after whole epochs, less what holes took from these."""
+    """Return the two coverage sums after whole epochs, minus holes."""
     missing = [pair for hole in holes for number in range(times) for pair in hole.missing(number)]
     absent = [sum_over(lo, hi) for lo, hi in missing]
     sum_a, sum_b = closed_form(rows)
@@ -151,7 +151,7 @@ def sums_of_epochs(rows: int, holes: Sequence[Hole], times: int) -> tuple[int, i
 
 @lru_cache(8)
 def closed_form(rows: int) -> tuple[int, int]:
-    """Return the two coverage sums of one whole epoch, computed here from their definition, not taken over."""
+    """Return the two coverage sums of one whole epoch, computed here from their definition."""
     return sum_over(0, rows)
 
 

@@ -1,1 +1,1 @@
-"""Invariants of the files of a run: each is there, and two that state the same fact agree."""
+"""Invariants of a run's files: each exists, and files that state the same fact agree."""

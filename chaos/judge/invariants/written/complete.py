@@ -1,7 +1,7 @@
-"""Invariant of the evidence: every file that a run must leave is there and can be read.
+"""Invariant of completeness: every required file exists and can be read.
 
-The other invariants judge what is written. Deleted lines, such as those of exits or validations, would make them true
-of less than the run; so each kind of line that a run of this shape must have is demanded here.
+Other invariants judge what is written, so deleted lines, such as exits or validations, would go unnoticed; this one
+requires every kind of line that a run of this shape must have.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from chaos.judge.invariants.written.pointers import check_pointers
 from chaos.scenario.kinds import asks_all_to_leave
 
 _KEPT_TERMS = 100
-"""Claims of terms that are older than the newest by more may have been deleted."""
+"""Claims of terms older than the newest by more than this may have been deleted."""
 _PROCESS = ("host", "boot", "born")
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job", "start_twin")
-"""What ends a node's agent; of a twin, that it is undone."""
+"""Kinds that end a node's agent; for a twin its undoing does."""
 
 
 _FIELDS = {
@@ -40,7 +40,7 @@ _FIELDS = {
     "clean": "orphans",
     "why": "do exit_code of_rank sentence",
 }
-"""What lines of each operation must say (docs/formats.md, History lines)."""
+"""Required fields of lines by operation (docs/formats.md, History lines)."""
 _KINDS: dict[type | tuple[type, ...], str] = {
     int: "term rank step epoch lo hi num_samples num_left_out world pid number fault offset steps_lost lost",
     (int, float): "t joined_at sealed_at started_at created_at stall_s patience_s",
@@ -55,7 +55,7 @@ _KINDS: dict[type | tuple[type, ...], str] = {
     bool: "is_drawn unsettled again holds_nothing reference nonfinite",
 }
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""The type of a value by its name. Other values are not read, or are checked by the invariant that reads them."""
+"""Type of a value by its name. Other values are unused, or checked by the invariant that reads them."""
 _OPS = {
     *_FIELDS,
     *("rollback", "leave", "read", "unformed", "phases", "memory", "event", "nonfinite", "unwritable", "no_progress"),
@@ -72,11 +72,11 @@ _CONFIG = {
     "task": "path",
     "tracking": "mlflow_uri",
 }
-"""The keys that the judge reads of a configuration, which is written with all of them."""
+"""Configuration keys that the judge reads; the file is written with all of them."""
 
 
 def complete(run: Evidence) -> str:
-    """Every file can be read; nodes, terms, validations and logged values that the run must have left are there."""
+    """Every file can be read, and the required nodes, terms, validations and logged values are there."""
     if run.unreadable:
         raise Violated(run.unreadable[0])
     _check_config(run)
@@ -103,7 +103,7 @@ def complete(run: Evidence) -> str:
 
 
 def _check_kinds(run: Evidence) -> None:
-    """Every value that is read is of its kind, and every operation is one that there is."""
+    """Every value has its type, and every operation is known."""
     is_unseen = any("shared_memory" in items(line, "unseen") for line in run.of("scenario") if "unseen" in line)
     for line in run.of("clean"):
         if not is_unseen and ("drafts" in line) != ("shared_memory" in line):
@@ -137,7 +137,7 @@ def _check_config(run: Evidence) -> None:
 
 
 def _check_nodes(run: Evidence) -> int:
-    """Every process has a node, and every node an end, unless a fault ended it; return how many there are."""
+    """Every process has a node, and every node an end, unless a fault ended it; return the number of nodes."""
     if not run.has("scenario"):
         raise Unknown("the executor's description of the run (`scenario`) is missing")
     nodes = {line["node"] for line in run.of("node")}
@@ -160,7 +160,7 @@ def _check_nodes(run: Evidence) -> int:
 
 
 def _check_terms(run: Evidence) -> int:
-    """Every term that formed a world was claimed, by that world's rank 0; return how many claims there are."""
+    """Every term that formed a world was claimed by that world's rank 0; return the number of claims."""
     if run.terms is None:
         return 0
     formed = {whole(line, "term"): line for line in run.of("form") if line["rank"] == 0}
@@ -175,14 +175,14 @@ def _check_terms(run: Evidence) -> int:
         if claim["run_id"] != (first := run.terms[min(run.terms)].get("run_id")):
             raise Violated(f"terms/{term:08d}.json is of the job {claim['run_id']}, the first term's claim of {first}")
         due = {"pid": whole(line, "pid") % AGAIN, **{key: line.get(key) for key in _PROCESS}}
-        for key, value in due.items() if claim.keys() & set(_PROCESS) else ():  # older claims do not say whose they are
+        for key, value in due.items() if claim.keys() & set(_PROCESS) else ():  # older claims do not name their process
             if differ(claim.get(key), value):
                 raise Violated(f"terms/{term:08d}.json: {key} is {claim.get(key)}, rank 0 of the term says {value}")
     return len(formed)
 
 
 def _check_commits(run: Evidence) -> int:
-    """The newest commits are left, as many as retention keeps, but for those that faults hit; return how many."""
+    """As many of the newest commits are left as retention keeps, except those hit by faults; return their number."""
     kept = _section(run, "checkpoint").get("keep_last")
     if not isinstance(kept, int) or run.terms is None:
         return 0
@@ -198,9 +198,9 @@ def _check_commits(run: Evidence) -> int:
 
 
 def _check_validations(run: Evidence) -> int:
-    """Every validation that was due in the lineage has begun; return how many were due.
+    """Every validation due in the lineage has begun; return how many were due.
 
-    One that was due at the last step that a term applied may have been cut off by the fault that ended the term.
+    One due at a term's last step may have been cut off by the fault that ended the term.
     """
     data = _section(run, "data")
     if data.get("validation") is None:
@@ -222,9 +222,9 @@ def _check_validations(run: Evidence) -> int:
 
 
 def _check_logged(run: Evidence) -> int:
-    """Every term whose steps are in the lineage has logged values; return how many terms have.
+    """Every term in the lineage has logged values; return how many terms have.
 
-    Rank 0 logs them, and may die with those of its last step: a term in which it applied one may have none.
+    Rank 0 logs them, and may die with those of its last step: a term in which it applied one step may have none.
     """
     lineage = lineage_of(run)
     if run.metrics is None or not (applied := {one.term for one in lineage}):

@@ -1,9 +1,9 @@
-"""Invariant of time: histories are in the order in which things happen, and fit where two of them meet.
+"""Invariant of time: histories are in chronological order, and fit where two of them meet.
 
-Dates alone prove nothing, so they are held against each other: a world is sealed before it forms, a state is read
-before a step is applied, all ranks have applied a step before any applies the next, a commit is made after its step,
-and the executor saw the step that it says it had seen. All hosts' times are on one clock by then, to within a second
-or two; where faults set clocks, only the order of lines is judged.
+Single times prove nothing, so they are compared: a world is sealed before it forms, a state read before a step is
+applied, all ranks have applied a step before any applies the next, a commit follows its step, and the executor's
+claimed step had been applied. All times are on one clock by then, to within a second or two; if faults set clocks, only
+the order of lines is judged.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from chaos.judge.evidence.run_files import Evidence, Line, items, number, whole
 from chaos.judge.findings import Violated
 
 _CLOCK_S = 1.0
-"""Seconds: the clock of a host may go back by so much, and threads may write lines out of order by it."""
+"""Seconds that a host's clock may go back, or threads may write lines out of order."""
 _HOSTS_S = 2.0
-"""Seconds: the same between two hosts, whose clocks differ."""
+"""Seconds: the same between two hosts."""
 _EXECUTOR_S = 5.0
-"""Seconds: the executor may notice the end of a process that late, or write it down that late."""
+"""Seconds until the executor notices, or records, the end of a process."""
 _SEEN_S = 60.0
-"""Seconds: the executor has seen every step that is older."""
+"""Seconds after which the executor has seen every step."""
 _SETS_CLOCKS = ("jump_clock", "skew_clocks")
 _OPEN = {"unsettled", "pending"}
 _ONCE = {"form", "restore", "step", "commit", "validate", "end"}
-"""Operations that a process does once in a world, or once at a step."""
+"""Operations that occur once per process and world, or once per step."""
 
 
 def order(run: Evidence) -> str:
-    """Every history begins with its world and its state and is in the order of time, and the histories fit."""
+    """Every history starts with its world and state and is chronological, and the histories fit together."""
     for process in run.processes:
         _check_sequence(process)
     if any(fault["kind"] in _SETS_CLOCKS for fault in run.of("fault")):
@@ -49,7 +49,7 @@ def order(run: Evidence) -> str:
 
 
 def _check_sequence(process: list[Line]) -> None:
-    """A rank's history begins with `form` and `restore`, and has no step behind its end."""
+    """A rank's history starts with `form` and `restore`, and has no step after its end."""
     if not process or "rank" not in process[0]:
         return
     done, once = set[object](), set[object]()
@@ -71,7 +71,7 @@ def _check_times(process: list[Line]) -> None:
     latest, slack = process[0] if process else {}, _CLOCK_S if process and "rank" in process[0] else _EXECUTOR_S
     for line in process:
         if line["op"] == "exit":
-            continue  # written at the job's end, stamped when the node's was
+            continue  # written at the job's end, stamped at the node's
         if number(line, "t") < number(latest, "t") - slack:
             back_s = number(latest, "t") - number(line, "t")
             raise Violated(f"{_named(line)} is stamped {back_s:.1f} s before {_named(latest)}, which comes first")
@@ -79,7 +79,7 @@ def _check_times(process: list[Line]) -> None:
 
 
 def _check_rank(process: list[Line], is_one_host: bool) -> None:
-    """Check the times of one rank: it joins, restores for so long and commits in an order that can be."""
+    """Check one rank's times: joining, restores and commits in a possible order."""
     at = dict[object, float]()
     for line in process:
         op, t = line["op"], number(line, "t")
@@ -111,7 +111,7 @@ def _check_took(line: Line, seconds: float, most_s: float) -> None:
 
 
 def _check_metrics(run: Evidence, term: int, lines: list[Line]) -> None:
-    """A term's file says where it begins, is in the order of time, and logs no step before it is applied."""
+    """A term's file states its start, is chronological, and logs no step before it is applied."""
     applied = {whole(line, "step"): number(line, "t") for line in reversed(run.in_term("step", term))}
     restore = restored_at(run).get(term)
     for place, line in enumerate(lines):
@@ -129,7 +129,8 @@ def _check_metrics(run: Evidence, term: int, lines: list[Line]) -> None:
 
 
 def _check_together(run: Evidence) -> None:
-    """All ranks of a world have applied a step before any applies the next; who lives on leaves one world first."""
+    """All ranks of a world have applied a step before any applies the next; a survivor leaves one world before the
+    next."""
     latest, earliest = dict[tuple[int, int], Line](), dict[tuple[int, int], Line]()
     for place, lines in steps_of(run).items():
         settled = [line for line in lines if not _OPEN & line.keys()]
@@ -152,7 +153,7 @@ def _check_together(run: Evidence) -> None:
 
 
 def _check_faults(run: Evidence) -> None:
-    """Faults come after the steps that they say were seen, and their effects after them; nodes end after their work."""
+    """Faults follow the steps that they claim were seen, effects follow faults, and nodes end after their work."""
     faults = {fault["number"]: fault for fault in run.of("fault") if "number" in fault}
     if len(faults) < sum("number" in fault for fault in run.of("fault")):
         raise Violated("two faults have one number")
@@ -186,7 +187,7 @@ def _check_seen(run: Evidence, fault: Line) -> None:
 
 
 def _applied_before(run: Evidence, step: int, at: float) -> bool:
-    """Say whether some term had applied a step, or restored it, by then."""
+    """Return True if some term had applied or restored a step by then."""
     lines = chain(run.of("step"), run.of("restore"))
     return any(line["step"] == step and number(line, "t") <= at + _HOSTS_S for line in lines)
 
@@ -208,7 +209,7 @@ def _pids_on(run: Evidence, node: object) -> set[object]:
 
 
 def _last_steps(run: Evidence) -> Iterator[tuple[object, float]]:
-    """Yield every process with the time of each of its steps, in the order of time."""
+    """Yield every process with the time of each of its steps, in order of time."""
     pids = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
     for line in run.of("step"):
         yield pids.get((line["term"], line["rank"])), number(line, "t")

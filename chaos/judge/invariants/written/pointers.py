@@ -1,7 +1,7 @@
-"""Small files that name something of the run: they have to name what records, histories and the result do.
+"""Small files that refer to the run: they must agree with records, histories and result.
 
-Believed are the job's name in mlflow.json and the store's word in store-id, which no other file repeats, and which of
-the run's commits head.json names: a leader that was stopped for a while may write it late.
+Not verifiable, hence believed: the job's name in mlflow.json, the store's word in store-id, which no other file
+repeats, and which of the run's commits head.json names: a leader that was stopped may write it late.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WORD = 15
 
 
 def check_pointers(run: Evidence) -> None:
-    """Check head.json, mlflow.json and store-id, as far as they are there."""
+    """Check head.json, mlflow.json and store-id, where they exist."""
     if (head := _read(run, "head.json")) is not None:
         steps = {str(line["key"]): line["step"] for line in run.of("commit")}
         steps |= {commit.key: commit.fields["step"] for commit in run.commits if commit.fields is not None}

@@ -1,7 +1,7 @@
-"""Invariants of every commit record, recomputed from its step and from logged validations.
+"""Recompute every commit record from its step and the logged validations.
 
-The oldest record that is left has no parent to compare with, so each is judged by itself: its place in the data, the
-sums of finished epochs, and what early stopping goes by.
+The oldest remaining record has no parent to compare with, so each is judged alone: position in the data, sums of
+finished epochs, and early stopping state.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check_improvement(run: Evidence, whose: str, fields: Line) -> bool:
     counted = [each for each in may if each <= at]
     mode, _, name = str(stopping["metric"]).partition(" ")
     if any(name not in logged.get(each, {}) for each in counted):
-        return False  # its rank 0 died before it could log, or it was no number
+        return False  # its rank 0 died before logging it, or it was not finite
     least = number(stopping, "min_delta") if "min_delta" in stopping else 0.0
     best = _best([(each, float(str(logged[each][name]))) for each in counted], mode == "max", least)
     due = {"metric": stopping["metric"], "validated_at": at, **best}
@@ -82,7 +82,7 @@ def _best(values: Iterable[tuple[int, float]], is_higher_better: bool, min_delta
 
 
 def _due(run: Evidence, until: int, every: object) -> list[int]:
-    """Return the steps up to one at which a validation was due: every so many, and the last of all."""
+    """Return the validation steps up to `until`: every `every` steps, and the job's last."""
     total = shape_of(run).total_steps
     due = {*range(every, until + 1, every)} if isinstance(every, int) else set[int]()
     return sorted(due | ({total} if total <= until else set()))
@@ -90,7 +90,7 @@ def _due(run: Evidence, until: int, every: object) -> list[int]:
 
 @once
 def logged_validations(run: Evidence) -> dict[int, Line]:
-    """Return what was logged of the validation of each step; the newest term's where several did."""
+    """Return the logged validation of each step; the newest term's if several logged one."""
     logged = dict[int, Line]()
     for _, own in sorted(_logged_by(run).items()):
         for step, values in own.items():
@@ -100,7 +100,7 @@ def logged_validations(run: Evidence) -> dict[int, Line]:
 
 @once
 def _logged_by(run: Evidence) -> dict[int, dict[int, Line]]:
-    """Return what each term logged of validations, by step."""
+    """Return the logged validations of each term, by step."""
     logged = dict[int, dict[int, Line]]()
     for term, lines in (run.metrics or {}).items():
         for line in lines:
@@ -112,9 +112,9 @@ def _logged_by(run: Evidence) -> dict[int, dict[int, Line]]:
 
 
 def check_metrics(run: Evidence, key: str, fields: Line) -> bool:
-    """A record has the metrics of the newest validation that its state went through; return whether that was logged.
+    """A record has the metrics of the newest validation before it; return True if that one was logged.
 
-    Rank 0 may die with what it had not logged yet: one that was due, and that nobody logged, may have given them.
+    Rank 0 may die with what it had not logged yet: the metrics may be those of a due validation that nobody logged.
     """
     claimed = {name: value for name, value in part(fields, "metrics").items() if value is not None}
     step, logged, carried = whole(fields, "step"), logged_validations(run), _carried(run, fields)
@@ -132,7 +132,7 @@ def check_metrics(run: Evidence, key: str, fields: Line) -> bool:
 
 
 def _carried(run: Evidence, fields: Line) -> int:
-    """Return the last step whose validation was logged by a term that applied the next one on a record's branch."""
+    """Return the last step whose validation was logged by a term that applied the next step on a record's branch."""
     found = 0
     for interval in items(fields, "intervals"):
         assert isinstance(interval, dict), "an interval is a mapping"
@@ -142,7 +142,7 @@ def _carried(run: Evidence, fields: Line) -> int:
 
 
 def check_ranges(run: Evidence, key: str, fields: Line) -> None:
-    """Steps without an update, or with fast kernels, of a record of the lineage are the result's up to its step."""
+    """In a lineage record, skipped steps and steps with fast kernels equal the result's up to its step."""
     step, result = whole(fields, "step"), run.result or {}
     for name in ("skipped_steps", "fast_steps"):
         ours, theirs = (_steps_in(line.get(name), step) for line in (fields, result))
@@ -151,7 +151,7 @@ def check_ranges(run: Evidence, key: str, fields: Line) -> None:
 
 
 def _steps_in(ranges: object, until: int) -> list[tuple[int, int]]:
-    """Return ranges of steps up to one, those that touch as one."""
+    """Return ranges of steps up to `until`, merged where they touch."""
     found = list[tuple[int, int]]()
     for lo, hi in sorted(ranges) if isinstance(ranges, list) else ():
         if lo < until:

@@ -1,8 +1,7 @@
-"""Invariant of commit records: each says what the lines of histories, the configuration and the logged values say.
+"""Invariant of commit records: each agrees with histories, configuration and logged values.
 
-A record is sealed by itself alone; whoever makes one up computes its seal and its digest again. What it says is known
-from elsewhere, though: from the line that its publisher wrote, from the other records of the job, from the terms that
-applied its steps, and from the validation whose metrics it carries.
+A record's seal covers only itself, so a forger can recompute it. But its facts are known from elsewhere: its
+publisher's line, the job's other records, the terms that applied its steps, and the validation whose metrics it has.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _OF_THE_LINE = ("term", "step", "parent", "weights_sha256")
 _OF_THE_JOB = ("format", "config_digest", "manifest_digest", "rng", "order", "int_keyed", "empty")
 """Fields that are equal in all records of a job."""
 _NOT_YET = {"skipped_steps", "fast_steps", "improvement"}
-"""Fields that a record has only if they are not empty."""
+"""Fields that are omitted if empty."""
 _KEY = re.compile(r"commits/[0-9]{8,}-[0-9]{12,}\.json")
 _STAMPS_S = 1.0
 _CUT = "train/truncated"
 
 
 def records(run: Evidence) -> str:
-    """Every commit record says what its line, the other records, the configuration and the logged values say."""
+    """Every commit record agrees with its line, other records, configuration and logged values."""
     found = sorted((commit for commit in run.commits if commit.fields is not None), key=lambda commit: commit.key)
     if not found:
         raise Unknown("there is no commit record that can be read")
@@ -58,7 +57,7 @@ def records(run: Evidence) -> str:
 
 
 def _check_kin(commit: Commit, first: Commit, fields: Line, others: Line) -> None:
-    """Records of one format have the same fields, and those of one job the same digests, numbers and order."""
+    """Records of one format have the same fields, and records of one job the same digests, numbers and order."""
     if fields.get("format") == others.get("format") and (odd := sorted((fields.keys() ^ others.keys()) - _NOT_YET)):
         who, whom = (commit, first) if odd[0] in fields else (first, commit)
         raise Violated(f"{who.key} says {odd[0]}, {whom.key} does not")
@@ -80,7 +79,7 @@ def _check_line(key: str, fields: Line, line: Line) -> None:
 
 
 def _check_parent(commit: Commit, fields: Line, digests: dict[str, object]) -> None:
-    """The key of the parent is that of the commit with the parent's digest, and none has only one of the two."""
+    """The parent key belongs to the commit with the parent digest; both or neither are set."""
     if "parent_key" not in fields:
         return
     parent, key = fields["parent"], fields["parent_key"]
@@ -91,12 +90,12 @@ def _check_parent(commit: Commit, fields: Line, digests: dict[str, object]) -> N
 
 
 def _is_before(key: str, other: str) -> bool:
-    """Say whether a key is one of a commit, and comes before another."""
+    """Return True if `key` is a commit's, and not after `other`."""
     return _KEY.fullmatch(key) is not None and (len(key), key) <= (len(other), other)
 
 
 def _check_job(run: Evidence, key: str, fields: Line) -> None:
-    """Seed, order, digest and world of a record are those that configuration, manifest and histories give."""
+    """Seed, order, digest and world of a record follow from configuration, manifest and histories."""
     config, shape = run.config, shape_of(run)
     seed = (part(config, "run") if "run" in config else {}).get("seed")
     due: Line = {}
@@ -116,7 +115,8 @@ def _check_job(run: Evidence, key: str, fields: Line) -> None:
 
 
 def identity_of(config: Line) -> str | None:
-    """Return the digest of what may not change in a job (docs/formats.md, Commits); None if that is not all there."""
+    """Return the digest of the settings that may not change in a job (docs/formats.md, Commits); None if some are
+    missing."""
     run, data = (part(config, name) if isinstance(config.get(name), dict) else {} for name in ("run", "data"))
     if "seed" not in run or "block_row_groups" not in data or data.get("mixture"):
         return None
@@ -126,7 +126,7 @@ def identity_of(config: Line) -> str | None:
 
 
 def _check_terms(run: Evidence, key: str, fields: Line) -> None:
-    """A record of the lineage credits each step to the term that applied it by the histories."""
+    """A record of the lineage names for each step the term that applied it by the histories."""
     lineage = lineage_of(run)
     term, step = whole(fields, "term"), whole(fields, "step")
     if not 0 < step <= len(lineage) or lineage[step - 1].term != term or term not in restored_at(run):
@@ -138,7 +138,7 @@ def _check_terms(run: Evidence, key: str, fields: Line) -> None:
 
 
 def _check_cut(run: Evidence, key: str, fields: Line) -> None:
-    """As many rows were cut by a record's step as its term has logged there."""
+    """The truncated rows at a record's step equal its term's logged value."""
     if "account" not in fields:
         return
     for line in (run.metrics or {}).get(whole(fields, "term"), ()):

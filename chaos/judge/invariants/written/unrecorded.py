@@ -1,6 +1,6 @@
-"""Commits that no history records: their publisher died before it could write, or never knew that it had published.
+"""Commits that no history records: their publisher died first, or never learned that it had published.
 
-One that lives on, in an hour in which nothing but kills happened, has written a line of every commit that it made.
+A publisher that lives on, in an hour with no faults but kills, has written a line for every commit that it made.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from chaos.scenario.kinds import ends_processes, spares_others
 
 
 def may_lack_a_line(run: Evidence, term: int, at: float) -> bool:
-    """Say whether a term may have published a commit at a time without a line of it."""
+    """Return True if a term may have published a commit at this time without a line of it."""
     return term not in formed_at(run) or _last_of_rank_0(run).get(term, at) <= at or is_disturbed(run, at, at)
 
 
 def is_disturbed(run: Evidence, since: float, until: float) -> bool:
-    """Say whether an answer of the storage may have been lost in an interval: some fault did more than to end
-    processes, or to affect one node alone."""
+    """Return True if a storage answer may have been lost in an interval: some fault did more than end processes or
+    affect one node."""
     spells = spells_of(run)
     lines: list[Line] = [
         line
@@ -30,7 +30,7 @@ def is_disturbed(run: Evidence, since: float, until: float) -> bool:
 
 @once
 def _last_of_rank_0(run: Evidence) -> dict[int, float]:
-    """Return when each term's rank 0 last wrote a line that comes after those of all earlier commits."""
+    """Return when each term's rank 0 last wrote a line that follows those of all earlier commits."""
     last: dict[int, float] = {}
     for line in [*run.of("commit"), *run.of("leave"), *run.of("end")]:
         if line.get("rank") == 0:
