@@ -98,7 +98,7 @@ class Machine:
         self.num_exchanges = [0] * size
         self.queues: list[deque[Asked]] = [deque() for _ in range(size)]
         """What each rank's device is asked for and has not done."""
-        self._turn = [threading.Semaphore(0) for _ in range(size)]
+        self._turn = [_taken() for _ in range(size)]
         self._waits: list[tuple[str, Callable[[], bool]] | None] = [("its turn", lambda: True)] * size
         self._has_ended = [False] * size
         self._failed: BaseException | None = None
@@ -115,6 +115,7 @@ class Machine:
             self._await_turn(rank)
             _machine.here, _machine.rank = self, rank
             torch.manual_seed(0)
+            np.random.set_bit_generator(_copy_of(numbers))
             try:
                 results[rank] = main(rank)
             except Died:
@@ -128,6 +129,7 @@ class Machine:
                 self.changed.notify_all()
             self._pass_on(rank)
 
+        numbers = np.random.get_bit_generator()
         threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(self.size)]
         with _own_generators():
             for thread in threads:
@@ -208,11 +210,27 @@ class Machine:
         return left[0]
 
 
+def _taken() -> threading.Lock:
+    """Return a lock that is held: in a turn it is released once, and a semaphore's conditions cost more than a step."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _copy_of(generator: np.random.BitGenerator) -> np.random.BitGenerator:
+    copy = type(generator)()
+    copy.state = generator.state
+    return copy
+
+
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Give the generators back as they are now."""
-    state, numbers, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    """Give the generators back as they are now.
+
+    numpy's is put aside as an object: to read its state and to set it takes longer than a rank's turn.
+    """
+    state, numbers, python = torch.get_rng_state(), np.random.get_bit_generator(), random.getstate()
     yield
     torch.set_rng_state(state)
-    np.random.set_state(numbers)
+    np.random.set_bit_generator(numbers)
     random.setstate(python)
