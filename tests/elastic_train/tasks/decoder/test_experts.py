@@ -19,7 +19,7 @@ from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
 from elastic_train.tasks.decoder.model import MLP, Decoder, drawn_weights
 from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.training.jobs import config, result, succeed
-from tests.elastic_train.training.whole_runs.test_cells import LANGUAGE
+from tests.elastic_train.training.whole_runs.compared import LANGUAGE
 from tests.memory_job import start
 
 DIM, HIDDEN, EXPERTS = 8, 12, 4

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.elastic_train.training.jobs import average_of, losses, result, succeed
-from tests.elastic_train.training.whole_runs.models.test_stages_of_transformers import QWEN3, job
-from tests.elastic_train.training.whole_runs.test_cells import TERMS, newest_weights
-from tests.elastic_train.training.whole_runs.test_pipeline import stages
+from tests.elastic_train.training.whole_runs.compared import TERMS, newest_weights
+from tests.elastic_train.training.whole_runs.models.test_stages_of_transformers import QWEN3, job, stages
 from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding
 

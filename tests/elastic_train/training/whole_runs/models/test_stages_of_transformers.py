@@ -12,8 +12,7 @@ from elastic_train.cli.main import main
 from elastic_train.inference.exporting import export_folder
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
 from tests.elastic_train.training.jobs import average_of, config, result, succeed
-from tests.elastic_train.training.whole_runs.test_cells import newest_weights
-from tests.elastic_train.training.whole_runs.test_pipeline import LANGUAGE, files_of, stages
+from tests.elastic_train.training.whole_runs.compared import LANGUAGE, file_of, newest_weights
 from tests.memory_job import start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
@@ -21,6 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one 
 UNTIED = {"tie_word_embeddings": False}
 SIZES = {"vocab_size": 64, "num_hidden_layers": 4, "attention_dropout": 0.1}
 QWEN3 = {**LLAMA, **SIZES, **UNTIED, "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8}
+
+
+def stages(num: int, *, kind: str = "1f1b") -> list[str]:
+    return ["--parallel.pipeline", str(num), "--parallel.schedule", kind]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +85,7 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
         if until == 2:
             first, last = ("transformer.wpe", "transformer.h.0.ln_1"), ("transformer.h.1.ln_1", "lm_head")
             for number, names in enumerate((first, last)):
-                assert {files_of(tmp_path, f"model.{name}.weight") for name in names} == {f"__{number}_0.distcp"}
+                assert {file_of(tmp_path, f"model.{name}.weight") for name in names} == {f"__{number}_0.distcp"}
     newest_weights(tmp_path)
     succeed(start([run, *stages(2)], num_ranks=4))
     assert result(tmp_path)["weights_sha256"] == result(of_gpt2)["weights_sha256"]

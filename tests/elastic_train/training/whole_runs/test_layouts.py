@@ -1,0 +1,367 @@
+"""Layouts in whole runs: one hash for all that compute the same, over any cells and shares, and commits between them.
+
+Tensor parallelism, sequence parallelism and context parallelism each round in a way of their own, which one cell shows.
+Replicas, stages, schedules, experts' ranks, shards, copies, recomputation, offload, buckets and devices show in no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from elastic_train.cli.main import main
+from tests.conftest import start as start_processes
+from tests.conftest import write_rows
+from tests.elastic_train.data.loading.test_batch_builder import damage
+from tests.elastic_train.training.jobs import history, losses, result, succeed
+from tests.elastic_train.training.whole_runs.compared import (
+    EXPERTS,
+    TERMS,
+    assert_near,
+    assert_same_bits,
+    assert_stock_reader_finds_all,
+    bytes_of,
+    file_of,
+    newest_weights,
+    write,
+)
+from tests.memory_job import start
+from tests.rounding import assert_same_but_for_rounding
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # runs to compare with
+Keys = Mapping[str, object]
+Reference = Callable[[Keys], Path]
+LONG, HUNT = pytest.mark.long, pytest.mark.hunt  # other rows have each of these keys
+DEVICES = {"on_devices": True}
+
+TENSOR, CONTEXT, EXPERT, STAGES = ({f"parallel.{key}": 2} for key in ("tensor", "context", "expert", "pipeline"))
+SEQUENCE = {**TENSOR, "parallel.sequence": True}
+GPIPE = {**STAGES, "parallel.schedule": "gpipe"}
+CHUNKS = {**STAGES, "parallel.schedule": "interleaved"}
+OPTIMIZER, GRADIENTS, PARAMETERS = ({"parallel.shards": kind} for kind in ("optimizer", "gradients", "parameters"))
+ONCE = {"parallel.copies": 1}
+UNITS = {"parallel.recompute": "units"}
+AUDITED = {"run.audit_lanes": 1}
+SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
+OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision")
+"""The keys that decide the bits."""
+
+
+def flags(keys: Keys) -> list[str]:
+    said = {key: "null" if value is None else str(value).lower() for key, value in keys.items()}
+    return [text for key, value in said.items() for text in (f"--{key}", value)]
+
+
+def sizes(keys: Keys) -> dict[str, object]:
+    """Return the other sizes of a job's model: one whose experts are spread has some."""
+    return EXPERTS if "parallel.expert" in keys else {}
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Reference:
+    """Runs of one cell, of one process where none is needed, in which every rank holds all of its part."""
+    known = dict[str, Path]()
+
+    def found(keys: Keys) -> Path:
+        own = {key: keys[key] for key in OWN_BITS if key in keys}
+        size = int(str(own.get("parallel.tensor", 1))) * int(str(own.get("parallel.context", 1)))
+        if (name := str((own, sizes(keys)))) not in known:
+            folder = tmp_path_factory.mktemp("reference")
+            succeed(start([write(folder, few_rows, sizes(keys)), *flags(own)], num_ranks=size))
+            known[name] = folder
+        return known[name]
+
+    return found
+
+
+ROWS = [
+    # tensor parallelism: cells of two ranks
+    pytest.param(4, {**TENSOR, **UNITS, **AUDITED, **SMALL}, {}),
+    pytest.param(6, {**TENSOR, **OPTIMIZER, **SMALL}, {}),
+    pytest.param(4, {**TENSOR, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
+    pytest.param(4, {**TENSOR, **GRADIENTS, **UNITS}, DEVICES),
+    pytest.param(4, {**TENSOR, **OPTIMIZER, **ONCE, **UNITS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(6, {**TENSOR, **SMALL}, {}, marks=LONG),
+    pytest.param(6, {**TENSOR, **GRADIENTS, **ALL_AT_ONCE}, {}, marks=LONG),
+    # sequence parallelism
+    pytest.param(4, {**SEQUENCE, **OPTIMIZER, **ONCE, **SMALL}, {}),
+    pytest.param(4, {**SEQUENCE, **PARAMETERS, **UNITS, **AUDITED}, DEVICES),
+    pytest.param(4, {**SEQUENCE, **CHUNKS}, {}),
+    # context parallelism
+    pytest.param(4, {**CONTEXT, **UNITS, **AUDITED, **SMALL}, {}),
+    pytest.param(4, {**CONTEXT, **OPTIMIZER}, DEVICES),
+    pytest.param(4, {**CONTEXT, **CHUNKS, **SMALL}, {}),
+    pytest.param(8, {**CONTEXT, **GPIPE, **OPTIMIZER, **ONCE}, {}),
+    pytest.param(4, {**CONTEXT, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
+    pytest.param(8, {**CONTEXT, **CHUNKS, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(4, {**CONTEXT, **STAGES, **UNITS, **AUDITED}, {}, marks=HUNT),
+    # stages
+    pytest.param(4, {"parallel.pipeline": 4}, {}),
+    pytest.param(4, {**GPIPE, **OPTIMIZER, **ONCE, **SMALL, **AUDITED}, {}),
+    pytest.param(6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}, {}),
+    pytest.param(4, {**STAGES, **GRADIENTS, **UNITS}, DEVICES),
+    pytest.param(4, {**CHUNKS, **UNITS, **SMALL, "run.audit_lanes": 2}, {}),
+    pytest.param(6, {**CHUNKS, **GRADIENTS, **ONCE}, {}),
+    pytest.param(4, {**CHUNKS, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
+    pytest.param(4, {**CHUNKS, **OPTIMIZER, **ALL_AT_ONCE}, DEVICES),
+    pytest.param(4, {**GPIPE, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(6, {**STAGES, **OPTIMIZER}, {}, marks=LONG),
+    pytest.param(4, {**CHUNKS, "compile": True}, {}, marks=LONG),
+    # experts spread over ranks, of which some have a lane more than others
+    pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}),
+    pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}),
+    pytest.param(4, {**EXPERT, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
+    pytest.param(4, {**EXPERT, **GRADIENTS, **UNITS, **AUDITED}, {}),
+    pytest.param(4, {**EXPERT, **OPTIMIZER, "parallel.offload": "optimizer", **ONCE}, {}, marks=HUNT),
+    pytest.param(4, {**EXPERT, **UNITS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(4, {**EXPERT, **GPIPE}, {}),
+    pytest.param(8, {**EXPERT, **CHUNKS, **SMALL, **UNITS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(8, {**EXPERT, **CHUNKS, **SMALL, **GRADIENTS, **ONCE}, {}),
+    pytest.param(4, {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}, DEVICES),
+    pytest.param(8, {**EXPERT, **STAGES, **PARAMETERS, **ONCE}, {}, marks=HUNT),
+    # several of them
+    pytest.param(8, {**TENSOR, **STAGES, **GRADIENTS, **ONCE}, {}),
+    pytest.param(8, {**TENSOR, **CONTEXT, **UNITS, **OPTIMIZER, **ONCE}, {}),
+    pytest.param(8, {**TENSOR, **CONTEXT, **STAGES}, {}),
+    pytest.param(8, {**SEQUENCE, **CONTEXT, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
+    pytest.param(4, {**TENSOR, **EXPERT}, {}),
+    pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
+    pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
+    # other kernels; in half precision the first steps find the scale, and stages without a loss leave out the same
+    pytest.param(4, {**CHUNKS, "precision": "fp16", "parallel.offload": "optimizer"}, {}),
+    pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
+    pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "keys", "where"), ROWS, ids=str)
+def test_layouts_that_compute_the_same_have_the_same_bits(
+    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, where: dict[str, bool]
+) -> None:
+    """With dropout, clipping, an average, validations, cells of unequal numbers of lanes, and a step of one sample."""
+    succeed(start([write(tmp_path, few_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
+    assert_same_bits(tmp_path, reference(keys))
+
+
+def test_so_have_devices_of_processes(tmp_path: Path, few_rows: Path, reference: Reference) -> None:
+    """Over gloo, each with a queue and a thread of its own."""
+    keys = {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}
+    run = write(tmp_path, few_rows, EXPERTS, "tests.device_task:PacedLanguage")
+    succeed(start_processes([run, *flags(keys)], num_ranks=4))
+    assert_same_bits(tmp_path, reference(keys))
+
+
+STRETCHES: dict[str, list[tuple[int, Keys]]] = {
+    "stages": [
+        (2, STAGES),
+        (4, {"parallel.pipeline": 4, **GRADIENTS}),
+        (6, {**CHUNKS, **OPTIMIZER}),
+        (3, GRADIENTS),
+        (4, {**CHUNKS, **PARAMETERS, **ONCE}),
+    ],
+    "tensor": [
+        (4, {**TENSOR, **OPTIMIZER, **ONCE}),
+        (2, TENSOR),
+        (6, {**TENSOR, **GRADIENTS}),
+        (4, {**TENSOR, **STAGES, **PARAMETERS, **ONCE}),
+        (4, TENSOR),
+    ],
+    "sequence": [(2, SEQUENCE), (4, {**SEQUENCE, **STAGES}), (4, SEQUENCE)],
+    "context": [
+        (2, {**CONTEXT, **GRADIENTS}),
+        (4, {**CONTEXT, **CHUNKS, **PARAMETERS}),
+        (2, CONTEXT),
+        (6, {**CONTEXT, **PARAMETERS, **ONCE}),
+        (4, {**CONTEXT, **STAGES}),
+    ],
+    "experts": [
+        (2, EXPERT),
+        (4, {**EXPERT, **STAGES}),
+        (3, {"parallel.expert": 1}),
+        (4, {"parallel.expert": 4}),
+        (4, {**EXPERT, **PARAMETERS}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STRETCHES)
+def test_commits_continue_in_any_layout_that_computes_the_same(
+    tmp_path: Path, few_rows: Path, reference: Reference, name: str
+) -> None:
+    """A commit has whole tensors, moments, too, which torch's own reader and one process find; a stretch is a step."""
+    stretches = STRETCHES[name]
+    run = write(tmp_path, few_rows, sizes(stretches[0][1]))
+    for step, (num_ranks, keys) in enumerate(stretches, start=1):
+        until = {} if step == len(stretches) else {"max_steps": step}
+        succeed(start([run, *flags({**keys, **until})], num_ranks=num_ranks))
+        newest_weights(tmp_path)
+        assert_stock_reader_finds_all(tmp_path)
+    assert_same_bits(tmp_path, reference(stretches[0][1]))
+
+
+def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, few_rows: Path) -> None:
+    """The samples are the same, and the weights but for their last bits; rows in parts draw other random numbers."""
+    whole, other, model = tmp_path / "whole", tmp_path / "other", {"dropout": 0.0}
+    succeed(start([write(whole, few_rows, model)], num_ranks=1))
+    run = write(other, few_rows, model)
+    stretches = [
+        (1, {}),
+        (4, {**TENSOR, **OPTIMIZER}),
+        (4, CONTEXT),
+        (2, SEQUENCE),
+        (3, {"parallel.context": 3}),
+    ]
+    for step, (num_ranks, keys) in enumerate(stretches, start=1):
+        until = {} if step == len(stretches) else {"max_steps": step}
+        succeed(start([run, *flags({**keys, **until})], num_ranks=num_ranks))
+    assert result(other)["num_samples"] == result(whole)["num_samples"]
+    assert result(other)["weights_sha256"] != result(whole)["weights_sha256"]
+    assert_same_but_for_rounding(losses(other), losses(whole), TERMS)
+    assert_near(other, whole)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys"),
+    [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL})],
+    ids=str,
+)
+def test_fast_sums_differ_by_rounding_alone(
+    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys
+) -> None:
+    run = write(tmp_path, few_rows, sizes(keys))
+    succeed(start([run, *flags({**keys, "reduction": "fast"})], num_ranks=num_ranks))
+    assert result(tmp_path)["num_samples"] == result(reference(keys))["num_samples"]
+    assert_same_but_for_rounding(losses(tmp_path), losses(reference(keys)), TERMS)
+
+
+def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference) -> None:
+    """Those of tensor ranks, of tokens in parts, and of both, with experts or without."""
+    for keys in (TENSOR, SEQUENCE, {**TENSOR, **EXPERT}):
+        one = reference({} if "parallel.expert" not in keys else EXPERT)
+        assert result(reference(keys))["weights_sha256"] != result(one)["weights_sha256"]
+        assert_same_but_for_rounding(losses(reference(keys)), losses(one), TERMS)
+        assert_near(reference(keys), one)
+    assert_same_but_for_rounding(losses(reference({**TENSOR, **CONTEXT})), losses(reference(CONTEXT)), TERMS)
+    assert_near(reference({**TENSOR, **CONTEXT}), reference(CONTEXT))
+
+
+def test_a_tied_model_has_one_hash_over_one_cell_and_two(tmp_path: Path, few_rows: Path) -> None:
+    """Its first and last layers are one tensor, and cut alike."""
+    for name, num_ranks, keys in (("one", 2, SEQUENCE), ("two", 4, {**SEQUENCE, **GRADIENTS})):
+        run = write(tmp_path / name, few_rows, {"tied": True, "depth": 2})
+        succeed(start([run, *flags(keys)], num_ranks=num_ranks))
+    assert_same_bits(tmp_path / "two", tmp_path / "one")
+
+
+def test_stages_write_what_they_hold(tmp_path: Path, few_rows: Path) -> None:
+    """Each its blocks, which are neighbours unless a stage has two chunks; no other rank has them."""
+    for keys, files in ((STAGES, ["0", "0", "0", "1", "1", "1"]), (CHUNKS, ["0", "0", "1", "0", "1", "1"])):
+        folder = tmp_path / str(keys.get("parallel.schedule", "1f1b"))
+        run = write(folder, few_rows)
+        done = succeed(start([run, *flags(keys), "--max_steps", "1"], num_ranks=2))
+        assert "2 ranks make one cell, the only holder of the state" in done.output
+        names = ["embed.weight", *(f"blocks.{number}.mlp.up.weight" for number in range(4)), "head.weight"]
+        assert [file_of(folder, f"model.{name}")[2:3] for name in names] == files
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys", "said", "parts"),
+    [
+        (6, {**TENSOR, **GRADIENTS, **ONCE}, "3 cells of 2 ranks, over which the optimizer's state of each place", 1),
+        (6, {**CONTEXT, **PARAMETERS, **ONCE}, "3 cells of 2 ranks, over which the state is held once", 2),
+    ],
+)
+def test_a_rank_has_the_share_of_moments_that_it_says(
+    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, said: str, parts: int
+) -> None:
+    """Over three cells, which hold each share once, all ranks together have as much as one cell has of it once."""
+    done = succeed(start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks))
+    assert said in done.output
+    assert_same_bits(tmp_path, reference(keys))
+    whole, shared = sum(bytes_of(reference(keys), "optimizer").values()) / parts, bytes_of(tmp_path, "optimizer")
+    assert len(shared) == 6 and sum(shared.values()) == pytest.approx(whole, rel=0.1)
+    assert max(shared.values()) < 0.3 * whole
+
+
+def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path) -> None:
+    """It exchanges gradients with the others all the same; then all of them know, and repeat the step without it."""
+    data = write_rows(tmp_path / "data", 151, seed=1)
+    damage(data, "part-1.parquet", 2)
+    rules = {"data": {"train": str(data), "quarantine": ["unreadable"], "too_long": "truncate"}, "validation": {}}
+    found = {}
+    for num_ranks, keys in ((2, {}), (4, {**GRADIENTS, **ONCE})):
+        run = write(tmp_path / str(num_ranks), tmp_path, **rules)
+        done = succeed(start([run, *flags({**TENSOR, **keys}), "--max_steps", "4"], num_ranks=num_ranks))
+        assert "QUARANTINED: row group 2 of part-1.parquet" in done.output
+        ended = result(tmp_path / str(num_ranks))
+        found[num_ranks] = [ended[what] for what in ("weights_sha256", "num_samples", "num_left_out", "holes")]
+    assert found[2] == found[4]
+
+
+def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, few_rows: Path) -> None:
+    """Lanes of a row of four tokens, each for one of two experts: tensor ranks of a cell had gradients of other blocks,
+    so that ranks waited for one another in a circle."""
+    model = {**EXPERTS, "experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0}
+    cells: dict[str, tuple[int, Keys]] = {"one": (2, {}), "gradients": (4, GRADIENTS), "parameters": (4, PARAMETERS)}
+    for name, (num_ranks, keys) in cells.items():
+        batch = {"global_batch": 8, "micro_batch": 1}
+        run = write(tmp_path / name, few_rows, model, batch=batch, max_steps=2)
+        shares = {**ONCE, **keys} if keys else {}
+        succeed(start([run, *flags({**TENSOR, **shares})], num_ranks=num_ranks))
+        assert_same_bits(tmp_path / name, tmp_path / "one")
+
+
+@pytest.mark.parametrize("keys", [{}, STAGES], ids=["whole", "staged"])
+def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
+    tmp_path: Path, few_rows: Path, keys: Keys
+) -> None:
+    """A backward pass comes to experts wherever their tokens are from, also of a lane that is computed again."""
+    for name, audits in [("plain", {}), ("audited", AUDITED)]:
+        run = write(tmp_path / name, few_rows, EXPERTS, "tests.tasks:ExpertsAlone", max_steps=2)
+        succeed(start([run, *flags({**EXPERT, **keys, **audits})], num_ranks=4))
+    assert_same_bits(tmp_path / "audited", tmp_path / "plain")
+    assert history(tmp_path / "audited", "event") == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys", "message"),
+    [
+        (None, {"parallel.tensor": 3}, "parallel.tensor: 3 does not work with task.params.model.heads: 4, since"),
+        (
+            3,
+            TENSOR,
+            "3 ranks is not of whole cells of 2 (parallel.tensor: 2): start a multiple of 2 workers",
+        ),
+    ],
+)
+def test_what_makes_no_cells_is_refused(
+    tmp_path: Path, few_rows: Path, num_ranks: int | None, keys: Keys, message: str
+) -> None:
+    """With exit code 2 before anything ran, and what to do; tests of `config.combinations` have all else."""
+    done = start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks)
+    assert done.code == 2 and message in done.output.replace("\n", " "), done.output
+    assert not list((tmp_path / "run").glob("commits/*"))
+
+
+def test_validate_says_all_that_keeps_a_model_from_stages(
+    tmp_path: Path, few_rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not take a start to learn of it, nor one for each reason; of a model that has them, what they cost."""
+
+    def validate(run: str, keys: Keys) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["validate", run, *flags(keys)])
+        return ended.value.code or 0, " ".join("".join(capsys.readouterr()).split())
+
+    run = write(tmp_path, few_rows, {"depth": 5})
+    code, said = validate(run, {"parallel.pipeline": 3})
+    assert code == 0 and "3 stages, 1f1b; with all 5 lanes in one cell they wait 29 % of a step" in said
+    code, said = validate(run, CHUNKS)
+    assert code == 0
+    assert "2 stages with 2 chunks each, interleaved; with all 5 lanes in one cell they wait 9 % of a step" in said
+    code, said = validate(write(tmp_path / "own", few_rows, {"depth": 2, "tied": True}), {"parallel.pipeline": 3})
+    assert code == 2
+    for reason in ("task.params.model.depth: 2 in 3 stages", "task.params.model.tied: true, since"):
+        assert reason in said
