@@ -1,1 +1,1 @@
-"""State in shards: its fixed cut into grains, who holds which, what moves, and sums in which no cut shows. No I/O."""
+"""Sharding: the fixed cut of state into grains, their holders and transfers, and sums that no cut affects. No I/O."""

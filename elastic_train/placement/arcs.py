@@ -1,11 +1,11 @@
-"""Arcs: what part of a circle every member of a group holds, such that few changes of the group move little.
+"""Assign each member of a group arcs of a circle so that small changes of the group move little.
 
-The group began as `num_base` members with an arc of equal length each, their *base*. Who is left of them keeps as much
-of it as a member's even share allows. Everything else (the bases of those that are gone, and what the others gave up)
-is one line, out of which members are filled up to their even shares, in their order.
+The group starts with `num_base` members, each with an arc of equal length, its *base*. Remaining members keep as much
+of their base as an even share allows. Everything else (bases of lost members, and what the others gave up) forms one
+line, from which members are filled up to their even shares, in order.
 
-So while the line is a small part of the circle, a loss moves what was lost and a part of the line, a new member gets
-its share and nothing else moves but a part of the line; a member that takes a free base restores what was before.
+While the line is a small part of the circle, a loss moves only the lost arc and a part of the line, and a new member
+moves only its own share and a part of the line. A member that takes a free base restores the earlier assignment.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import TypeVar
 
 N = TypeVar("N", int, Fraction)
 Arc = tuple[Fraction, Fraction]
-"""From lo to before hi, in parts of the circle; ascending and apart where there are several."""
+"""From lo to before hi, as fractions of the circle; several arcs are ascending and disjoint."""
 Part = tuple[int, int]
-"""An arc in equal parts of the circle."""
+"""An arc in units of equal fractions of the circle."""
 
 
 def arcs_of(bases: Sequence[int | None], num_base: int) -> list[tuple[Arc, ...]]:
-    """Return the arcs of every member of a group, by member, from the numbers of their bases, None without one.
+    """Return the arcs of every member of a group; `bases` has the members' base numbers, None without one.
 
-    The arcs of all members make up the circle, and each member's are 1 / members of it. All of them begin and end at
-    whole parts of num_base * members of the circle, so until they are whole they are counted in these parts.
+    The arcs cover the circle, and each member has 1 / members of it. All ends are multiples of 1 / (num_base *
+    members), so arcs are computed as integers in these units.
     """
     base_length, share = len(bases), num_base
     kept = {base: _kept(base, base_length, share) for base in bases if base is not None}
@@ -42,23 +42,23 @@ def arcs_of(bases: Sequence[int | None], num_base: int) -> list[tuple[Arc, ...]]
 
 
 def kept_part(bases: Sequence[int | None], num_base: int) -> Fraction:
-    """Return how much of the circle members hold of their own bases; the rest is the line."""
+    """Return the fraction of the circle that members hold by their own bases; the rest is the line."""
     return sum(base is not None for base in bases) * min(Fraction(1, num_base), Fraction(1, len(bases)))
 
 
 def length(arcs: Iterable[tuple[N, N]]) -> N | int:
-    """Return the length of arcs that are apart."""
+    """Return the total length of disjoint arcs."""
     return sum(hi - lo for lo, hi in arcs)
 
 
 def overlap(some: Sequence[tuple[N, N]], others: Sequence[tuple[N, N]]) -> N | int:
-    """Return the length of what two members' arcs have in common."""
+    """Return the length of the intersection of two members' arcs."""
     both = ((max(a[0], b[0]), min(a[1], b[1])) for a in some for b in others)
     return length((lo, hi) for lo, hi in both if lo < hi)
 
 
 def in_parts(by_member: Sequence[Sequence[Arc]]) -> tuple[list[list[Part]], int]:
-    """Return arcs in whole numbers, of as many equal parts of the circle as that takes: to compare many of them."""
+    """Return arcs as integers, and the number of units in the circle, for comparing many of them."""
     num_parts = math.lcm(*{end.denominator for arcs in by_member for arc in arcs for end in arc})
 
     def counted(end: Fraction) -> int:
@@ -73,14 +73,14 @@ def _kept(base: int, base_length: int, share: int) -> Part:
 
 
 def _others(kept: dict[int, Part], num_base: int, base_length: int) -> list[Part]:
-    """Return what is in nobody's kept arc, in order."""
+    """Return the parts of the circle outside all kept arcs, in order."""
     ends = [kept[base][1] if base in kept else base * base_length for base in range(num_base)]
     arcs = [(lo, (base + 1) * base_length) for base, lo in enumerate(ends)]
     return [(lo, hi) for lo, hi in arcs if lo < hi]
 
 
 def _join(arcs: Sequence[Part]) -> list[Part]:
-    """Sort arcs, and join those that touch."""
+    """Sort arcs and join adjacent ones."""
     joined: list[Part] = []
     for lo, hi in sorted(arcs):
         if joined and joined[-1][1] == lo:
@@ -90,13 +90,13 @@ def _join(arcs: Sequence[Part]) -> list[Part]:
 
 
 class _Line:
-    """Arcs that are given away from the first on."""
+    """Arcs to give away, in order."""
 
     def __init__(self, arcs: list[Part]) -> None:
         self._arcs = arcs[::-1]
 
     def take(self, wanted: int) -> list[Part]:
-        """Take arcs of a length off the line."""
+        """Remove arcs of a total length from the line and return them."""
         taken = []
         while wanted > 0:
             lo, hi = self._arcs.pop()

@@ -1,11 +1,10 @@
-"""Which lanes a group's ranks compute, in which turn, and how the holders of grains add what comes, along the tree.
+"""Assign lanes to a group's ranks per turn, and add leaves along the tree on the ranks that hold the grains.
 
-A group computes a run of lanes in proportion to its ranks, and deals them out turn by turn: in a turn its ranks compute
-neighbouring lanes, in the order of their slots. So leaves reach a holder in the lanes' order, and it keeps at most
-1 + log2 L sums of subtrees of its share. Lanes that each rank took in one run would keep that many for every rank.
+A group computes a run of lanes in proportion to its ranks. In each turn its ranks compute neighbouring lanes, in slot
+order. So leaves reach a holder in lane order, and it keeps at most 1 + log2 L subtree sums of its share. If each rank
+took a run of lanes instead, it would keep that many for every rank.
 
-When all lanes are in, the holders of a grain in different groups send one another their sums, and each finishes the
-same tree.
+After all lanes, the holders of a grain in different groups exchange their sums, and each finishes the same tree.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ T = TypeVar("T")
 
 
 def group_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> range:
-    """Return the lanes of a seat's group: groups' lanes are disjoint, in order, and cover all of them.
+    """Return the lanes of a seat's group; the groups' lanes are disjoint, in order, and cover all lanes.
 
-    A group has its ranks' part of the lanes, so that no rank has more turns than others because its group is small.
+    A group's number of lanes is proportional to its ranks, so that a small group does not need more turns.
     """
     return _share(seat.place - seat.slot, seat.size, num_ranks, num_lanes)
 
 
 def deal_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> list[range]:
-    """Return the lanes of every turn of a seat's group, by turn; slot s computes the turn's lane s, if there is one.
+    """Return the lanes of every turn of a seat's group; slot s computes the turn's lane s, if there is one.
 
-    A slot without a lane in a turn sends what others need of its holdings, and adds what comes.
+    A slot without a lane in a turn still sends the shards that others need, and adds received ones.
     """
     lanes = group_lanes(seat, num_ranks, num_lanes)
     return [lanes[lo : lo + seat.size] for lo in range(0, len(lanes), seat.size)]
 
 
 def lanes_by_owner(seats: Sequence[Seat], num_lanes: int, context: int = 1, expert: int = 1) -> Assignment:
-    """Return every owner's lanes, one for each turn of its group until they are dealt out.
+    """Return every owner's lanes, one per turn of its group until none are left.
 
-    `seats` are those of all ranks that hold one part of the state: of each cell `context` ranks with some tokens each,
-    which compute the same lanes. A cell is `expert` owners. Cells are dealt lanes together if their ranks are in the
-    same groups.
+    `seats` are those of all ranks with one part of the state. Each cell has `context` of them, which compute the same
+    lanes for different tokens, and `expert` owners. Cells whose ranks are in the same groups are assigned lanes
+    together.
     """
     num_cells, first = len(seats) // context, 0
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -60,19 +59,19 @@ def lanes_by_owner(seats: Sequence[Seat], num_lanes: int, context: int = 1, expe
 
 
 def _share(first: int, size: int, num: int, num_lanes: int) -> range:
-    """Return the lanes of some neighbours among `num` that share all of them."""
+    """Return the lanes of `size` neighbours, from number `first`, among `num` that share all lanes."""
     return range(first * num_lanes // num, (first + size) * num_lanes // num)
 
 
 class Chunk(NamedTuple):
-    """Grains that one rank sends to another, their numbers ascending."""
+    """Grains, ascending, that one rank sends to another."""
 
     to: int
     grains: Int64s
 
 
 def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
-    """Return what a rank sends of each of its sums: to holders in other groups, the grains that both hold."""
+    """Return the grains of its sums that a rank sends to each holder in another group: those that both hold."""
     others = [(rank + distance) % len(seats) for distance in range(1, len(seats))]
     others = [other for other in others if seats[other].group != seats[rank].group]
     shared = shared_with(holdings[rank], [holdings[other] for other in others])
@@ -80,7 +79,7 @@ def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> 
 
 
 def subtrees_of(leaves: Iterable[int], num_leaves: int) -> tuple[Part, ...]:
-    """Return the largest whole subtrees that some leaves make up, left to right."""
+    """Return the largest whole subtrees that consist of some leaves, left to right."""
     counter = Counter[None](num_leaves, lambda left, right: None)
     for leaf in leaves:
         counter.push(Part(0, leaf), None)
@@ -88,9 +87,9 @@ def subtrees_of(leaves: Iterable[int], num_leaves: int) -> tuple[Part, ...]:
 
 
 class Counter(Generic[T]):
-    """The sums of whole subtrees of one holder's share, as a binary counter; `add` may change its first argument.
+    """Sums of whole subtrees of one holder's share, as a binary counter; `add` may change its first argument.
 
-    Leaves may come in any order; in theirs it has at most 1 + log2 L sums.
+    Leaves may come in any order; in ascending order there are at most 1 + log2 L sums.
     """
 
     def __init__(self, num_lanes: int, add: Callable[[T, T], T]) -> None:
@@ -99,7 +98,7 @@ class Counter(Generic[T]):
 
     @property
     def parts(self) -> dict[Part, T]:
-        """The sums so far, by the subtrees that they are of, in the lanes' order."""
+        """The sums so far, by subtree, in lane order."""
         return {part: self._sums[part] for part in sorted(self._sums, key=lambda part: part.lo)}
 
     def push(self, part: Part, total: T) -> None:

@@ -1,8 +1,7 @@
-"""Digests of tensors from digests of their grains, so that ranks that hold grains need not gather tensors.
+"""Digests of tensors from digests of their grains, so that sharded tensors need not be gathered.
 
-A tensor's digest is the SHA-256 over its dtype, its shape, the dimension along which it may be cut, if any, and its
-grains' SHA-256s. It depends on the tensor alone: not on flat vectors, units, parameter groups, degrees, or on who holds
-what.
+A tensor's digest is the SHA-256 over its dtype, shape, cut dimension if any, and its grains' SHA-256s. It depends on
+the tensor alone: not on flat vectors, units, parameter groups, degrees or holders.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from elastic_train.placement.grains import GRAIN, Cut, Layout
 
 
 def digests_of(content: memoryview, itemsize: int, bounds: Sequence[int]) -> list[bytes]:
-    """Return the SHA-256 of every grain, in order, of bytes in memory order whose grains have these bounds."""
+    """Return the SHA-256 of every grain, in order; `content` is in memory order, `bounds` in elements."""
     flat = content.cast("B")
     return [hashlib.sha256(flat[lo * itemsize : hi * itemsize]).digest() for lo, hi in pairwise(bounds)]
 

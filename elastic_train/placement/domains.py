@@ -1,13 +1,13 @@
-"""Groups over failure domains: each group is to hold everything once, its copies as far apart as domains allow.
+"""Form groups across failure domains: each group holds everything once, with copies as far apart as possible.
 
-Ranks are put in a line in which domains (racks, in them nodes) stay together, and the line is cut into groups of
-neighbours. Each group holds the whole, in the line's order, so the copies of a grain are a group's length apart. Hence
-no domain that is at most as long as the smallest group has two of them, even where a group's end cuts through it. A
-domain that is longer cannot avoid that in groups of even sizes, and becomes a group by itself. With fewer domains than
-groups, each domain gets groups in proportion to its ranks, and the same holds of the domains in it.
+Ranks are put in a line that keeps domains (racks, and nodes in them) together, and the line is cut into groups of
+neighbours. Each group holds the whole state in the line's order, so copies of a grain are a group's length apart. Hence
+no domain up to the size of the smallest group has two copies, even if a group boundary cuts it. A larger domain cannot
+avoid that in groups of even sizes, and becomes a group of its own. With fewer domains than groups, each domain gets
+groups in proportion to its ranks, and so on within it.
 
-So of a grain's holders in any domain, as many are in different domains within it as there are such domains or holders:
-where there are `copies` domains, any copies - 1 of them may be lost at once.
+So, within any domain, a grain's holders are in as many different subdomains as there are subdomains or holders: with
+`copies` domains, any copies - 1 of them may be lost at once.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from operator import itemgetter
 from elastic_train.placement.arcs import Arc, in_parts
 
 Path = tuple[str, ...]
-"""Where a rank is, from the widest domain to the narrowest, such as (rack, node); () for a rank by itself."""
+"""Location of a rank, from the widest domain to the narrowest, e.g. (rack, node); () for a rank on its own."""
 
 Groups = list[list[int]]
-"""The ranks of every group, by slot."""
+"""Ranks of every group, by slot."""
 
 
 def paths_of_cells(cells: Sequence[Sequence[Path]]) -> list[Path]:
-    """Return where each of several cells is, given the paths of its ranks, by place; all of one length.
+    """Return each cell's path, given the paths of its ranks by place, all of one length.
 
-    Two cells share a domain if any two of their ranks of one place do: it has copies of what that place holds.
+    Two cells share a domain if any two of their ranks with the same place do: that domain has two copies of its part.
     """
     depth = min(len(path) for cell in cells for path in cell)
     levels = [_linked(cells, end) for end in range(1, depth + 1)]
@@ -36,7 +36,7 @@ def paths_of_cells(cells: Sequence[Sequence[Path]]) -> list[Path]:
 
 
 def _linked(cells: Sequence[Sequence[Path]], depth: int) -> list[int]:
-    """Return the first cell of each one's domain, where domains are what the first `depth` names of paths lead to."""
+    """Return the first cell of each cell's domain, where domains are the first `depth` names of paths."""
     firsts, before = list(range(len(cells))), list[int]()
     while firsts != before:
         before, lowest = firsts, dict[tuple[int, Path], int]()
@@ -48,14 +48,14 @@ def _linked(cells: Sequence[Sequence[Path]], depth: int) -> list[int]:
 
 
 def cut_groups(ranks: Sequence[int], paths: Sequence[Path], num: int) -> Groups:
-    """Cut ranks, in their order where domains leave it free, into `num` groups, none of them empty."""
+    """Cut ranks into `num` non-empty groups, in their order where domains allow it."""
     return _groups(list(ranks), paths, 0, num)
 
 
 def are_apart(groups: Groups, arcs: Sequence[Sequence[Arc]], paths: Sequence[Path]) -> bool:
-    """Say whether of each domain's holders of anything as many as can be are in different domains within it.
+    """Return True if each domain's holders of anything are in as many different subdomains as possible.
 
-    `arcs` are what ranks hold, by rank.
+    `arcs` are the holdings, by rank.
     """
     children: dict[Path, set[str | int]] = {}
     for rank, path in enumerate(paths):
@@ -82,12 +82,12 @@ def _is_spread(holders: Iterable[int], paths: Sequence[Path], children: dict[Pat
 
 
 def _within(path: Path, depth: int, rank: int) -> str | int:
-    """Return the domain that a rank is in within those that the first `depth` names of its path lead to."""
+    """Return the subdomain of a rank, below the first `depth` names of its path."""
     return path[depth] if depth < len(path) else rank
 
 
 def _groups(ranks: list[int], paths: Sequence[Path], depth: int, num: int) -> Groups:
-    """Cut ranks that share the first `depth` names of their paths into `num` groups, none of them empty."""
+    """Cut ranks that share the first `depth` names of their paths into `num` non-empty groups."""
     if num == 1:
         return [_in_line(ranks, paths, depth)]
     domains = _domains(ranks, paths, depth)
@@ -99,7 +99,7 @@ def _groups(ranks: list[int], paths: Sequence[Path], depth: int, num: int) -> Gr
 
 
 def _spread(domains: Groups, paths: Sequence[Path], depth: int, num: int) -> Groups:
-    """Cut a line of at least `num` domains so that none of them is in two groups at places that hold the same."""
+    """Cut a line of at least `num` domains so that no domain is in two groups at positions that hold the same."""
     length = sum(len(domain) for domain in domains)
     longest = max(domains, key=len)
     if num > 1 and len(longest) * num > length:
@@ -110,16 +110,16 @@ def _spread(domains: Groups, paths: Sequence[Path], depth: int, num: int) -> Gro
 
 
 def _in_line(ranks: list[int], paths: Sequence[Path], depth: int) -> list[int]:
-    """Put the ranks of one domain in a line in which the domains within it stay together."""
+    """Put the ranks of one domain in a line that keeps its subdomains together."""
     if len(ranks) == 1 or all(len(paths[rank]) <= depth for rank in ranks):
         return ranks
     return [rank for domain in _domains(ranks, paths, depth) for rank in _in_line(domain, paths, depth + 1)]
 
 
 def _domains(ranks: list[int], paths: Sequence[Path], depth: int) -> Groups:
-    """Sort ranks into the domains that their paths name next, in the order of the domains' first ranks.
+    """Group ranks by the next name of their paths, in order of the domains' first ranks.
 
-    A rank whose path ends here is a domain by itself.
+    A rank whose path ends here is its own domain.
     """
     domains: dict[str | int, list[int]] = {}
     for rank in ranks:
@@ -128,10 +128,10 @@ def _domains(ranks: list[int], paths: Sequence[Path], depth: int) -> Groups:
 
 
 def _apportion(sizes: Sequence[int], num: int) -> list[int]:
-    """Share `num` groups out to fewer domains, at least one each and no more than each has ranks, by their sizes.
+    """Distribute `num` groups to fewer domains in proportion to their sizes: at least one, at most one per rank.
 
-    Each further group goes where the smallest stays largest: it decides how much memory a rank needs (highest averages,
-    D'Hondt 1882).
+    Each further group goes where the smallest group stays largest, because that determines the memory per rank (highest
+    averages, D'Hondt 1882).
     """
     shares = [1] * len(sizes)
     for _ in range(num - len(sizes)):

@@ -1,8 +1,8 @@
-"""How grains are laid side by side by their lengths, so that few operations square and add up many of them.
+"""Arrange grains by length, so that few operations square and sum many of them.
 
-Grains that end at the edges of parts have many lengths, which take turns in a tensor. Where they do so often, the
-tensor's rows are scattered to places at which grains of one length follow each other; elsewhere runs of grains of one
-length are copied. All of it follows from the lengths alone. No torch here.
+Grains at the edges of parts have many different lengths, which alternate within a tensor. If they do so often, the
+tensor's rows are scattered so that grains of one length are adjacent; otherwise, runs of grains of one length are
+copied. The arrangement depends on the lengths alone. No torch here.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from elastic_train.core.arrays import Int64s
 
 T = TypeVar("T")
 Lengths = tuple[int, ...]
-"""Of the grains of a vector, in their order; they fill it."""
+"""Lengths of a vector's grains, in order; they fill it."""
 _ROWS_OF_RUN = 64
-"""Rows that are scattered in about the time in which one run is copied."""
+"""Number of rows that scatter in about the time of copying one run."""
 _FEW_RUNS = 4
 _FILLING = 1 << 15
-"""Zeros that are added up in about the time that a table of its own takes."""
+"""Number of zeros that are added in about the time of a separate table."""
 
 
 class Run(NamedTuple):
-    """Neighbouring grains of one length: `num`, from element `lo` of a vector and from grain number `first` on."""
+    """`num` adjacent grains of one length, from element `lo` of a vector and grain number `first`."""
 
     vector: int
     lo: int
@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class Scatter(NamedTuple):
-    """Elements [lo, hi) of a vector, as rows of `unit` elements, and the row of [start, stop) that each goes to."""
+    """Elements [lo, hi) of a vector as rows of `unit` elements, and the target row of each, within [start, stop)."""
 
     vector: int
     lo: int
@@ -56,7 +56,7 @@ class Scatter(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Runs of grains of one length, which follow each other in a table from a row on."""
+    """Runs of grains of one length, to be copied one after another into a table, from `row` on."""
 
     table: int
     row: int
@@ -64,9 +64,9 @@ class Copy(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Grains in rows of `width` elements, from element `start` of the room on, by length, the longest first.
+    """Grains in rows of `width` elements, from element `start` of the room, by length, the longest first.
 
-    `shorter` has rows [lo, hi) whose grains have less, and how many elements those have; zeros are to follow them.
+    `shorter` has (lo, hi, length) for rows [lo, hi) with shorter grains, which are padded with zeros.
     """
 
     start: int
@@ -80,7 +80,7 @@ class Table(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tables that are in the room at once, and what comes into them."""
+    """Tables that are in the room at once, and the operations that fill them."""
 
     scatters: tuple[Scatter, ...]
     copies: tuple[Copy, ...]
@@ -92,7 +92,7 @@ class Batch(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Neighbouring grains of a vector, from element `lo` and grain number `first` on, as rows of `unit` elements."""
+    """Adjacent grains of a vector, from element `lo` and grain number `first`, as rows of `unit` elements."""
 
     vector: int
     lo: int
@@ -106,12 +106,12 @@ class _Piece(NamedTuple):
 
 
 def width_of(length: int) -> int:
-    """Return the smallest power of two that is no less than a length."""
+    """Return the smallest power of two that is at least `length`."""
     return 1 << (length - 1).bit_length()
 
 
 def batches_of(vectors: Sequence[Lengths], room: int, room_of_rows: int) -> tuple[Batch, ...]:
-    """Lay out the grains of vectors in batches of about `room` elements, or `room_of_rows` where rows are scattered.
+    """Arrange the grains of vectors in batches of about `room` elements, or `room_of_rows` if rows are scattered.
 
     Grains are numbered vector by vector.
     """
@@ -132,7 +132,7 @@ def batches_of(vectors: Sequence[Lengths], room: int, room_of_rows: int) -> tupl
 
 
 def _split(vector: int, lengths: Int64s, first: int, room: int, room_of_rows: int) -> list[_Piece | Run]:
-    """Return the grains of a vector as pieces or as runs, which have room where a grain has."""
+    """Return the grains of a vector as pieces or runs that fit the room (or have a single grain)."""
     starts = np.cumsum(lengths) - lengths
     changes = np.flatnonzero(np.diff(lengths)) + 1
     unit = int(np.gcd.reduce(lengths))
@@ -151,7 +151,7 @@ def _split(vector: int, lengths: Int64s, first: int, room: int, room_of_rows: in
 
 
 def _filled(items: Sequence[T], sizes: Sequence[int], room: int) -> Iterator[list[T]]:
-    """Yield items in groups of neighbours, of which each is as large as there is room, or a single one."""
+    """Yield groups of adjacent items, each as large as the room allows, or a single item."""
     some: list[T] = []
     left = room
     for item, size in zip(items, sizes, strict=True):
@@ -165,9 +165,9 @@ def _filled(items: Sequence[T], sizes: Sequence[int], room: int) -> Iterator[lis
 
 
 def _widths_of(lengths: Int64s) -> dict[int, int]:
-    """Return the width of the table that grains of each length stand in; lengths descend.
+    """Return the width of the table for each grain length; lengths descend.
 
-    A length shares the table of the next longer one that is folded with it, unless there would be too many zeros.
+    A length shares the table of the next longer one with the same power of two, unless it needs too many zeros.
     """
     sizes, counts = np.unique(lengths, return_counts=True)
     widths: dict[int, int] = {}
@@ -180,7 +180,7 @@ def _widths_of(lengths: Int64s) -> dict[int, int]:
 
 
 def _scattered(pieces: Sequence[_Piece]) -> Batch:
-    """Return the batch of some pieces, which ascend by their units."""
+    """Return the batch of some pieces, sorted by unit."""
     scatters: list[Scatter] = []
     tables: list[Table] = []
     start = 0
@@ -214,13 +214,13 @@ def _table(start: int, width: int, numbers: Int64s, lengths: Int64s) -> Table:
 
 
 def _counted(counts: Int64s) -> Int64s:
-    """Return 0, 1, … up to each count, one after the other."""
+    """Return 0, 1, … up to each count, concatenated."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def _copied(runs: Sequence[Run]) -> Batch:
-    """Return the batch of some runs, which descend by length."""
+    """Return the batch of some runs, sorted by descending length."""
     widths = _widths_of(np.repeat([run.length for run in runs], [run.num for run in runs]))
     tables: list[Table] = []
     copies: list[Copy] = []

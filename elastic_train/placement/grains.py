@@ -1,14 +1,13 @@
-"""The cut of a model into grains: fixed by its tensors alone, so that no world, rank, degree or mode shows in it.
+"""The cut of a model into grains; it depends only on the tensors, not on world, rank, degree or mode.
 
-A grain is a run of at most GRAIN elements of one tensor. Where ranks can have a part of a tensor each, the dimension
-that is cut comes first in its *memory order*, so a part is a run of elements, and no grain crosses the edge of a part
-at any degree up to MOST_DEGREE that divides the dimension. A part is then some whole grains at every degree, and what
-is measured by grains (`norm`, `digest`) is the same number whatever the degree.
+A grain is a run of at most GRAIN elements of one tensor. If ranks can each have a part of a tensor, the cut dimension
+comes first in its *memory order*, so that a part is a run of elements; and no grain crosses the edge of a part at any
+degree up to MOST_DEGREE that divides the dimension. A part is then a number of whole grains at every degree, and
+measurements per grain (`norm`, `digest`) are the same at every degree.
 
-Grains are numbered in the model's order, tensor by tensor. Tensors that are gathered together, and that one optimizer
-setting updates, stand in one *flat* vector, each at a multiple of ALIGN elements. The elements between a tensor's end
-and the next multiple belong to its last grain's span; they are zero, are never updated, and count in no norm and no
-digest.
+Grains are numbered in the model's order, tensor by tensor. Tensors that are gathered together and have the same
+optimizer settings lie in one *flat* vector, each at a multiple of ALIGN elements. The padding after a tensor belongs to
+the span of its last grain; it is zero, never updated, and not part of any norm or digest.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 
 GRAIN = 1 << 16
-"""Elements of the longest grain."""
+"""Maximum length of a grain, in elements."""
 ALIGN = 64
-"""Elements: every tensor begins at a multiple of this in its flat vector."""
+"""Alignment of tensors in flat vectors, in elements."""
 MOST_DEGREE = 64
-"""Ranks among which a dimension may be cut, at most."""
+"""Maximum number of ranks among which a dimension may be cut."""
 
 CutDims = Mapping[str, int]
-"""By a parameter's name, the dimension along which ranks can have a part of it each; others stay whole."""
+"""Dimension along which ranks can have a part each, by parameter name; others stay whole."""
 
 
 class Cut(NamedTuple):
-    """The dimension along which ranks can have a part of a tensor each, and the indices that no grain crosses.
+    """The dimension along which a tensor may be cut, and the indices that no grain crosses.
 
     `edges` ascend from 0 to the dimension's size.
     """
@@ -48,25 +47,25 @@ class Cut(NamedTuple):
     edges: tuple[int, ...]
 
     def part(self, lo: int, hi: int) -> Cut:
-        """Return the cut of the part [lo, hi) of the dimension, whose ends must be edges."""
+        """Return the cut of the part [lo, hi) of the dimension; `lo` and `hi` must be edges."""
         return Cut(self.dim, tuple(edge - lo for edge in self.edges if lo <= edge <= hi))
 
 
 @cache
 def edges_of(size: int) -> tuple[int, ...]:
-    """Return where a dimension is cut at any degree that divides it, its ends among them, ascending."""
+    """Return the indices at which any degree that divides it cuts a dimension, both ends included, ascending."""
     degrees = [degree for degree in range(1, MOST_DEGREE + 1) if size % degree == 0]
     return tuple(sorted({part * size // degree for degree in degrees for part in range(degree + 1)}))
 
 
 def cut_along(shape: Sequence[int], dim: int | None) -> Cut | None:
-    """Return the cut of a tensor along a dimension; None for one that every rank has as a whole."""
+    """Return the cut of a tensor along a dimension; None for a tensor that every rank holds whole."""
     return None if dim is None else Cut(dim, edges_of(shape[dim]))
 
 
 @cache
 def bounds_of(shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
-    """Return where a tensor's grains begin in its memory order, and where the last one ends, in elements."""
+    """Return the starts of a tensor's grains in its memory order and the end of the last one, in elements."""
     numel = math.prod(shape)
     if not numel:
         return (0,)
@@ -76,7 +75,7 @@ def bounds_of(shape: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
 
 
 def strides_of(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
-    """Return the strides of a tensor that stands in its memory order, in elements."""
+    """Return the strides, in elements, of a tensor stored in its memory order."""
     first = 0 if cut is None else cut.dim
     rest = [size for dim, size in enumerate(shape) if dim != first]
     strides = [math.prod(rest[at + 1 :]) for at in range(len(rest))]
@@ -85,11 +84,11 @@ def strides_of(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One name of a tensor, as a model lists it; names that share a `memory` are tied: one tensor.
+    """One name of a tensor, as listed by a model; names with the same `memory` are tied: one tensor.
 
-    `unit` is what is gathered together (a block). `group` is the number of the optimizer's parameter group, None for a
-    tensor that is frozen. `cut` says along which dimension ranks can have parts of it, None for one that stays whole.
-    One that `is_atomic` is held as a whole, or not at all, as where an optimizer updates matrices and not elements.
+    `unit` is the block it is gathered with. `group` is the number of the optimizer's parameter group, None for a frozen
+    tensor. `cut` gives the dimension along which it may be cut, None if it stays whole. A tensor that `is_atomic` is
+    held whole or not at all, e.g. because the optimizer updates matrices.
     """
 
     name: str
@@ -104,7 +103,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One flat vector of `numel` elements, padding included."""
+    """A flat vector of `numel` elements, padding included."""
 
     unit: str
     dtype: str
@@ -114,11 +113,11 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's place: at element `start` of a flat vector, its grains from number `first_grain` on.
+    """A tensor's position: from element `start` of a flat vector, with grains from number `first_grain`.
 
-    `names` are all of its names, the first one first. `units` are those that use it: more than one where a tie crosses
-    them, and then it stands with what is in no unit, "". Its elements are in memory order, `cut.dim` first. A rank
-    holds either all grains of one that `is_atomic` or none of them.
+    `names` has all its names, the first one first. `units` are the units that use it; if a tie spans several, it lies
+    in the flat vectors of no unit, "". Its elements are in memory order, `cut.dim` first. A rank holds all grains of a
+    tensor that `is_atomic`, or none.
     """
 
     names: tuple[str, ...]
@@ -136,18 +135,18 @@ class Tensor:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """The first element of each grain, and the end of the last one."""
+        """Start of each grain, and the end of the last one."""
         return bounds_of(self.shape, self.cut)
 
     @property
     def grains(self) -> range:
-        """The numbers of its grains, in order of its elements; none if it is empty."""
+        """Numbers of its grains, in the order of its elements; empty for an empty tensor."""
         return range(self.first_grain, self.first_grain + len(self.bounds) - 1)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors in the model's order, and the flat vectors that they stand in, in the order of their first tensors."""
+    """Tensors in the model's order, and their flat vectors, in order of their first tensors."""
 
     tensors: tuple[Tensor, ...]
     flats: tuple[Flat, ...]
@@ -158,64 +157,64 @@ class Layout:
 
     @cached_property
     def tensor_of(self) -> Int64s:
-        """The number of every grain's tensor; shape (grains,)."""
+        """Number of every grain's tensor; shape (grains,)."""
         return np.repeat(np.arange(len(self.tensors)), [len(tensor.grains) for tensor in self.tensors])
 
     @cached_property
     def flat_of(self) -> Int64s:
-        """The number of every grain's flat vector; shape (grains,)."""
+        """Number of every grain's flat vector; shape (grains,)."""
         return self._of_tensors([tensor.flat for tensor in self.tensors])
 
     @cached_property
     def lo(self) -> Int64s:
-        """The element of its tensor that every grain begins with; shape (grains,)."""
+        """First element of every grain within its tensor; shape (grains,)."""
         return np.array([at for tensor in self.tensors for at in tensor.bounds[:-1]], dtype=np.int64)
 
     @cached_property
     def hi(self) -> Int64s:
-        """The element of its tensor that every grain ends before; shape (grains,)."""
+        """End of every grain within its tensor; shape (grains,)."""
         return np.array([at for tensor in self.tensors for at in tensor.bounds[1:]], dtype=np.int64)
 
     @cached_property
     def start(self) -> Int64s:
-        """The element of its flat vector that every grain begins with; shape (grains,)."""
+        """First element of every grain within its flat vector; shape (grains,)."""
         return self._of_tensors([tensor.start for tensor in self.tensors]) + self.lo
 
     @cached_property
     def span(self) -> Int64s:
-        """The elements that every grain takes of its flat vector, padding included; shape (grains,)."""
+        """Number of elements of every grain in its flat vector, padding included; shape (grains,)."""
         is_last = self.hi == self._of_tensors([tensor.numel for tensor in self.tensors])
         return self.hi - self.lo + np.where(is_last, -self.hi % ALIGN, 0)
 
     @cached_property
     def atom(self) -> Int64s:
-        """The first of the grains that every grain is held with, itself if it may be held alone; shape (grains,)."""
+        """First of the grains that must be held with every grain, itself if it may be held alone; shape (grains,)."""
         first = self._of_tensors([tensor.first_grain if tensor.is_atomic else -1 for tensor in self.tensors])
         return np.where(first < 0, np.arange(self.num_grains), first)
 
     @cached_property
     def trained(self) -> Int64s:
-        """The numbers of the grains that the optimizer updates, ascending: all but frozen tensors'."""
+        """Numbers of the grains that the optimizer updates (all but frozen tensors'), ascending."""
         return self.trained_of(np.arange(self.num_grains))
 
     def trained_of(self, grains: Int64s) -> Int64s:
-        """Return those of some grains that the optimizer updates."""
+        """Return the grains among `grains` that the optimizer updates."""
         is_trained = np.array([flat.group is not None for flat in self.flats], dtype=np.bool_)
         return grains[is_trained[self.flat_of[grains]]]
 
     @cached_property
     def dims(self) -> CutDims:
-        """The dimension along which each tensor that may be cut is cut, by all of its names."""
+        """Cut dimension of each tensor that may be cut, by each of its names."""
         return {name: tensor.cut.dim for tensor in self.tensors if tensor.cut is not None for name in tensor.names}
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
-        """The number of each tensor, by all of its names."""
+        """Number of each tensor, by each of its names."""
         return {name: number for number, tensor in enumerate(self.tensors) for name in tensor.names}
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over everything that decides where a grain is; ranks that exchange grains must have the same."""
+        """SHA-256 over everything that determines grains' positions; equal on ranks that exchange grains."""
         tensors = [
             (t.names, t.shape, t.units, t.flat, t.start, t.first_grain, t.cut, *(["atomic"] if t.is_atomic else []))
             for t in self.tensors
@@ -228,9 +227,9 @@ class Layout:
 
 
 def lay_out(listed: Iterable[Listed]) -> Layout:
-    """Lay a model's tensors out, tied ones once, at the place of their first name.
+    """Lay out a model's tensors, tied ones once, at the position of their first name.
 
-    Raises ConfigError for a name that comes twice, and for tied names that differ in shape, dtype or parameter group.
+    Raises ConfigError for a duplicate name, and for tied names that differ in shape, dtype, cut or parameter group.
     """
     flats: dict[tuple[str, str, int | None], int] = {}
     ends: list[int] = []
@@ -239,7 +238,7 @@ def lay_out(listed: Iterable[Listed]) -> Layout:
     for names in _tied(listed):
         first = names[0]
         units = tuple(dict.fromkeys(one.unit for one in names))
-        # What several units use is gathered with what all of them stand in.
+        # A tensor of several units is gathered with the rest of the model.
         flat = flats.setdefault((first.unit if len(units) == 1 else "", first.dtype, first.group), len(flats))
         ends += [0] * (len(flats) - len(ends))
         tied = tuple(one.name for one in names)
@@ -251,7 +250,7 @@ def lay_out(listed: Iterable[Listed]) -> Layout:
 
 
 def _tied(listed: Iterable[Listed]) -> list[list[Listed]]:
-    """Return the names of each tensor, in the order of their first names."""
+    """Return the names of each tensor, in order of their first names."""
     tensors: dict[Hashable, list[Listed]] = {}
     seen: set[str] = set()
     for one in listed:

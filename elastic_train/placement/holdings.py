@@ -1,12 +1,12 @@
-"""Holdings: which grains a seat holds, a pure function of the layout and the seat.
+"""The grains that a seat holds: a pure function of the layout and the seat.
 
-All grains stand on one *circle*, around which every flat vector is spread evenly. A group's seats cut the circle into
-arcs, an even share each. An arc has a run of neighbouring grains of every flat vector, so that whatever is gathered
-together comes from all ranks of the group in equal parts, and no rounding adds up over the flat vectors in favour of
-the same slots. Grains of a tensor that is held as a whole all begin where its first one does.
+All grains lie on one *circle*, over which every flat vector is spread evenly. A group's seats cut the circle into arcs
+of equal share. An arc has a run of adjacent grains of every flat vector, so each unit is gathered in equal parts from
+all ranks, and rounding does not accumulate on the same slots. Grains of an atomic tensor all start where its first one
+does.
 
-The grains of an arc depend on its ends alone: seats whose arcs share nothing share no grain, whatever the sizes of
-their groups. That is what keeps copies apart (see `domains`).
+The grains of an arc depend only on its ends: seats with disjoint arcs have disjoint grains, whatever the sizes of their
+groups. That keeps copies apart (see `domains`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Run(NamedTuple):
 class Circle:
     """The fixed order of a layout's grains, from which holdings are cut.
 
-    `grains` are their numbers in that order; `starts` is how many elements come before each, or before the first of
-    those that it is held with; both of shape (grains,). `length` is the elements of them all, padding included.
+    `grains` are their numbers in that order; `starts` has the number of elements before each grain, or before the first
+    grain of its atom; both of shape (grains,). `length` is the total number of elements, padding included.
     """
 
     grains: Int64s
@@ -46,10 +46,10 @@ class Circle:
 
 
 def circle_of(layout: Layout) -> Circle:
-    """Return the order in which every flat vector is spread evenly over the whole: by its grains' middles."""
+    """Return the circle: grains ordered by the relative position of their middles in their flat vectors."""
     lengths = np.array([flat.numel for flat in layout.flats], dtype=np.int64)[layout.flat_of]
     atoms = np.bincount(layout.atom, layout.span, layout.num_grains)[layout.atom]  # the elements of each grain's atom
-    middles = (layout.start[layout.atom] + atoms / 2) / lengths  # a single rounding, which every machine does alike
+    middles = (layout.start[layout.atom] + atoms / 2) / lengths  # a single rounding, equal on every machine
     grains = np.lexsort((layout.start, layout.flat_of, middles)).astype(np.int64)
     spans = layout.span[grains]
     starts = np.empty_like(spans)
@@ -58,14 +58,14 @@ def circle_of(layout: Layout) -> Circle:
 
 
 NO_GRAINS = Circle(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0)
-"""The circle of what is not held by seats."""
+"""Circle of state that is not sharded by seats."""
 
 
 class Column(NamedTuple):
-    """What ranks with one part of the state hold together: a layout's grains, a share each by its seat on the circle.
+    """A shard group: the ranks with one part of the state, whose grains they hold by their seats on the circle.
 
-    Where every rank is a replica, all of them are one column, which holds the whole state. With no grains on the circle
-    each rank of the column holds all of it.
+    If every rank is a replica, all ranks are one column with the whole state. With no grains on the circle, each rank
+    holds the whole part.
     """
 
     layout: Layout
@@ -73,29 +73,29 @@ class Column(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether each rank of the column holds all of it."""
+        """True if each rank of the column holds the whole part."""
         return self.circle.grains.size < self.layout.num_grains
 
     def trained_by(self, seat: Seat | None) -> Int64s:
-        """Return the trained grains that a rank holds, ascending: all, or those of its seat, and none without one."""
+        """Return the trained grains that a rank holds, ascending: all, or those of its seat, none without one."""
         if self.is_whole:
             return self.layout.trained
         return self.layout.trained_of(grains_in(self.circle, () if seat is None else seat.arcs))
 
     def missing(self, by_rank: Iterable[Sequence[Arc]]) -> int:
-        """Return how many grains none of several ranks holds, by their arcs; none where each of them holds all."""
+        """Return the number of grains that none of several ranks holds, by their arcs; 0 if each rank holds all."""
         if self.is_whole:
             return 0
         return self.layout.num_grains - grains_in(self.circle, (arc for arcs in by_rank for arc in arcs)).size
 
 
 def column_of(layout: Layout) -> Column:
-    """Return the column of ranks that hold the grains of a layout by their seats."""
+    """Return the column of ranks that hold a layout's grains by their seats."""
     return Column(layout, circle_of(layout))
 
 
 def grains_in(circle: Circle, arcs: Iterable[Arc]) -> Int64s:
-    """Return the numbers of the grains that begin in some arcs of the circle, which may overlap, ascending."""
+    """Return the numbers of the grains that start in some arcs, which may overlap, ascending."""
     edges = _edges(circle, (end for arc in arcs for end in arc))
     slices = [circle.grains[lo:hi] for lo, hi in zip(edges[::2], edges[1::2], strict=True)]
     grains = np.sort(np.concatenate([circle.grains[:0], *slices]))
@@ -103,25 +103,25 @@ def grains_in(circle: Circle, arcs: Iterable[Arc]) -> Int64s:
 
 
 def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
-    """Return the numbers of the grains that every rank of a world holds, by rank."""
+    """Return the numbers of the grains that every rank holds, by rank."""
     return [grains_in(circle, seat.arcs) for seat in seats]
 
 
 def shared_with(mine: Int64s, theirs: Sequence[Int64s]) -> list[Int64s]:
-    """Return which of some grains are in each of several holdings."""
+    """Return the intersection of some grains with each of several holdings."""
     is_mine = np.zeros(1 + max((int(grains[-1]) for grains in (mine, *theirs) if grains.size), default=-1), np.bool_)
     is_mine[mine] = True
     return [grains[is_mine[grains]] for grains in theirs]
 
 
 def _edges(circle: Circle, ends: Iterable[Fraction]) -> list[int]:
-    """Return how many grains begin before some parts of the circle's length."""
+    """Return the number of grains that start before each of some fractions of the circle."""
     lengths = [-(-at.numerator * circle.length // at.denominator) for at in ends]
     return list(map(int, np.searchsorted(circle.starts, np.array(lengths, dtype=np.int64))))
 
 
 def sections_of(circle: Circle, num_sections: int) -> Int64s:
-    """Return in which of the circle's equal sections each grain begins, by its number; shape (grains,)."""
+    """Return the equal section of the circle in which each grain starts, by grain number; shape (grains,)."""
     edges = _edges(circle, (Fraction(section, num_sections) for section in range(num_sections + 1)))
     sections = np.empty_like(circle.grains)
     sections[circle.grains] = np.repeat(np.arange(num_sections), np.diff(edges))
@@ -129,9 +129,9 @@ def sections_of(circle: Circle, num_sections: int) -> Int64s:
 
 
 def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> list[Run]:
-    """Return where grains are, their padding included, as the fewest runs of flat vectors; by flat vector, ascending.
+    """Return the positions of grains, padding included, as the fewest runs of flat vectors; by flat vector, ascending.
 
-    An arc has one run of each flat vector at most; with `sections` of grains, one in each.
+    An arc has at most one run per flat vector, or one per section if `sections` are given.
     """
     return runs_of_each(layout, [grains], sections)[0]
 
@@ -153,9 +153,9 @@ def runs_of_each(layout: Layout, holdings: Sequence[Int64s], sections: Int64s | 
 
 
 def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> list[tuple[Run, tuple[int, ...]]]:
-    """Return where grains are, without padding, and their lengths: neighbours in one tensor and one run together.
+    """Return grains' positions, without padding, and their lengths; adjacent grains in one tensor and run are joined.
 
-    `grains` are ascending, and `held` are the runs that they are in.
+    `grains` are ascending, and `held` are the runs that contain them.
     """
     flats, los, lengths = layout.flat_of[grains], layout.start[grains], layout.hi[grains] - layout.lo[grains]
     begins = {(run.flat, run.lo) for run in held}
@@ -167,7 +167,7 @@ def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> 
 
 
 def _stretches(los: Int64s, his: Int64s, *alike: Int64s) -> tuple[Int64s, Int64s]:
-    """Return where stretches of rows begin, and end: rows that begin where the one before ends, and are `alike`."""
+    """Return starts and ends of stretches of rows: each row starts where the previous one ends, with equal `alike`."""
     begins = np.ones(los.size, dtype=np.bool_)
     begins[1:] = los[1:] != his[:-1]
     for column in alike:
@@ -177,7 +177,7 @@ def _stretches(los: Int64s, his: Int64s, *alike: Int64s) -> tuple[Int64s, Int64s
 
 
 def by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
-    """Return runs by the number of their flat vector, in their order."""
+    """Return runs by the number of their flat vector, in order."""
     found: dict[int, list[Run]] = {}
     for run in runs:
         found.setdefault(run.flat, []).append(run)
@@ -185,5 +185,5 @@ def by_flat(runs: Sequence[Run]) -> dict[int, list[Run]]:
 
 
 def num_elements(layout: Layout, grains: Int64s) -> int:
-    """Return how many elements grains take, padding included."""
+    """Return the number of elements of grains, padding included."""
     return int(layout.span[grains].sum())

@@ -1,12 +1,11 @@
-"""The gradient's norm by grains: one number for one gradient, however it is cut, and on whatever device it is.
+"""The gradient's norm by grains: the same number however the gradient is cut, on any device.
 
-Every element is squared in float64, which is exact for all narrower floats. A grain's squares are added along a fixed
-binary tree, in which there is no addition but of whole vectors, element by element: so it depends on no kernel's order,
-no vector width and no number of threads. It costs more passes over memory than a kernel that adds as it likes. The
-grains' sums are added exactly and rounded once, so their order does not matter.
+Every element is squared in float64, which is exact for all narrower floats. A grain's squares are summed along a fixed
+binary tree of elementwise vector additions, so the result does not depend on a kernel's order, vector width or thread
+count. It needs more passes over memory than a free-order reduction. The grains' sums are added exactly and rounded
+once, so their order does not matter.
 
-Copies of a grain have equal sums: a difference between them is a rank that computes otherwise, seen before the step is
-applied.
+Copies of a grain must have equal sums: a difference reveals a rank that computes wrongly before the step is applied.
 """
 
 from __future__ import annotations
@@ -30,34 +29,33 @@ from elastic_train.placement.grains import GRAIN, Cut, Layout, bounds_of
 Float64s = npt.NDArray[np.float64]
 
 _BLOCK = {"cpu": 8 * GRAIN}
-"""Elements that are squared at once: what stays in a CPU's cache; enough to keep a GPU busy with one operation. Twice
-as many where rows are scattered: grains of one length are then enough for an operation."""
+"""Elements squared at once: they fit in a CPU's cache, or keep a GPU busy; twice as many for scattered rows."""
 _BLOCK_ELSEWHERE = 256 * GRAIN
 _NARROW = 256
-"""Elements of a row from which on the grains of all lengths are added up together: few operations for many of them."""
+"""Row width at which the grains of all lengths are combined, so that few operations add many."""
 _LITTLE = 1 << 10
-"""Elements of a table from which on it is folded further with those of other lengths."""
+"""Table size in elements at which it is combined with those of other lengths."""
 _SMALL = 1 << 12
-"""Elements of a run at most that is copied with others, by way of a vector that has them all."""
+"""Largest run, in elements, that is copied together with others via one vector."""
 _OF_NUMPY = (torch.float32, torch.float16, torch.float64)
-"""The types that NumPy has, too."""
+"""Dtypes that NumPy also has."""
 
 
 def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
-    """Return a tensor's elements in their memory order, 1-D; a copy unless they are stored in it."""
+    """Return a tensor's elements in memory order, 1-D; a copy unless they are stored that way."""
     return (tensor if cut is None else tensor.movedim(cut.dim, 0)).reshape(-1)
 
 
 @cache
 def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> Lengths:
-    """Return how many elements each grain of a tensor has."""
+    """Return the number of elements of each grain of a tensor."""
     return tuple(hi - lo for lo, hi in pairwise(bounds_of(shape, cut)))
 
 
 def grain_squares(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
-    """Return the sum of the squares of each grain of vectors, float64, shape (grains,), on the CPU.
+    """Return the sum of squares of each grain of vectors, float64, shape (grains,), on the CPU.
 
-    `lengths` are those of each vector's grains, of GRAIN elements at most. All vectors are on one device.
+    `lengths` has the lengths of each vector's grains, at most GRAIN. All vectors are on one device.
     """
     if not any(lengths):
         return torch.empty(0, dtype=torch.float64)
@@ -78,9 +76,9 @@ def _batches(vectors: tuple[Lengths, ...], device: str) -> tuple[Batch, ...]:
 
 
 class GrainSquares:
-    """Adds up the squares of the grains of vectors that have some lengths; all vectors are on one device.
+    """Sums the squares of the grains of vectors with given grain lengths; all vectors are on one device.
 
-    Its room has memory while it adds only, and its views, which take longer to make, stay.
+    Its room has memory only while it adds; its views, which are slow to make, stay.
     """
 
     def __init__(self, vectors: tuple[Lengths, ...], device: torch.device) -> None:
@@ -91,7 +89,7 @@ class GrainSquares:
         self._lock = Lock()
 
     def of(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of the squares of each grain, float64, shape (grains,), on the CPU."""
+        """Return the sum of squares of each grain, float64, shape (grains,), on the CPU."""
         narrow: dict[int, list[Float64s]] = {}
         numbers: dict[int, list[Int64s]] = {}
         is_exact = all(vector.dtype != torch.float64 for vector in vectors)
@@ -112,7 +110,7 @@ class GrainSquares:
 
 
 class _PlacedTable:
-    """A table in the room, and the views of it that are added up."""
+    """A table in the room, and the views of it that are added."""
 
     def __init__(self, table: Table, room: Tensor) -> None:
         self.numbers = table.numbers
@@ -127,11 +125,11 @@ class _PlacedTable:
         self._rest = whole[:, :half]
 
     def squared(self, is_exact: bool) -> Float64s:
-        """Square what has been placed, and fold it until little is left; `is_exact` says that squares are."""
+        """Square the elements and fold the table until little is left; `is_exact` is True if squares are exact."""
         self._left.mul_(self._left)
         if is_exact:
             self._first.addcmul_(self._right, self._right)
-        else:  # a fused multiplication and addition would round later
+        else:  # a fused multiply-add would round later
             self._first.add_(self._right.mul_(self._right))
         for left, right in self._halves:
             left.add_(right)
@@ -157,13 +155,13 @@ class _Placed:
                 row += count
 
     def fill(self, vectors: Sequence[Tensor]) -> None:
-        """Bring the elements of grains to their places."""
+        """Copy the elements of grains to their positions."""
         if self._tails:
             torch._foreach_zero_(self._tails)
         for one, places in self._scatters:
             rows = _part(vectors[one.vector], one.lo, one.hi).view(-1, one.unit)
             if rows.device.type == "cpu" and rows.dtype in _OF_NUMPY:
-                # A pass over memory less than torch's own way; and `numpy()` would fix the room's size for good.
+                # One pass over memory less than torch's own way; `numpy()` would make the room's storage unresizable.
                 np.from_dlpack(places)[one.rows] = rows.numpy()
             else:
                 places[torch.from_numpy(one.rows).to(rows.device)] = rows.double()
@@ -180,7 +178,7 @@ def _part(vector: Tensor, lo: int, hi: int) -> Tensor:
 
 
 def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
-    """Add up every row of all tables, by their widths; return the sums, those of the widest rows first."""
+    """Sum every row of all tables, given by width; return the sums, those of the widest rows first."""
     widest = max(narrow, default=1)
     table = np.empty((0, 2 * widest))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -192,7 +190,7 @@ def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
 def total_norm(squares: Float64s) -> float:
     """Return the norm from all trained grains' sums, in any order, shape (grains,).
 
-    Infinite or not a number where a gradient is.
+    Infinite or NaN where a gradient is.
     """
     try:
         return math.sqrt(math.fsum(squares))
@@ -201,10 +199,9 @@ def total_norm(squares: Float64s) -> float:
 
 
 def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Float64s:
-    """Return the squares of all trained grains from a row of each rank; `holders` are ranks and their grains.
+    """Return the squares of all trained grains from one row per rank; `holders` pairs ranks with their grains.
 
-    Every trained grain must be held by one of them. Raises WeightsDifferError if two copies of a grain have different
-    gradients.
+    Every trained grain must have a holder. Raises WeightsDifferError if two copies of a grain have different gradients.
     """
     squares = np.full(layout.num_grains, -1.0)
     for rank, grains in holders:
@@ -224,9 +221,9 @@ def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """Return what a gradient is multiplied by so that its norm is at most `limit`: 1.0 for one within it.
+    """Return the factor that limits a gradient's norm to `limit`: 1.0 for a norm within it.
 
-    As in `torch.nn.utils.clip_grad_norm_`, not a number for such a norm. Multiplying by it shows no cut.
+    NaN for a NaN norm, as in `torch.nn.utils.clip_grad_norm_`. Scaling is elementwise, so cuts do not affect it.
     """
     factor = limit / (norm + 1e-6)
     return 1.0 if factor > 1.0 else factor

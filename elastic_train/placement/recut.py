@@ -1,13 +1,12 @@
-"""Recut: who sends which grains to whom, so that the ranks of a new world come to hold what their seats ask for.
+"""Plan the transfers by which the ranks of a new world come to hold the grains of their seats.
 
-Every rank computes the same plan from the same facts: what each rank holds, and at which step. Only what is held at the
-furthest step counts. A rank that has a grain there keeps it; for every other grain that it needs, one of the ranks that
-have it sends it. Loads are as even as they can be: the sum of the squares of what ranks send is smallest, to within
-rounding to whole grains, which also makes the largest load smallest.
+Every rank computes the same plan from each rank's grains and step. Only grains at the furthest step count. A rank keeps
+a grain it has; every other one it needs is sent by one of its holders. Loads are as even as possible: the sum of
+squares of the amounts sent is minimal, up to rounding to whole grains, and so is the largest amount.
 
-Of the holders of each grain one is its *owner*: it finishes the gradient's sum, and writes the grain in commits. What
-ranks own is as even as whole grains allow: with copies, a rank owns about its holdings' part of one copy, and what
-owners give to other holders is all that copies cost.
+One holder of each grain is its *owner*: it finishes the gradient's sum and writes the grain to commits. Ownership is as
+even as whole grains allow. With copies, a rank owns about its share of one copy, and the only cost of copies is sending
+owned grains to the other holders.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ import numpy as np
 from elastic_train.core.arrays import Int64s
 
 Progress = tuple[int, int]
-"""A step, and the term that applied it: ranks that reached the same hold the same bits of whatever they both hold."""
+"""A step, and the term that applied it: ranks with the same progress have equal bits of whatever both hold."""
 
 _PASSES = 32
-"""Bound on the passes that even the loads out; each brings the sum of squares down, and few are needed."""
+"""Limit for the passes that balance the loads; each reduces the sum of squares, and few are needed."""
 
 
 _NONE: Int64s = np.empty(0, dtype=np.int64)
 
 
 class Holder(NamedTuple):
-    """What a rank brings into a world: the numbers of the grains that it holds, ascending, and how far they are."""
+    """The grains that a rank has when it enters a world, ascending, and its progress."""
 
     reached: Progress = (0, 0)
     grains: Int64s = _NONE
 
 
 class Transfer(NamedTuple):
-    """One rank sends grains to another; their numbers ascend."""
+    """Grains, ascending, that one rank sends to another."""
 
     giver: int
     taker: int
@@ -47,7 +46,7 @@ class Transfer(NamedTuple):
 class Recut(NamedTuple):
     """The plan: transfers by giver and taker, and the numbers of the grains that no rank holds, ascending.
 
-    Where any grain is lost there is nothing to transfer: the state has to come from a commit.
+    If any grain is lost, there are no transfers: the state must come from a commit.
     """
 
     reached: Progress
@@ -56,7 +55,7 @@ class Recut(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Grains that the same ranks hold and the same ranks want; `takers` want them and do not hold them."""
+    """Grains with the same holders and the same takers, which want but do not hold them."""
 
     grains: Int64s
     holders: tuple[int, ...]
@@ -64,10 +63,10 @@ class _Kind(NamedTuple):
 
 
 def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> Recut:
-    """Plan how every rank comes to hold what it wants, by rank, from what ranks had; both are by rank.
+    """Plan the transfers from `had` to `wants`, both by rank.
 
-    `spans` has the elements of every grain, shape (grains,). A rank without a state brings an empty `Holder`. A grain
-    counts as lost if somebody wants it and nobody holds it at the furthest step of those who hold anything.
+    `spans` has the elements of every grain, shape (grains,). A rank without state has an empty `Holder`. A grain is
+    lost if a rank wants it and none holds it at the furthest step of any holder.
     """
     furthest = max((holder.reached for holder in had if holder.grains.size), default=(0, 0))
     has = [holder.grains if holder.reached == furthest else _NONE for holder in had]
@@ -88,13 +87,13 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
 def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
     """Return the numbers of the grains that each rank owns, by rank, ascending.
 
-    `holdings` are what ranks hold, by rank; `spans` has the elements of every grain, shape (grains,). With `owners`
-    none but these ranks own anything. Raises LookupError if a grain has no holder that may own it.
+    `holdings` are by rank; `spans` has the elements of every grain, shape (grains,). With `owners`, only these ranks
+    own grains. Raises LookupError if a grain has no holder among them.
     """
     may = range(len(holdings)) if owners is None else owners
     none = np.empty(0, dtype=np.int64)
     had = [Holder((0, 0), grains if rank in may else none) for rank, grains in enumerate(holdings)]
-    # A rank that is not there, and wants everything, is served by the holders as evenly as they can.
+    # An imaginary rank that wants everything is served by the holders as evenly as possible.
     wants = [none] * len(holdings) + [np.arange(spans.size, dtype=np.int64)]
     plan = plan_recut([*had, Holder()], wants, spans)
     if plan.lost.size:
@@ -106,13 +105,13 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | 
 
 
 def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> list[_Kind]:
-    """Return the grains that somebody wants and does not hold, by the ranks that hold and that want them."""
+    """Return the grains that some rank wants but does not hold, grouped by holders and wanting ranks."""
     moves, holder = np.zeros(num_grains, dtype=np.bool_), np.full(num_grains, -1)
     for rank, (own, wanted) in enumerate(zip(has, wants, strict=True)):
         holder[own] = rank
         moves[wanted[holder[wanted] != rank]] = True
     number, labels = np.cumsum(moves) - 1, np.zeros(np.count_nonzero(moves), dtype=np.int64)
-    sets: list[list[int]] = [[]]  # by label: the grains with it are in these, and in no others
+    sets: list[list[int]] = [[]]  # by label: the sets that contain the grains with this label
     for place, grains in enumerate((*has, *wants)):
         inside = number[grains[moves[grains]]]
         if inside.size:
@@ -130,11 +129,11 @@ def _kind(grains: Int64s, sets: Sequence[int], num_ranks: int) -> _Kind:
 
 
 def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> list[dict[int, int]]:
-    """Share every amount out to its holders so that their totals are as even as they can be; in elements.
+    """Distribute every amount, in elements, over its holders so that their totals are as even as possible.
 
-    Fills one amount at a time as water would on top of all others, until a pass changes nothing. That descends on the
-    sum of the squared totals block by block, which is strictly convex in each block, and so ends at its minimum
-    (Bertsekas: Nonlinear Programming, 2nd edition, section 2.7).
+    Fills one amount at a time like water on top of the others, until a pass changes nothing. This is block coordinate
+    descent on the sum of squared totals, which is strictly convex in each block, so it ends at the minimum (Bertsekas:
+    Nonlinear Programming, 2nd edition, section 2.7).
     """
     given: list[dict[int, int]] = [{} for _ in amounts]
     totals = dict.fromkeys((rank for ranks in holders for rank in ranks), 0)
@@ -143,7 +142,7 @@ def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> lis
         began = now
         for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
             if max([changed[rank] for rank in ranks]) <= poured[number]:
-                continue  # it would come to the same
+                continue  # the result would be the same
             old = given[number]
             others = sorted([(totals[rank] - old.get(rank, 0), rank) for rank in ranks])
             new = given[number] = _pour(amount, others)
@@ -157,9 +156,9 @@ def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> lis
 
 
 def _pour(amount: int, totals: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Share an amount out so that the lowest totals rise to one level; what does not divide goes to the first ranks.
+    """Distribute an amount so that the lowest totals rise to one level; the remainder goes to the first ranks.
 
-    `totals` are those of ranks, ascending, and the ranks.
+    `totals` has pairs of a rank's total and the rank, ascending.
     """
     shares: dict[int, int] = {}
     below = count = 0
@@ -177,7 +176,7 @@ def _pour(amount: int, totals: Sequence[tuple[int, int]]) -> dict[int, int]:
 
 
 def _deal(grains: Int64s, spans: Int64s, shares: dict[int, int]) -> list[tuple[int, Int64s]]:
-    """Cut grains into one run per rank, as near to their shares in elements as whole grains allow."""
+    """Cut grains into one run per rank, as close to their shares in elements as whole grains allow."""
     if len(shares) == 1:
         return [(rank, grains) for rank in shares]
     middles = np.cumsum(spans[grains]) - spans[grains] / 2

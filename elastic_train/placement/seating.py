@@ -1,4 +1,4 @@
-"""What a world's seats mean for its ranks: who holds and owns which grains, and who gives what to whom in a step.
+"""The roles that follow from a world's seats: holders and owners of grains, and transfers within a step.
 
 Every rank computes the same from the layout and all ranks' seats.
 """
@@ -25,7 +25,7 @@ from elastic_train.placement.seats import Seat
 
 
 class Seating:
-    """The seats of all ranks of a world, by rank, of which this one is `rank`."""
+    """The seats of all ranks of a world, by rank; this one is `rank`."""
 
     def __init__(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> None:
         self.layout, self.circle, self.seats, self.rank = layout, circle, list(seats), rank
@@ -38,29 +38,29 @@ class Seating:
 
     @property
     def num_copies(self) -> int:
-        """How many ranks hold each grain: as many as there are groups."""
+        """Number of ranks that hold each grain, which is the number of groups."""
         return 1 + max(seat.group for seat in self.seats)
 
     @property
     def held(self) -> Int64s:
-        """The numbers of the grains that this rank holds, ascending."""
+        """Numbers of the grains that this rank holds, ascending."""
         return self.holdings[self.rank]
 
     @cached_property
     def trained(self) -> list[Int64s]:
-        """The grains that each rank holds and the optimizer updates, by rank."""
+        """Grains that each rank holds and the optimizer updates, by rank."""
         return list(map(self.layout.trained_of, self.holdings))
 
     @cached_property
     def owned(self) -> list[Int64s]:
-        """The trained grains whose sums each rank finishes, by rank; see `recut`."""
+        """Trained grains whose sums each rank finishes, by rank; see `recut`."""
         return list(map(self.layout.trained_of, self._spoken_for))
 
     @cached_property
     def summed(self) -> list[Int64s]:
-        """The trained grains that each rank sums up for its group, by rank: of several with one slot, one does.
+        """Trained grains that each rank sums for its group, by rank; of several ranks with one slot, one sums.
 
-        Where no ranks of a group hold the same, these are all that a rank holds.
+        If no ranks of a group hold the same grains, these are all that a rank holds.
         """
         by_group: dict[int, list[int]] = {}
         for rank, seat in enumerate(self.seats):
@@ -74,12 +74,12 @@ class Seating:
         return found
 
     def are_sole_holders(self, ranks: Sequence[bool]) -> bool:
-        """Say whether some ranks, marked by rank, hold grains that no other rank does."""
+        """Return True if `ranks` (flags by rank) hold grains that no other rank does."""
         kept = (seat.arcs for seat, is_marked in zip(self.seats, ranks, strict=True) if not is_marked)
         return Column(self.layout, self.circle).missing(kept) > 0
 
     def all_owned(self) -> list[Int64s]:
-        """Return the grains of which each rank is the one that speaks for all holders, by rank; frozen ones, too."""
+        """Return the grains that each rank owns, by rank, including frozen ones."""
         return self._spoken_for
 
     @cached_property
@@ -91,23 +91,23 @@ class Seating:
         return runs_of_each(self.layout, self.owned)
 
     def given_runs(self) -> list[list[Run]]:
-        """Return, by holder, the runs that this rank gives each other one of what it has finished."""
+        """Return, by holder, the runs that this rank finishes and sends to each other rank."""
         return self._shared_runs(self.owned[self.rank], self.trained)
 
     def taken_runs(self) -> list[list[Run]]:
-        """Return, by owner, the runs that this rank is given of what each other one has finished."""
+        """Return, by owner, the runs that this rank receives from each other rank."""
         return self._shared_runs(self.trained[self.rank], self.owned)
 
     def _shared_runs(self, mine: Int64s, theirs: Sequence[Int64s]) -> list[list[Run]]:
-        """Return the runs of grains of this rank that are each other rank's, too."""
+        """Return the runs of this rank's grains that are also each other rank's."""
         shared = shared_with(mine, theirs)
         return runs_of_each(self.layout, [*shared[: self.rank], mine[:0], *shared[self.rank + 1 :]])
 
     def sections_of(self, rank: int) -> Int64s:
-        """Return the sections of the grains, by number, at whose ends what a rank holds is cut: its group's bases.
+        """Return the sections of grains, by number, at whose ends a rank's memory is cut: its group's bases.
 
-        A rank that keeps its base, and takes over what others held, then keeps its base's memory as it is; and all
-        ranks know how a rank's memory is cut.
+        So a rank that keeps its base while taking over other grains need not move the base's memory; and all ranks know
+        how a rank's memory is cut.
         """
         num_base = self.seats[rank].num_base
         if num_base not in self._sections:
@@ -115,7 +115,7 @@ class Seating:
         return self._sections[num_base]
 
     def runs_at(self, rank: int, grains: Int64s) -> list[Run]:
-        """Return where grains are in the memory of a rank that holds them; each run is in one piece of it."""
+        """Return the positions of grains in the memory of a rank that holds them; each run is contiguous there."""
         return runs_of(self.layout, grains, self.sections_of(rank))
 
     def neighbours(self) -> list[int]:

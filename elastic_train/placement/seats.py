@@ -1,9 +1,9 @@
-"""Seats: which of a world's groups a rank is in, and which arcs of the circle it holds there.
+"""Assign seats: each rank's group, and the arcs of the circle that it holds there.
 
 A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
-world that follows another keeps its groups and bases (`arcs`) as long as copies are as far apart, no group has become
-much smaller than a new cut would make it, and that moves less. Everything follows from the ranks' paths and what they
-held, so every rank finds the same.
+following world keeps the groups and bases (`arcs`) as long as copies stay as far apart, no group is much smaller than
+in a new cut, and keeping them moves less. The result depends only on the ranks' paths and earlier holdings, so every
+rank computes the same.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elastic_train.placement.arcs import Arc, arcs_of, in_parts, kept_part, leng
 from elastic_train.placement.domains import Groups, Path, are_apart, cut_groups
 
 _LEAST_SIZE = Fraction(4, 5)
-"""Groups are kept while the smallest has this part of an even share: ranks then hold a quarter more at most."""
+"""Groups are kept while the smallest has this fraction of an even share: ranks then hold at most a quarter more."""
 _LEAST_KEPT = Fraction(1, 2)
-"""And while their members hold this part of the circle by their own bases, so that changes move little."""
+"""Groups are kept while members hold this fraction of the circle by their own bases, so that changes move little."""
 
 
 class Seat(NamedTuple):
-    """A rank's seat: `slot` of `size` in its group; `place` is where it is in the line of all groups.
+    """A rank's seat: `slot` of `size` in its group; `place` is its position in the line of all groups.
 
-    `base` is the number of its base of `num_base`, None if it has none; `arcs` is what it holds.
+    `base` is the number of its base, of `num_base`, None without one; `arcs` are its holdings.
     """
 
     group: int
@@ -41,10 +41,10 @@ class Seat(NamedTuple):
 def seats_of_holders(
     paths: Sequence[Path], copies: int, before: Sequence[Seat | None], is_holder: Sequence[bool]
 ) -> list[Seat]:
-    """Return every rank's seat, by rank, where some ranks are to hold nothing: the others share all of it.
+    """Return every rank's seat, by rank, if only some ranks may hold state; these share all of it.
 
-    Who holds nothing has a seat without an arc, behind those of a group, which gives it its weights and its part of the
-    lanes. At least one rank holds something.
+    A rank without state gets a seat without arcs at the end of a group, which sends it weights and assigns it lanes. At
+    least one rank must hold state.
     """
     holders = [rank for rank, is_one in enumerate(is_holder) if is_one]
     had = [seat if seat is not None and seat.arcs else None for seat in before or [None] * len(paths)]
@@ -66,33 +66,32 @@ def seats_of_holders(
 def seats_of_cells(
     paths: Sequence[Path], copies: int, before: Sequence[Sequence[Seat | None]], is_holder: Sequence[bool]
 ) -> list[Seat]:
-    """Return every cell's seat, by cell: each of its ranks has that in the column of its place, and so the same lanes.
+    """Return every cell's seat, by cell; each of its ranks has it in its own column, and so computes the same lanes.
 
-    `before` are the seats that the ranks of each column had, by place and cell. Of what columns would choose for
-    themselves, all take what moves least over all of them.
+    `before` has the earlier seats by place and cell. Of the assignments that the columns would choose, the one that
+    moves least over all columns is used.
     """
     ways = [seats_of_holders(paths, copies, had, is_holder) for had in dict.fromkeys(map(tuple, before))]
     return min(ways, key=lambda seats: sum((_moved(seats, had) for had in before), Fraction(0)))
 
 
 class _Member(NamedTuple):
-    """A rank on its way to a seat."""
+    """A rank and its base, before it has a seat."""
 
     rank: int
     base: int | None
 
 
 _Members = list[list[_Member]]
-"""The members of every group."""
+"""Members of every group."""
 
 
 def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] = ()) -> list[Seat]:
     """Return every rank's seat, by rank; there are min(copies, ranks) groups, numbered from 0.
 
-    `before` are the seats by which ranks hold what they bring, None for a rank that brings nothing. If they are not of
-    one world, because a fault came while seats were being taken, groups are cut again.
-
-    A domain that replaces a lost one of its size takes its places, and nobody else moves.
+    `before` has the seats by which ranks hold their current state, None for a rank without state. If they are not of
+    one world, because a fault interrupted resharding, groups are cut anew. A domain that replaces a lost one of its
+    size takes its places, and no other rank moves.
     """
     assert paths and copies >= 1, f"{copies} copies on {len(paths)} ranks"
     had = list(before) or [None] * len(paths)
@@ -108,10 +107,13 @@ def seats_of(paths: Sequence[Path], copies: int, before: Sequence[Seat | None] =
 def _keeping(
     ranks: Sequence[int], paths: Sequence[Path], had: Sequence[Seat | None], num: int, new: Sequence[Seat]
 ) -> list[list[Seat]]:
-    """Return the seats if the last world's groups are kept, for each way to add ranks that is fit; `ranks` in line."""
+    """Return the seats that keep the last world's groups, for each valid way to add ranks.
+
+    `ranks` are in line order.
+    """
     num_bases = _last_groups(had)
     if sorted(num_bases) != list(range(num)):
-        return []  # another number of copies, or a group has nobody left
+        return []  # the number of copies has changed, or a group is empty
     newcomers = [rank for rank in ranks if had[rank] is None]
     in_gaps, by_domains, with_mates = (_kept(ranks, had, num) for _ in range(3))
     _add_in_gaps(in_gaps, newcomers, num_bases)
@@ -121,7 +123,7 @@ def _keeping(
     def fit(ways: Iterable[_Members]) -> Iterator[list[Seat]]:
         return (seats for groups in ways if _is_fit(seats := _seated(groups, num_bases), new, paths))
 
-    # Groups are taken as soon as they are even enough to be fit, or left if they are not even then.
+    # Prefer groups as soon as they are even enough; drop them if they never are.
     if kept := [seats for groups in ways for seats in itertools.islice(fit(_evened(groups, num_bases, had)), 1)]:
         return kept
     _add_by_domains(with_mates, newcomers, num_bases, paths, joins_mates=True)
@@ -130,14 +132,14 @@ def _keeping(
 
 
 def _keys(had: Sequence[Seat | None]) -> list[int]:
-    """Return what to order the ranks by: the places that they had, and for new ones the free ones, by rank."""
+    """Return the sort keys of ranks: their earlier places, and free places for new ranks."""
     taken = {seat.place for seat in had if seat is not None}
     free = (place for place in itertools.count() if place not in taken)
     return [next(free) if seat is None else seat.place for seat in had]
 
 
 def _last_groups(had: Sequence[Seat | None]) -> dict[int, int]:
-    """Return the number of bases of every group of the last world; none if the seats are not of one world."""
+    """Return the number of bases of every group of the last world; empty if the seats are not of one world."""
     seats = [seat for seat in had if seat is not None]
     groups = {(seat.group, seat.num_base) for seat in seats}
     based = [(seat.group, seat.base) for seat in seats if seat.base is not None]
@@ -157,7 +159,7 @@ def _seated(groups: Sequence[Sequence[_Member]], num_bases: Mapping[int, int]) -
 
 
 def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num: int) -> _Members:
-    """Return who is left of each of the last world's groups."""
+    """Return the remaining members of each of the last world's groups."""
     groups: _Members = [[] for _ in range(num)]
     for rank in ranks:
         if (seat := had[rank]) is not None:
@@ -166,7 +168,7 @@ def _kept(ranks: Sequence[int], had: Sequence[Seat | None], num: int) -> _Member
 
 
 def _add_in_gaps(groups: _Members, newcomers: Sequence[int], num_bases: Mapping[int, int]) -> None:
-    """Give each new rank the first base that is free; those for whom there is none go to the smallest groups."""
+    """Give each new rank the first free base; without one, add it to the smallest group."""
     gaps = [(number, base) for number, members in enumerate(groups) for base in _free(members, num_bases[number])]
     for place, rank in enumerate(newcomers):
         number, base = gaps[place] if place < len(gaps) else (_smallest(groups), None)
@@ -181,9 +183,9 @@ def _add_by_domains(
     *,
     joins_mates: bool = False,
 ) -> None:
-    """Add new ranks by domains, each to the group that is smallest then, on bases that are free if there are any.
+    """Add new ranks by domain, each domain to the smallest group, on free bases if there are any.
 
-    A domain that `joins_mates` goes to the group that has most of its ranks already, if any has.
+    With `joins_mates`, a domain goes to the group that already has most of its ranks, if any.
     """
     domains: dict[Path, list[int]] = {}
     for rank in newcomers:
@@ -196,10 +198,10 @@ def _add_by_domains(
 
 
 def _cleared(groups: _Members, num_bases: Mapping[int, int], domains: Sequence[Path]) -> _Members:
-    """Keep a group's domains from taking over what they have a copy of; `domains` are by rank.
+    """Prevent a group's domains from taking over arcs of which they have a copy; `domains` are by rank.
 
-    All of a group take over what is free, so one alone takes a free base that another of their domains has a copy of:
-    a member that has no copy of it, and whose own base is then free for all. So twice what was lost moves, not all.
+    All members of a group share its free bases. So if one of their domains has a copy of a free base, a single member
+    takes it: one without a copy, whose own base is then free. That moves twice what was lost instead of everything.
     """
     cleared: _Members = []
     for number, members in enumerate(groups):
@@ -217,7 +219,7 @@ def _cleared(groups: _Members, num_bases: Mapping[int, int], domains: Sequence[P
 def _copies(
     groups: _Members, number: int, num_bases: Mapping[int, int], domains: Sequence[Path]
 ) -> Mapping[int, set[Path]]:
-    """Return the domains in which other groups hold something of each base of a group by bases of their own."""
+    """Return the domains in which other groups hold a part of each base of a group by their own bases."""
     found: dict[int, set[Path]] = defaultdict(set)
     for other, members in enumerate(groups):
         for rank, base in members if other != number else ():
@@ -229,9 +231,9 @@ def _copies(
 
 
 def _evened(groups: _Members, num_bases: Mapping[int, int], had: Sequence[Seat | None]) -> Iterator[_Members]:
-    """Yield the groups, and again each time that a rank of the largest has gone to the smallest, until they are even.
+    """Yield the groups, then again after each move of a rank from the largest to the smallest, until they are even.
 
-    It goes where it holds most of what it is to hold: to a free base whose middle it has.
+    The moved rank is one that already holds the middle of a free base, if any, to move little.
     """
     while True:
         yield groups
@@ -259,7 +261,7 @@ def _has(seat: Seat | None, at: Fraction) -> bool:
 
 
 def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) -> bool:
-    """Say whether kept groups are large enough, near enough to their bases, and copies as far apart as can be."""
+    """Return True if kept groups are large enough, close enough to their bases, and copies as far apart as possible."""
     num = 1 + max(seat.group for seat in kept)
     needed = min(_LEAST_SIZE * len(paths) / num, Fraction(min(seat.size for seat in new)))
     if min(seat.size for seat in kept) < needed:
@@ -272,7 +274,7 @@ def _is_fit(kept: Sequence[Seat], new: Sequence[Seat], paths: Sequence[Path]) ->
 
 
 def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
-    """Return how much ranks get that they did not hold, in parts of the whole."""
+    """Return the amount that ranks receive, as a fraction of the whole state."""
     arcs, num_parts = in_parts([*(seat.arcs for seat in seats), *(old.arcs if old else () for old in had)])
     pairs = zip(arcs[: len(seats)], arcs[len(seats) :], strict=True)
     return Fraction(sum(length(now) - overlap(now, before) for now, before in pairs), num_parts)

@@ -1,7 +1,7 @@
-"""The placement table: which rank of a world holds, updates, computes and writes what; the same on every rank.
+"""The placement table: which rank holds, updates, computes and writes what; the same on every rank.
 
-Ranks that hold the same part of the model are a column. Each of them holds all of the part, or the grains of its seat.
-Every answer here follows from the model's layout, the shape of a cell, and the world's seats.
+Ranks with the same part of the model are a column (shard group). Each holds the whole part, or its seat's grains.
+Everything follows from the model's layout, the shape of a cell, and the world's seats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Float64s = npt.NDArray[np.float64]
 
 
 class _Repeated(NamedTuple):
-    """Where trained grains that an earlier part holds, too, stand in the parts' rows, and where that part has them."""
+    """Positions of repeated trained grains in the parts' concatenated rows, and of their first occurrences."""
 
     at: Int64s
     first: Int64s
@@ -39,11 +39,10 @@ class _Repeated(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """A model and the parts of it that the places of a cell hold, by part.
+    """A model, and the parts of it that the places of a cell hold.
 
-    `starts` are, by the name of each tensor that is cut, the elements of it in memory order with which each part's
-    begins. A part is whole grains of the model, so each grain of a part is one of the model's. `saved` are the names of
-    the weights and buffers that commits have.
+    `starts` has, for each cut tensor by name, the first element of each part in memory order. A part consists of whole
+    grains of the model. `saved` are the names of the weights and buffers in commits.
     """
 
     layout: Layout
@@ -53,13 +52,13 @@ class Parts:
 
     @cached_property
     def is_saved(self) -> npt.NDArray[np.bool_]:
-        """Whether a commit has each grain of the model; shape (grains,)."""
+        """True for each grain of the model that commits have; shape (grains,)."""
         saved = [any(name in self.saved for name in tensor.names) for tensor in self.layout.tensors]
         return np.array(saved, dtype=np.bool_)[self.layout.tensor_of]
 
     @cached_property
     def numbers(self) -> Sequence[Int64s]:
-        """The number in the model of each grain of a part, by part; each of shape (grains of the part,)."""
+        """Number in the model of each grain of a part, by part; each of shape (grains of the part,)."""
         return [self._numbers_of(part, column.layout) for part, column in enumerate(self.columns)]
 
     def _numbers_of(self, part: int, layout: Layout) -> Int64s:
@@ -72,9 +71,9 @@ class Parts:
         return np.concatenate(found)
 
     def sum_once(self, rows: Sequence[Float64s]) -> Float64s:
-        """Return the squares of all trained grains of the model from those of each part, every grain once.
+        """Return the squares of all trained grains of the model, each once, from those of each part.
 
-        Raises WeightsDifferError if parts have measured other gradients of what both of them hold.
+        Raises WeightsDifferError if parts have different gradients for a grain that both hold.
         """
         if len(rows) == 1:
             return rows[0]
@@ -98,7 +97,7 @@ class Parts:
 
     @cached_property
     def _counted(self) -> tuple[Int64s, _Repeated]:
-        """Where each trained grain of the model stands in the parts' rows, one after the other; and where again."""
+        """Position of each trained grain of the model in the parts' concatenated rows, and the repeated ones."""
         pairs = zip(self.numbers, self.columns, strict=True)
         numbers = np.concatenate([of_part[column.layout.trained] for of_part, column in pairs])
         _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
@@ -106,16 +105,16 @@ class Parts:
         return np.sort(first), _Repeated(at, first[which[at]])
 
     def name_of(self, number: int) -> str:
-        """Return the name of the tensor that a grain of the model is in."""
+        """Return the name of a grain's tensor."""
         return self.layout.tensors[int(self.layout.tensor_of[number])].names[0]
 
 
 @dataclass(frozen=True)
 class Table:
-    """What each of `size` ranks has by its seat; `seats` are those of a column's ranks, and mean the same in each.
+    """The role of each of `size` ranks; `seats` are those of a column's ranks, and are the same in each column.
 
-    With `shares_weights` a rank has the weights of its seat alone, else all of its part's; with `deals_lanes` lanes are
-    dealt out by seats.
+    With `shares_weights`, a rank has only its seat's weights, else all of its part's; with `deals_lanes`, lanes are
+    assigned by seat.
     """
 
     parts: Parts
@@ -128,12 +127,12 @@ class Table:
 
     @cached_property
     def part(self) -> int:
-        """Which part of the model this rank holds."""
+        """Index of this rank's part of the model."""
         return self.cell.holder_of(self.rank)[0]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of its part."""
+        """True if every rank holds all of its part."""
         return self.parts.columns[0].is_whole
 
     @cached_property
@@ -141,7 +140,7 @@ class Table:
         return {}
 
     def seating(self, part: int | None = None) -> Seating:
-        """Return the seats in the column of a part, by default of this rank's."""
+        """Return the seating of a part's column, by default of this rank's."""
         part = self.part if part is None else part
         if part not in self._seatings:
             self._seatings[part] = Seating(*self.parts.columns[part], self.seats, self.cell.holder_of(self.rank)[1])
@@ -149,42 +148,42 @@ class Table:
 
     @cached_property
     def ranks(self) -> Sequence[Sequence[int]]:
-        """The ranks of each column, by part."""
+        """Ranks of each column, by part."""
         return ranks_by_part(self.size, self.cell)
 
     # Who holds.
 
     @property
     def seat(self) -> Seat | None:
-        """This rank's seat; None where every rank holds all of its part."""
+        """This rank's seat; None if every rank holds all of its part."""
         return None if self.is_whole else self.seating().seat
 
     @property
     def has_all_gradients(self) -> bool:
-        """Whether every rank has the gradient of all of the model."""
+        """True if every rank has the gradient of the whole model."""
         return self.is_whole and not self.cell.holds_parts
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether this rank has a seat at which it holds nothing."""
+        """True if this rank has a seat without arcs."""
         return self.seat is not None and not self.seat.arcs
 
     @property
     def holds_all(self) -> bool:
-        """Whether this rank holds the state of the whole model."""
+        """True if this rank holds the state of the whole model."""
         if self.cell.holds_parts:
             return False
         return self.is_whole or self.seating().held.size == self.parts.layout.num_grains
 
     @property
     def num_copies(self) -> int:
-        """How many ranks hold each share of any part, at least."""
+        """Minimum number of ranks that hold each share of a part."""
         if self.is_whole:
             return min(map(len, self.ranks))
         return min(self.seating(part).num_copies for part in range(len(self.ranks)))
 
     def would_lose_state(self, leaving: Sequence[bool]) -> bool:
-        """Say whether ranks that leave the world, by rank, hold something that no other rank of it does."""
+        """Return True if the leaving ranks (flags by rank) hold state that no other rank has."""
         for part, ranks in enumerate(self.ranks):
             left = [leaving[rank] for rank in ranks]
             if all(left) or (not self.is_whole and self.seating(part).are_sole_holders(left)):
@@ -201,7 +200,7 @@ class Table:
 
     @cached_property
     def updated(self) -> Sequence[Sequence[tuple[int, Int64s]]]:
-        """The grains of its part that each rank updates, by part: pairs of a rank and its grains, ascending."""
+        """Grains of its part that each rank updates, by part: pairs of a rank and its grains, ascending."""
         found = []
         for part, ranks in enumerate(self.ranks):
             whole = [self.parts.columns[part].layout.trained] * len(ranks)
@@ -209,10 +208,9 @@ class Table:
         return found
 
     def owned_by(self, writers: Sequence[int]) -> Sequence[Sequence[Int64s]]:
-        """Return which grains of its part each rank speaks for, by part and by the ranks of its column.
+        """Return the grains of its part that each rank owns, by part and by the ranks of its column.
 
-        Of the ranks of each column those among `writers` alone speak. Raises LookupError if these do not hold all of
-        the model.
+        Only ranks in `writers` own grains. Raises LookupError if these do not hold all of the model.
         """
         by_part: list[list[int]] = [[] for _ in self.ranks]
         for part, number in map(self.cell.holder_of, writers):
@@ -234,7 +232,7 @@ class Table:
 
     @cached_property
     def weights(self) -> Sequence[Int64s]:
-        """The grains of its part whose weights each rank has, by rank."""
+        """Grains of its part whose weights each rank has, by rank."""
         found: dict[int, Int64s] = {}
         for part, ranks in enumerate(self.ranks):
             found |= dict(zip(ranks, self._weights_of(part), strict=True))
@@ -249,16 +247,16 @@ class Table:
 
     @property
     def has_all_weights(self) -> bool:
-        """Whether every rank has all of the model's weights."""
+        """True if every rank has all of the model's weights."""
         return not self.shares_weights and not self.cell.holds_parts
 
     def weights_owned(self) -> Sequence[Int64s]:
-        """Return the grains of the model of which each rank is the one that speaks for all that have their weights."""
+        """Return the model's grains that each rank owns among all ranks with their weights."""
         return owned_of(self.numbers, self.parts.layout.span)
 
     @property
     def numbers(self) -> Sequence[Int64s]:
-        """The grains of the model whose weights each rank has, by rank; one array for all that have all of a part."""
+        """Model's grains whose weights each rank has, by rank; ranks with a whole part share one array."""
         known: dict[tuple[int, int], Int64s] = {}
         found = []
         for rank, grains in enumerate(self.weights):
@@ -270,16 +268,16 @@ class Table:
 
     @cached_property
     def weights_in_common(self) -> InCommon:
-        """The weights that several ranks have in common."""
+        """Weights that several ranks share."""
         return in_common(self)
 
 
 @dataclass(frozen=True)
 class InCommon:
-    """The saved grains of a model in sets, each of those that the same ranks have; buffers count as one grain more.
+    """The saved grains of a model in sets with the same holders; the buffers count as one more grain.
 
-    `set_of` is by the number of the grain, of shape (grains + 1,); grains that are not saved, or that one rank alone
-    has, are in set -1. `ranks` are by set, and `of_rank` are the sets by rank, both ascending.
+    `set_of` is by grain number, of shape (grains + 1,); grains that are not saved, or have one holder, are in set -1.
+    `ranks` are by set, and `of_rank` has the sets by rank, both ascending.
     """
 
     set_of: Int64s
@@ -288,14 +286,14 @@ class InCommon:
 
 
 def in_common(table: Table) -> InCommon:
-    """Return which ranks of a world have the same weights; all have the buffers."""
+    """Return the sets of weights that the same ranks have; all ranks have the buffers."""
     groups: dict[int, tuple[Int64s, list[int]]] = {}
     last, by_rank = table.parts.layout.num_grains, table.numbers
     for rank, numbers in enumerate(by_rank):
         if id(numbers) not in groups:
             groups[id(numbers)] = np.append(numbers[table.parts.is_saved[numbers]], last), []
         groups[id(numbers)][1].append(rank)
-    # Grains with the same holders have the same exclusive or of these ranks' random numbers, and no others have.
+    # The exclusive or of the holders' random numbers identifies a grain's set of holders.
     signs, holders = np.zeros(last + 1, dtype=np.uint64), np.zeros(last + 1, dtype=np.int64)
     for numbers, ranks in groups.values():
         signs[numbers] ^= np.uint64(reduce(xor, (mix64(rank + 1) for rank in ranks)))
