@@ -1,1 +1,1 @@
-"""A step as lists of actions: in which order each rank computes, gathers, sends and adds. Pure arithmetic."""
+"""A step as lists of actions: the order in which each rank computes, gathers, sends and adds. Pure arithmetic."""

@@ -1,9 +1,8 @@
-"""The memory that a rank's program takes at each moment, counted before anything runs; `elastic-train plan` goes by it.
+"""Memory of a rank's step program over time, computed in advance; used by `elastic-train plan`.
 
-Counted is what comes and goes within a step: weights that are gathered, a lane's activations from its forward to its
-backward pass, and the gradients of units until all of them have been given away. What ranks hold throughout, such as
-their shares and whole gradients, is the same at each moment. Leaves' memory is used again by units of the same size,
-and kept until the end of a step.
+It counts memory that varies within a step: gathered weights, a lane's activations from its forward to its backward
+pass, and units' gradients until they are sent. Memory that a rank holds throughout, such as its shards and whole
+gradients, is constant. Leaves' memory is reused by units of the same size and kept until the end of a step.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from elastic_train.program.unit_turn import REST, Begin, End, Enter, Free, UnitA
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes of a unit: its whole weights, if they are gathered, and its gradients, if they are given away unit by unit.
+    """Bytes of a unit: its whole weights, if gathered, and its gradients, if reduced unit by unit.
 
-    A forward pass keeps `kept` of it until its backward pass; either takes `again` besides while it is in the unit.
+    A forward pass keeps `kept` until its backward pass; each pass needs `again` more while it is in the unit.
     """
 
     weights: float = 0.0
@@ -34,7 +33,7 @@ class UnitBytes:
 
 
 class Held(NamedTuple):
-    """Bytes that are held at a moment; `leaves` are gradients on their way, and the memory for the next ones."""
+    """Bytes held at a moment; `leaves` are gradients in transit, and memory kept for the next ones."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -46,12 +45,12 @@ class Held(NamedTuple):
         return sum(self)
 
     def plus(self, other: Held) -> Held:
-        """Return both together."""
+        """Return the sum of both."""
         return Held(*map(add, self, other))
 
 
 class Peak(NamedTuple):
-    """The most that is held, and the action, and that of a unit within it, at which it first is."""
+    """The maximum held, and the action, and unit action within it, that reaches it first."""
 
     held: Held
     at: tuple[Action, UnitAction | None] | None
@@ -59,10 +58,10 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """A rank's step: `chunks` are the blocks of each chunk of its stage, equally many, and `rest` is the rest of each.
+    """A rank's step; `chunks` has the blocks of each chunk of its stage, equally many, and `rest` the rest of each.
 
-    It has `num_lanes` lanes, which may be fewer than there are turns. Units are gathered for each turn or for the step,
-    and gradients are given away beside the backward pass or after it.
+    It has `num_lanes` lanes, possibly fewer than turns. Units are gathered per turn or per step, and gradients are sent
+    during or after the backward pass.
     """
 
     pipeline: Pipeline
@@ -82,7 +81,7 @@ class RankProgram:
         return self.rest if unit == REST else self.chunks[chunk][unit]
 
     def turn(self, leaf: Open) -> tuple[UnitAction, ...]:
-        """Return what is done of units in a turn."""
+        """Return the unit actions of a turn."""
         if self.gathers == "turn":
             is_first, reduces = leaf.number == 0, self.reduces == "beside"
             return gathering_turn(self.num_blocks, has_rest=not is_first, trains=True, reduces=reduces)
@@ -92,7 +91,7 @@ class RankProgram:
 
 @lru_cache(1024)
 def peak_of(program: RankProgram) -> Peak:
-    """Return the most memory that a rank's program takes in a step."""
+    """Return the peak memory of a rank's program in a step."""
     units = chain(*((program.rest, *blocks) for blocks in program.chunks)) if program.gathers == "step" else ()
     held = Held(sum(unit.weights for unit in units))
     peak, waiting, known = Peak(held, None), _Waiting(), dict[tuple[int, int, _Waiting], _Effect]()
@@ -108,11 +107,11 @@ def peak_of(program: RankProgram) -> Peak:
 
 
 _Waiting = tuple[float, ...]
-"""The sizes of leaves that wait for the next units, ascending."""
+"""Sizes of leaves kept for the next units, ascending."""
 
 
 class _Effect(NamedTuple):
-    """What an action adds to what is held: at its end, and at the most, which is at an action of a unit."""
+    """Change in held memory by an action: at its end, and at its peak, with the unit action of the peak."""
 
     after: Held
     most: Held
@@ -129,7 +128,7 @@ def _effect_of(program: RankProgram, chunk: int, actions: Sequence[UnitAction], 
                 now = now.plus(Held(weights=unit.weights))
             case Free():
                 ends = Held(weights=-unit.weights)
-            case Begin():  # a leaf is made of the gradients, which are forgotten
+            case Begin():  # a leaf is made of the gradients, which are dropped
                 if unit.gradient in sizes:
                     sizes.remove(unit.gradient)
                 else:

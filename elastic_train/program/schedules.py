@@ -1,14 +1,14 @@
-"""Pipeline schedules: in which order a stage computes its lanes, and what it sends and takes between two of them.
+"""Pipeline schedules: the order of a stage's passes, and its sends and receives between them.
 
 GPipe (Huang et al. 2019) runs all forward passes, then all backward passes. 1F1B (Narayanan et al. 2021, section 2.2)
-begins the first backward pass as soon as it can, so stage s of S keeps at most S - s lanes alive. In the interleaved
-schedule (the same, section 2.2.2) a stage has several chunks of the model: of S stages with C chunks each, stage s has
-every S-th of S * C pieces, and the time that stages wait is a C-th. Backward passes of a chunk come in the order of the
-lanes in all of them, which is the order in which a lane's gradient is added, so no bit depends on the schedule.
+starts the first backward pass as early as possible, so stage s of S has at most S - s live lanes. In the interleaved
+schedule (same, section 2.2.2) a stage has several chunks of the model: with C chunks per stage, stage s has every S-th
+of S * C pieces, and the bubble shrinks to a C-th. In all of them, a chunk's backward passes follow the order of the
+lanes, in which gradients are added, so bits do not depend on the schedule.
 
-A timetable says what each stage does at each tick, where a pass takes one. What a pass has made is sent after its tick,
-and the stage that goes on with it takes it in the same tick, whenever it needs it. So no order of events blocks for
-ever, even if an exchange ended only when each of its messages had met its other end.
+A timetable gives each stage's pass at each tick. A pass's result is sent after its tick, and the receiving stage takes
+it in the same tick, whenever it needs it. So no order of events deadlocks, even if an exchange ended only when each of
+its messages had been received.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Kind = Literal["gpipe", "1f1b", "interleaved", "forward"]
-"""`forward` has no backward passes: that of a validation."""
+"""`forward` has no backward passes: it is for validation."""
 Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The forward or backward pass of one of a replica's lanes, by its number among them, in a chunk of a stage."""
+    """The forward or backward pass of a replica's lane, by number, in a chunk of a stage."""
 
     direction: Direction
     number: int
@@ -35,10 +35,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a stage sends once the pass before is over, which may be None, and the passes whose needs it takes.
+    """Sends the result of the previous pass, if any, and receives the inputs of the passes `takes`.
 
-    A forward pass's message is an activation, which goes to the next piece of the model; a backward pass's is the
-    gradient of one, which goes to the piece before.
+    A forward pass's message is an activation for the next piece of the model; a backward pass's is a gradient for the
+    previous one.
     """
 
     sends: Pass | None
@@ -49,7 +49,7 @@ Scheduled = Pass | Exchange
 
 
 class Pipeline(NamedTuple):
-    """How a replica's lanes go through the stages, each of which has some chunks of the model."""
+    """A replica's lanes and stages; each stage has some chunks of the model."""
 
     kind: Kind
     num_stages: int
@@ -57,17 +57,17 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
     def piece(self, one: Pass, stage: int) -> int:
-        """Return which piece of the model a pass of a stage runs, in their order."""
+        """Return the index of the model piece that a pass of a stage runs."""
         return one.chunk * self.num_stages + stage
 
     def needs(self, one: Pass, stage: int) -> tuple[Direction, int, int] | None:
-        """Return the direction, lane and piece of the pass that makes what a pass begins with; None if none does."""
+        """Return direction, lane and piece of the pass that produces a pass's input; None if there is none."""
         step = -1 if one.direction == "forward" else 1
         source = self.piece(one, stage) + step
         return (one.direction, one.number, source) if 0 <= source < self.num_stages * self.num_chunks else None
 
     def follower(self, one: Pass, stage: int) -> tuple[int, Pass] | None:
-        """Return the stage and the pass that go on with what a pass of a stage has made; None if none does."""
+        """Return the stage and pass that consume a pass's result; None if there are none."""
         target = self.piece(one, stage) + (1 if one.direction == "forward" else -1)
         if not 0 <= target < self.num_stages * self.num_chunks:
             return None
@@ -77,7 +77,7 @@ class Pipeline(NamedTuple):
 
 @lru_cache(64)
 def schedule(pipeline: Pipeline, stage: int) -> tuple[Scheduled, ...]:
-    """Return what a stage does in a step, in order."""
+    """Return a stage's actions in a step, in order."""
     assert 0 <= stage < pipeline.num_stages, f"no stage {stage} of {pipeline.num_stages}"
     actions: list[Scheduled] = []
     for tick in timetable(pipeline):
@@ -94,9 +94,9 @@ def schedule(pipeline: Pipeline, stage: int) -> tuple[Scheduled, ...]:
 
 @lru_cache(64)
 def timetable(pipeline: Pipeline) -> tuple[tuple[Pass | None, ...], ...]:
-    """Return what each stage does at each tick, where a pass takes one; None while it waits for others."""
+    """Return each stage's pass at each tick; None while it waits for others."""
     left = [deque(passes_of(pipeline, stage)) for stage in range(pipeline.num_stages)]
-    done: set[tuple[Direction, int, int] | None] = {None}  # what needs nothing is ready
+    done: set[tuple[Direction, int, int] | None] = {None}  # passes without input are ready
     ticks = list[tuple[Pass | None, ...]]()
     while any(left):
         now = tuple(
@@ -133,14 +133,14 @@ def passes_of(pipeline: Pipeline, stage: int) -> list[Pass]:
 
 
 def _rounds(pipeline: Pipeline) -> Iterator[range]:
-    """Yield the lanes that go through a chunk one after the other, before the next chunk: about as many as stages."""
+    """Yield groups of lanes that pass through a chunk before the next chunk starts: about as many as stages."""
     count = max(1, pipeline.num_lanes // pipeline.num_stages) if pipeline.num_chunks > 1 else 1
     for number in range(count):
         yield range(number * pipeline.num_lanes // count, (number + 1) * pipeline.num_lanes // count)
 
 
 def _ahead(pipeline: Pipeline, stage: int, longest: int) -> int:
-    """Return how many forward passes a stage runs before it begins to take turns; `longest` is the longest round."""
+    """Return the number of forward passes before a stage starts to alternate; `longest` is the longest round."""
     if pipeline.kind == "gpipe":
         return pipeline.num_lanes
     others = pipeline.num_stages - 1 - stage
@@ -150,5 +150,5 @@ def _ahead(pipeline: Pipeline, stage: int, longest: int) -> int:
 
 
 def bubble(pipeline: Pipeline) -> float:
-    """Return which part of a step a stage waits for others, where all passes take as long."""
+    """Return the idle fraction of a step, if all passes take equally long."""
     return 1 - 2 * pipeline.num_lanes * pipeline.num_chunks / len(timetable(pipeline))

@@ -1,11 +1,11 @@
-"""What a rank does in a step, in order: passes of its stage, what they exchange, and where leaves begin and end.
+"""A rank's step, in order: passes of its stage, exchanges, and begin and end of leaves.
 
-A program speaks of turns, by number: which lane a turn is, if any, is up to the rank. One without a lane goes through
-the same actions, and takes part in what others' lanes need.
+A program refers to turns by number; the rank maps them to lanes. A rank without a lane in a turn runs the same actions
+and takes part in the exchanges for others' lanes.
 
-A leaf begins before what it needs whole is gathered, and ends once all of it is added here or on its way to those that
-add it. Where a model is in one stage that is around both of its passes; in a pipeline lanes overlap, weights stay for
-the step, and it is around the backward pass alone.
+A leaf begins before the weights it needs are gathered, and ends when all its gradients are added locally or sent. In a
+model with one stage, it spans both passes; in a pipeline, lanes overlap and weights stay for the step, so it spans only
+the backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_train.program.unit_turn import REST, Begin, End, Enter, UnitAction,
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A turn's leaf of a chunk begins: its gradients are zero, and what it needs is gathered from here on."""
+    """A turn's leaf of a chunk begins: its gradients are zero, and its weights are gathered from here on."""
 
     number: int
     chunk: int = 0
@@ -28,7 +28,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """A turn's leaf of a chunk ends: all of its gradients are added here, or are where they are added."""
+    """A turn's leaf of a chunk ends: its gradients have been added or sent."""
 
     number: int
     chunk: int = 0
@@ -36,7 +36,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class AddExperts:
-    """Add what the lanes of a turn have given to this rank's experts of a chunk."""
+    """Add the gradients that a turn's lanes gave to this rank's experts of a chunk."""
 
     number: int
     chunk: int = 0
@@ -47,7 +47,7 @@ Action = Pass | Exchange | Open | Close | AddExperts
 
 @lru_cache(64)
 def step_program(pipeline: Pipeline, stage: int, *, has_experts: bool = False) -> tuple[Action, ...]:
-    """Return what a rank of a stage does in a step of as many turns as the pipeline has lanes."""
+    """Return a rank's actions in a step with as many turns as the pipeline has lanes."""
     return tuple(_with_leaves(pipeline, stage, has_experts=has_experts))
 
 
@@ -71,10 +71,11 @@ def _with_leaves(pipeline: Pipeline, stage: int, *, has_experts: bool) -> Iterat
 def by_unit(
     actions: Iterable[Action], num_blocks: int, turn_of: Callable[[Open], tuple[UnitAction, ...]]
 ) -> Iterator[tuple[Action, tuple[UnitAction, ...]]]:
-    """Yield each action of a step with what is done of units in it; for equal ones that is the same tuple.
+    """Yield each action of a step with its unit actions; equal ones share one tuple.
 
-    Each chunk has as many blocks, to all of which a pass comes; `turn_of` are the actions of a leaf that begins. A pass
-    first comes to the rest of the model, or last. A unit's gradients are on their way once a backward pass has left it.
+    Each chunk has `num_blocks` blocks; a pass reaches all of them. `turn_of` returns the unit actions of a leaf. A
+    forward pass reaches the rest of the model first, a backward pass last. A unit's gradients are sent once the
+    backward pass has left it.
     """
     known = dict[tuple[Direction | None, int, int], tuple[tuple[UnitAction, ...], int]]()
     turn: tuple[UnitAction, ...] = ()
@@ -83,7 +84,7 @@ def by_unit(
         done: tuple[UnitAction, ...] = ()
         if isinstance(action, Open):
             turn, at = turn_of(action), 0
-            turns[id(turn)] = turn  # as long as it is here, no other has its number
+            turns[id(turn)] = turn  # keeps the tuple alive, so that its id is not reused
         elif isinstance(action, Pass | Close):
             key = action.direction if isinstance(action, Pass) else None, id(turn), at
             if key not in known:
@@ -96,7 +97,7 @@ def by_unit(
 def _in_pass(
     direction: Direction, num_blocks: int, turn: tuple[UnitAction, ...], at: int
 ) -> tuple[tuple[UnitAction, ...], int]:
-    """Return what is done of units in a pass, from an action of the turn on, and which action comes after it."""
+    """Return a pass's unit actions, from action `at` of the turn on, and the index after them."""
     done, listed, units = list[UnitAction](), places(turn), [REST, *range(num_blocks)]
     for unit in units if direction == "forward" else units[::-1]:
         enter = Enter(direction, unit)
@@ -109,5 +110,5 @@ def _in_pass(
 
 
 def _has_left(enter: Enter, due: UnitAction) -> bool:
-    """Say whether a pass that comes to a unit has left the one whose gradients are due."""
+    """Return True if a pass that enters a unit has left the one whose gradients are due."""
     return enter.direction == "backward" and isinstance(due, Begin | End) and due.unit > enter.unit

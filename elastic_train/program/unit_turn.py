@@ -1,12 +1,12 @@
-"""A turn by units, where ranks hold shares: when weights are gathered and let go of, and when gradients are given away.
+"""Unit actions of a turn with sharded state: when weights are gathered and released, and gradients reduced.
 
-All ranks of a group go through one turn's actions in the same order, whatever a pass does, so nobody waits for what
-another rank will never send. The rest of the model, if it is not there, comes first; then the blocks' weights, first to
-last, each while the block before it computes; then, from the last block to the first, the weights of the block before
-it, and its gradients. Gradients of a unit are on their way while the next one's are computed.
+All ranks of a group run a turn's actions in the same order, whatever their passes do, so no rank waits for a message
+that is never sent. First comes the rest of the model, unless present; then the blocks' weights, each gathered while the
+previous block computes; then, from the last block to the first, the previous block's weights and the block's gradients.
+A unit's gradients are sent while the next unit's are computed.
 
-A pass only reports how far it is (`Walk`): what is due by then is done, and at its end, what it has left out. A rank
-without a lane in the turn goes through all of it without a pass.
+A pass only reports its progress (`Walk`), which triggers the actions due; skipped ones follow at its end. A rank
+without a lane in the turn runs all actions without a pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Literal
 from elastic_train.program.schedules import Direction
 
 REST = -1
-"""The number of the unit that is no block."""
+"""Number of the unit outside all blocks, the rest of the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Begin to exchange a unit's weights, or its gradients."""
+    """Begin to exchange a unit's weights or gradients."""
 
     what: Literal["gather", "reduce"]
     unit: int
@@ -32,7 +32,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Wait for what was begun."""
+    """Wait for an exchange."""
 
     what: Literal["gather", "reduce"]
     unit: int
@@ -40,14 +40,14 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of a unit's weights."""
+    """Release a unit's weights."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """A pass comes to a unit, and waits for its weights; one that leaves a block out does not."""
+    """A pass reaches a unit and waits for its weights; there is no wait for a block that it skips."""
 
     direction: Direction
     unit: int
@@ -58,26 +58,26 @@ UnitAction = Begin | End | Free | Enter
 
 @lru_cache(256)
 def gathering_turn(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) -> tuple[UnitAction, ...]:
-    """Return the actions of a turn for which units are gathered; the rest of the model stays, and may be there."""
+    """Return the actions of a turn with gathered units; the rest of the model stays, and may be present already."""
     return tuple(_gathering(num_blocks, has_rest=has_rest, trains=trains, reduces=reduces))
 
 
 @lru_cache(256)
 def filling_turn(num_units: int) -> tuple[UnitAction, ...]:
-    """Return the actions of a turn of units that are reduced in the same order, and waited for after it."""
+    """Return the actions of a turn whose units are reduced in that order, and waited for after the turn."""
     return tuple(action for action in reducing_turn(num_units) if isinstance(action, Begin))
 
 
 @lru_cache(256)
 def reducing_turn(num_units: int) -> tuple[UnitAction, ...]:
-    """Return the actions of a turn whose weights are there: blocks are reduced from the last on, and then the rest."""
+    """Return the actions of a turn whose weights are present: reduce the blocks from the last on, then the rest."""
     units = [*reversed(range(num_units - 1)), REST][:num_units]
     begun = [action for pair in zip(units, [None, *units], strict=False) for action in _reduce(*pair)]
     return (*begun, *(End("reduce", unit) for unit in units[-1:]))
 
 
 def place_of(unit: int, num_units: int) -> int:
-    """Return where in the order of reductions a unit is: blocks from the last one on, then the rest of the model."""
+    """Return a unit's position in the order of reductions: blocks from the last one on, then the rest of the model."""
     return num_units - 2 - unit
 
 
@@ -101,7 +101,7 @@ def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) 
 
 
 def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
-    """Yield the actions from the end of a forward pass on: the last block's weights stay."""
+    """Yield the actions after a forward pass; the last block's weights are still there."""
     before: int | None = None
     for block in reversed(range(num_blocks)):
         if block:
@@ -118,13 +118,13 @@ def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
 
 
 def _let_go(block: int, num_blocks: int) -> Iterator[UnitAction]:
-    """Let go of a block's weights, if there is such a block; nobody waited for them if no pass came to it."""
+    """Release a block's weights, if there is such a block; wait first, in case no pass reached it."""
     if 0 <= block < num_blocks:
         yield from (End("gather", block), Free(block))
 
 
 def _reduce(unit: int, before: int | None) -> Iterator[UnitAction]:
-    """Begin a unit's exchange; that of the unit before it has had the time of a unit's pass."""
+    """Begin a unit's exchange, and wait for the previous unit's, which has overlapped with a unit's pass."""
     yield Begin("reduce", unit)
     if before is not None:
         yield End("reduce", before)
@@ -132,29 +132,29 @@ def _reduce(unit: int, before: int | None) -> Iterator[UnitAction]:
 
 @lru_cache(256)
 def places(actions: tuple[UnitAction, ...]) -> dict[UnitAction, int]:
-    """Return where a pass comes to each unit."""
+    """Return the index at which a pass reaches each unit."""
     return {action: place for place, action in enumerate(actions) if isinstance(action, Enter)}
 
 
 class Walk:
-    """A rank's way through the actions of a turn, each of which is done once, in their order."""
+    """A rank's walk through the actions of a turn; each is done once, in order."""
 
     def __init__(self, actions: tuple[UnitAction, ...], act: Callable[[UnitAction], None]) -> None:
         self._actions, self._act, self._at = actions, act, 0
 
     @property
     def next(self) -> UnitAction | None:
-        """The action that is due next."""
+        """The next action."""
         return self._actions[self._at] if self._at < len(self._actions) else None
 
     def enter(self, direction: Direction, unit: int) -> None:
-        """Do what is due before a pass comes to a unit, unless it has come to that one before."""
+        """Do the actions due before a pass enters a unit, unless it has entered it before."""
         place = places(self._actions)[Enter(direction, unit)]
         while self._at <= place:
             self.step()
 
     def finish(self) -> None:
-        """Do all that is left."""
+        """Do all remaining actions."""
         while self._at < len(self._actions):
             self.step()
 
