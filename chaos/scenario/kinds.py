@@ -1,8 +1,8 @@
-"""What can go wrong, by name: one vocabulary for scenarios, for the executors that do it, and for the judge.
+"""The kinds of fault by name: one vocabulary for scenarios, executors and the judge.
 
-A kind aims at a worker, a node (agent and workers), etcd, or the storage of checkpoints; at a failpoint it happens to
-the process that comes there. Some always end a world that they hit; the rest may be ridden out, and prove no
-more than that the job continues.
+A kind targets a worker, a node (agent and workers), etcd, or checkpoint storage; at a failpoint it hits the process
+that reaches it. Some always end a world that they hit; the others may be ridden out, and prove only that the job
+continues.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Literal
 Aim = Literal["worker", "node", "job", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls", "orders"]
-"""What a scenario has to bring along, by the name that its file has for it."""
+"""What a scenario must provide, named as in its file."""
 Passage = Literal["proxy", "cable", "relay"]
-"""What a real run puts in the way of a node's traffic, so that it can be spoilt: a proxy before etcd, a cable of the
-node's own, or that cable with a relay in it, which can delay and drop packets."""
+"""What a real run inserts into a node's traffic in order to disturb it: a proxy before etcd, a cable of the node's own,
+or such a cable with a relay, which can delay and drop packets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind: what it hits, whether it is undone after `for_s`, whether it must end a world, and where it can be."""
+    """One kind: its target, whether it is undone after `for_s`, whether it must end a world, and where it is
+    possible."""
 
     name: str
     meaning: str
@@ -31,23 +32,22 @@ class Kind:
     local: bool = True
     sim: bool = True
     slurm: bool = False
-    """Whether it can be done to a job on Slurm (`executor: slurm`)."""
+    """True if it can be done to a job on Slurm (`executor: slurm`)."""
     needs: Need | None = None
     through: Passage | None = None
-    """Where a real run does it to what a node sends and receives."""
+    """Where a real run disturbs a node's traffic."""
     damages: bool = False
-    """Commits that were whole are not any more."""
+    """True if it damages intact commits."""
     cuts_off: bool = False
-    """An agent may hear nothing of etcd for so long that it gives up."""
+    """True if an agent may be without etcd for so long that it gives up."""
     parts: bool = False
-    """A node and the others do not reach each other, and both live: of two nodes, either may be left out."""
+    """True if a node and the others cannot reach each other while both live: of two nodes, either may be left out."""
     crowds: bool = False
-    """There are more nodes than places while it lasts: in the next world any of them may have that of a member."""
+    """True if there are more nodes than seats while it lasts: any of them may replace a member in the next world."""
     leaves_alive: bool = False
-    """It ends a world, but no process: a node comes, or a member is counted as lost."""
+    """True if it ends a world but no process: a node joins, or a member counts as lost."""
     is_drawn: bool = True
-    """Whether a soak draws it; else it needs a job to itself, since other faults may hide what it did, or make it
-    right."""
+    """True if a soak draws it; otherwise it needs a job to itself, as other faults may hide or undo its effect."""
 
 
 _LEAVING_AT_SLURMS_WISH: tuple[tuple[str, str, Lasting], ...] = (
@@ -300,53 +300,54 @@ ALIEN_RECORDS = (
     ("members/alien", "garbage"),
     ("members/alien-newer", '{"format": 2}'),
 )
-"""What `alien_record` writes: keys below the job's prefix, and texts that this version cannot read."""
+"""Keys below the job's prefix that `alien_record` writes, with texts that this version cannot read."""
 ALIENS = tuple(f"/{key}" for key, _ in ALIEN_RECORDS if key.startswith("members/"))
-"""How the keys of members end that nobody in the job has written, so that nobody in it deletes them."""
+"""Suffixes of member keys that nobody in the job wrote, hence nobody deletes."""
 SPARES_OTHERS = (
     *("private_storage", "other_limits", "other_code", "wrong_address", "unfit_node", "hosts_file"),
     *("start_node", "start_twin", "twin_dir", "alien_record", "skew_clocks", "freeze_standby", "kill_standby"),
 )
-"""One node is wrong, or one more comes: nothing that the others need is gone, so it may cost them next to nothing.
+"""Kinds with one bad or additional node: the others keep all they need, so the cost to them must be next to nothing.
 
-What ends, freezes, slows or cuts off a member is no such kind: it takes away what that computed, and others may only
-know when its lease ends. Nor is what affects etcd, storage or data, which all use."""
+Not among them: kinds that end, freeze, slow or cut off a member, whose work is lost and noticed only when its lease
+expires; and kinds that affect etcd, storage or data, which all nodes use.
+"""
 BY_TASKS = ("flip_memory", "flip_gradient", "nan_loss", "unfit_node")
-"""What a task of `chaos.tasks` does by itself, in the process that it is to hit: from outside nobody could."""
+"""Kinds that a task of `chaos.tasks` does to its own process, as they are impossible from outside."""
 IN_LIVE_JOBS = ("unfit_node",)
-"""What a job of `restart` mode does not notice: its workers start in a world that is sealed already."""
+"""Kinds that `restart` mode does not notice: its workers start in a sealed world."""
 IN_PLAIN = (*(kind.name for kind in _ALL if kind.aim == "etcd" and not kind.needs), "lose_lease")
-"""What the executor does to etcd, or asks of it, in plain text."""
+"""Kinds for which the executor talks to etcd in plain text."""
 ADVICE = {"nothing": 0, "start": 75, "leave out": 71, "fix": 65}
-"""What `elastic-train status --why` advises, with its exit code."""
+"""Advice of `elastic-train status --why`, with its exit code."""
 _TO_FIX = ("raise", "oom")
-"""What a job meets again if it is started again: nobody knows that it was planted."""
+"""Kinds that would recur after a restart, as nobody knows that they were planted."""
 _NOT_ASKED = ("flip_memory",)
-"""Ranks find by a vote that their weights differ: the one that was hit need not be the one that ends first."""
+"""Ranks vote on differing weights: the one that was hit need not end first."""
 ON_DISK = ("full", "eio")
-"""At the failpoint `sync` alone, where an operating system would report them."""
+"""Only at failpoint `sync`, where an operating system would report them."""
 
 
 def asks_all_to_leave(kind: object) -> bool:
-    """Say whether a kind has a scheduler ask all nodes of a job to leave."""
+    """Return True if a kind makes a scheduler ask all nodes of a job to leave."""
     known = _known(kind)
     return known is not None and known.aim == "job" and known.ends_world
 
 
 def ends_world(kind: object) -> bool:
-    """Say whether a kind always ends a world; one that is not known is taken at its word."""
+    """Return True if a kind always ends a world; also for unknown kinds."""
     known = _known(kind)
     return known is None or known.ends_world
 
 
 def ends_processes(kind: object) -> bool:
-    """Say whether a kind ends the processes that it hits, and says which; one that is not known does not."""
+    """Return True if a kind ends the processes that it names; False for unknown kinds."""
     known = _known(kind)
     return known is not None and known.ends_world and not known.leaves_alive
 
 
 def advised(kind: object) -> str | None:
-    """Return what `status --why` has to advise of a job that a kind has ended; None of a kind that ends no process."""
+    """Return the right advice of `status --why` for a job that a kind ended; None if the kind ends no process."""
     name = str(kind).partition("@")[0]
     if _known(kind) is None or not ends_processes(kind) or name in _NOT_ASKED:
         return None
@@ -354,51 +355,52 @@ def advised(kind: object) -> str | None:
 
 
 def is_over_at_once(kind: object) -> bool:
-    """Say whether what a kind does is done at once: a `for_s` is then how long what ended stays away, or nothing."""
+    """Return True if a kind acts instantly: `for_s` is then how long the ended process or node stays away, or
+    unused."""
     known = _known(kind)
     return known is not None and (known.ends_world or known.lasts == "never")
 
 
 def damages(kind: object) -> bool:
-    """Say whether a kind spoils commits."""
+    """Return True if a kind damages commits."""
     known = _known(kind)
     return known is not None and known.damages
 
 
 def affects_all(kind: object) -> bool:
-    """Say whether a kind affects all members of a world while it lasts: by etcd or storage, or for want of places."""
+    """Return True if a kind affects all members of a world: through etcd or storage, or by lack of seats."""
     known = _known(kind)
     return known is not None and (known.crowds or (known.aim in ("etcd", "storage") and not known.damages))
 
 
 def spares_others(kind: object) -> bool:
-    """Say whether a kind affects one node alone, or adds one, and takes nothing from the others."""
+    """Return True if a kind affects or adds one node only, and takes nothing from the others."""
     return str(kind).partition("@")[0] in SPARES_OTHERS
 
 
 def cuts_off(kind: object) -> bool:
-    """Say whether a kind keeps a node from etcd, its agent included."""
+    """Return True if a kind cuts a node, including its agent, off from etcd."""
     known = _known(kind)
     return known is not None and known.cuts_off
 
 
 def parts(kind: object) -> bool:
-    """Say whether a kind keeps a node and the others from each other, of which nobody can tell who is to leave."""
+    """Return True if a kind separates a node from the others so that either side may have to leave."""
     known = _known(kind)
     return known is not None and known.parts
 
 
 def spoils_losses(kind: object) -> bool:
-    """Say whether a kind makes losses that are not numbers: the updates of their steps are left out."""
+    """Return True if a kind makes losses non-finite: their steps have no update."""
     return kind == "nan_loss"
 
 
 def is_of_etcd(kind: object) -> bool:
-    """Say whether a kind affects etcd itself."""
+    """Return True if a kind affects etcd itself."""
     known = _known(kind)
     return known is not None and known.aim == "etcd"
 
 
 def _known(kind: object) -> Kind | None:
-    """Look a kind up, with a failpoint's place or without."""
+    """Return a kind by name, with or without a failpoint; None if unknown."""
     return KINDS.get(str(kind).partition("@")[0])

@@ -1,7 +1,7 @@
-"""A scenario: which job to run on which nodes, and which faults to inject when. Typed YAML, all mistakes at once.
+"""A scenario: the job, its nodes, and which faults to inject when. Typed YAML; all mistakes are reported at once.
 
-One file serves every executor: `chaos.scenario.schedule` settles when its faults come, `chaos.scenario.kinds` says what
-they are.
+One file serves every executor: `chaos.scenario.schedule` fixes when its faults come, `chaos.scenario.kinds` defines
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "shipped"
 Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
 Target = int | str
 _LOCAL_ONLY = ("s3", "tracker", "freezing_disk", "tls", "own_data", "orders")
-"""What only the executor of one machine brings along."""
+"""Fields that only the executor of one machine supports."""
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -32,14 +32,14 @@ class _Section(BaseModel):
 
 
 class Point(_Section):
-    """The n-th time that a process of the target comes to a failpoint, counted from when all before it is done."""
+    """The n-th time that a process of the target reaches a failpoint, counted from when all earlier faults are done."""
 
     name: str
     """One of `elastic_train.system.failpoints.POINTS`."""
     nth: PositiveInt = 1
     """Counted from 1."""
     worker: int | None = Field(default=None, ge=0)
-    """Which of the node's workers in the present world, by rank from 0; whichever comes, if none is named."""
+    """Worker of the node in the current world, by rank from 0; any worker by default."""
 
     @field_validator("name")
     @classmethod
@@ -50,27 +50,27 @@ class Point(_Section):
 
 
 class Fault(_Section):
-    """One fault: what, to whom, and when: at a time, a step, a drawn step, a failpoint, or after the fault before."""
+    """One fault: kind, target and time: seconds, a step, a drawn step, a failpoint, or after the previous fault."""
 
     kind: str
-    """One of `chaos.scenario.kinds`, which says what each does; `elastic-chaos kinds` lists them."""
+    """One of `chaos.scenario.kinds`; `elastic-chaos kinds` describes them."""
     node: Target | None = None
-    """A node's number from 0, or its role when the fault is due: leader (rank 0's node), writer (it publishes), other
-    (not the leader), one (drawn), minority, majority, all, lost (to start). Etcd and storage need none."""
+    """Number of a node from 0, or its role at that time: leader (rank 0's node), writer (of a commit), other (not the
+    leader), one (drawn), minority, majority, all, lost (to be started). Etcd and storage need none."""
     at_s: float | None = Field(default=None, ge=0)
-    """So many seconds after the job's first step."""
+    """Seconds after the job's first step."""
     at_step: PositiveInt | None = None
-    """When this many steps are applied."""
+    """Number of applied steps."""
     within: tuple[float, float] | None = None
-    """At a step drawn from the seed between these two parts of the job."""
+    """A step drawn from the seed between these two fractions of the job."""
     after_s: float | None = Field(default=None, ge=0)
-    """So many seconds after the fault before this one."""
+    """Seconds after the previous fault."""
     at_point: Point | None = None
-    """At a failpoint; the faults that follow do not wait for it."""
+    """At a failpoint; later faults do not wait for it."""
     for_s: float | None = Field(default=None, gt=0)
-    """How long until it is undone: a freeze that is shorter than a lease may go unnoticed, a longer one is a loss."""
+    """Seconds until it is undone: a freeze shorter than a lease may go unnoticed, a longer one is a loss."""
     job: int = Field(default=0, ge=0)
-    """Of several jobs on Slurm (slurm.jobs) the one that it affects, from 0."""
+    """Index of the affected job, from 0, if there are several on Slurm (slurm.jobs)."""
 
     @field_validator("kind")
     @classmethod
@@ -117,12 +117,12 @@ class Fault(_Section):
 
 
 class Nodes(_Section):
-    """How the job is launched: one torchrun a node."""
+    """How the job is launched: one torchrun per node."""
 
     count: PositiveInt = 2
-    """Nodes at the start, and at most."""
+    """Number of nodes at the start, and at most."""
     ranks: PositiveInt = 1
-    """Ranks of a node (--nproc-per-node)."""
+    """Ranks per node (--nproc-per-node)."""
     min: PositiveInt = 1
     """Fewest nodes that train (--nnodes=MIN:COUNT)."""
     max_restarts: int = Field(default=10, ge=0)
@@ -132,28 +132,28 @@ class Nodes(_Section):
     recovery: Literal["restart", "live"] = "restart"
     """restart: a fault restarts the workers from a commit; live: survivors continue in their processes."""
     forked: bool = False
-    """Fork nodes from a process that has imported the trainer. A start as a program, which is the default, imports it
-    for seconds of a core; all else about a node is the same."""
+    """Fork nodes from a process that has imported the trainer. The default starts programs, each of which imports it
+    for seconds of a core; nodes do not differ otherwise."""
 
 
 class Soak(_Section):
-    """Faults drawn from the seed without end: bursts of several, each when all before is undone and healed."""
+    """Faults drawn from the seed in bursts, each once all earlier ones are undone and the job has recovered."""
 
     faults: PositiveInt = 500
-    """Faults after which the job is brought to its end."""
+    """Number of faults after which the job is ended."""
     minutes: float | None = Field(default=None, gt=0)
-    """Or after so long, whichever comes first."""
+    """Minutes after which the job is ended, if earlier."""
     burst: PositiveInt = 4
-    """Most faults that come before what they did has healed."""
+    """Most faults in a burst."""
     kinds: tuple[str, ...] | None = None
-    """Only these kinds; all that this machine can do, if not given."""
+    """Kinds to draw from; default: all that this machine can do."""
     shards: bool = False
-    """Draw from the seed, too, what of the job's state is in shards, and in how many copies; the run without faults has
-    it whole. What `set` or --set says of `parallel` goes first."""
+    """Also draw from the seed which state is sharded, and the number of copies; the run without faults is unsharded.
+    `parallel` in `set` or --set takes precedence."""
     most_ranks: PositiveInt | None = None
-    """Draw from the seed, too, how many ranks each node has, up to so many, in place of `nodes.ranks`."""
+    """Also draw the ranks per node from the seed, up to this number, instead of `nodes.ranks`."""
     heal_s: float = Field(default=300.0, gt=0)
-    """Seconds within which the whole world has to train again once everything is undone."""
+    """Seconds within which the full world must train again once everything is undone."""
 
     @field_validator("kinds")
     @classmethod
@@ -170,43 +170,43 @@ class Scenario(_Section):
     description: str
     """What happens, in one line."""
     config: str | None = None
-    """The trainer's configuration; a scenario without one is for `run --command`."""
+    """The trainer's configuration; scenarios without one are for `run --command`."""
     set: dict[str, object] = Field(default_factory=dict)
-    """Keys of that configuration to change."""
+    """Configuration keys to change."""
     seed: int | None = Field(default=None, ge=0)
-    """Draws the steps; a new one each time, and printed, if not given."""
+    """Seed of drawn steps; by default a new one each time, which is printed."""
     nodes: Nodes = Field(default_factory=Nodes)
     executor: Literal["local", "slurm"] = "local"
-    """local: each node is a torchrun of this machine. slurm: the nodes are machines in namespaces of this one, with a
-    real Slurm (needs root, and Slurm's programs), and `slurm` says by which batch script jobs are submitted."""
+    """local: each node is a torchrun on this machine. slurm: the nodes are machines in namespaces of this one, under a
+    real Slurm (needs root, and Slurm's programs); `slurm` selects the batch script."""
     slurm: OnSlurm = Field(default_factory=OnSlurm)
     faults: tuple[Fault, ...] = ()
     soak: Soak | None = None
-    """Draw faults from the seed, in place of `faults`; the job continues until they are over."""
+    """Draw faults from the seed instead of listing `faults`; the job continues until they are over."""
     etcd_members: Literal[1, 3] = 1
     """Members of the job's etcd: one of three can be lost."""
     s3: bool = False
-    """Publish commits on an S3 of this machine, whose answers can be spoilt, in place of the run's folder."""
+    """Publish commits to an S3 server on this machine, which can be disturbed, instead of the run's folder."""
     tracker: bool = False
-    """Log to an MLflow server of this machine, with its own database, which can be taken down."""
+    """Log to an MLflow server on this machine, with its own database, which can be taken down."""
     freezing_disk: bool = False
-    """Whether commits' files and metrics are on a file system of their own, which can be frozen (needs root)."""
+    """Put commit files and metrics on a separate file system that can be frozen (needs root)."""
     tls: bool = False
-    """Whether etcd speaks TLS, and knows its clients by their certificates, which can be renewed under the job."""
+    """Run etcd with TLS and client certificates, which can be renewed under the job."""
     orders: bool = False
-    """Whether the task is one of `chaos.tasks`, which do to themselves what nobody could do to them from outside."""
+    """True if the task is one of `chaos.tasks`, which do to themselves what is impossible from outside."""
     own_data: bool = False
-    """Train on a copy of the training set, of which row groups can be damaged; what cannot be read is a hole."""
+    """Train on a copy of the training set whose row groups can be damaged; unreadable ones become holes."""
     rows: PositiveInt | None = None
-    """Where the configuration's training set is not there yet, make one up with so many rows."""
+    """Rows of a synthetic training set, made if the configured one does not exist."""
     reference: bool = True
-    """Run the same without faults, too, and compare; --no-reference leaves it out."""
+    """Also run the job without faults and compare; --no-reference skips this."""
     nonfinite: bool = False
-    """Whether the weights may end as numbers that are not finite; else that is a finding."""
+    """Accept non-finite final weights; otherwise they are a finding."""
     timeout_s: float = Field(default=300, gt=0)
-    """Longest time that one of the two runs may take."""
+    """Most seconds that one of the two runs may take."""
     patience_s: float = Field(default=180, gt=0)
-    """Longest time until all is over that a fault leads to, and the job trains on; counted from the fault's own end."""
+    """Most seconds from a fault's own end until all its consequences are over and the job trains again."""
 
     @model_validator(mode="after")
     def _executor_does_it(self) -> Scenario:
@@ -242,7 +242,7 @@ class Scenario(_Section):
 
 
 def find(name: str) -> Path:
-    """Return the path of a scenario: a file, or the name of one that comes with the package."""
+    """Return the path of a scenario: a file, or the name of a shipped one."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
         return path
@@ -288,7 +288,7 @@ def load(path: Path) -> Scenario:
 
 
 def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
-    """Yield every kind that a soak names and cannot draw from."""
+    """Yield every kind that a soak names but cannot draw."""
     for kind in soak.kinds or LOCAL if scenario.tls else ():
         if kind in IN_PLAIN:
             yield f"'soak.kinds': {kind} is done to an etcd in plain text: leave out tls, or this kind"
@@ -303,7 +303,7 @@ def _undrawable(scenario: Scenario, soak: Soak) -> Iterator[str]:
 
 
 def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Scenario:
-    """Return a soak that ends after so many faults or minutes; ScenarioError if it is not a soak."""
+    """Return a soak that ends after this many faults or minutes; raise ScenarioError if it is not a soak."""
     if faults is None and minutes is None:
         return scenario
     if scenario.soak is None:
@@ -318,9 +318,9 @@ def bounded(scenario: Scenario, faults: int | None, minutes: float | None) -> Sc
 
 
 def impossible(nodes: Nodes, faults: Sequence[Fault | None], at_first: int | None = None) -> Iterator[str]:
-    """Yield every fault that cannot happen: to no such node, to one that is lost already, or in the wrong order.
+    """Yield every impossible fault: on an unknown node, on one that is already lost, or in the wrong order.
 
-    A job may begin with fewer nodes than there are, `at_first`.
+    `at_first` is the number of nodes at the start, if not all.
     """
     if nodes.min > nodes.count:
         yield f"'nodes.min' is {nodes.min}, but there are {nodes.count} nodes"

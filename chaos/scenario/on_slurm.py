@@ -1,7 +1,7 @@
-"""What a scenario with `executor: slurm` says of its jobs: by which batch script, how many, and with which nodes.
+"""Slurm settings of a scenario (`executor: slurm`): batch script, number of jobs and nodes.
 
-From that follows which kinds of fault can be done to them: an array has no allocation that could be preempted as a
-whole, and what a node's loss costs two jobs on it is no fault of either.
+They determine the possible kinds: an array has no allocation that can be preempted as a whole, and with two jobs on a
+node the loss of it is not a fault of either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from chaos.scenario.kinds import KINDS, Kind
 
 _OF_AN_ELEMENT = ("stop_node", "preempt_node")
-"""What is done to one node that is a job of its own, as those of an array are."""
+"""Kinds for a node that is a job of its own, as in an array."""
 
 
 class OnSlurm(BaseModel):
@@ -23,12 +23,12 @@ class OnSlurm(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     script: Literal["train", "elastic-array"] = "train"
-    """A batch script of deploy/slurm. train: all nodes in one allocation. elastic-array: an array of one-node jobs,
-    which meet at an etcd on a node of its own."""
+    """Batch script of deploy/slurm. train: all nodes in one allocation. elastic-array: an array of one-node jobs, which
+    meet at an etcd on another node."""
     at_first: PositiveInt | None = None
-    """How many nodes the job begins with, if not with all; `start_node` then adds one, by an array of one element."""
+    """Number of nodes at the start, if not all; `start_node` then adds one, as an array of one element."""
     jobs: Literal[1, 2] = 1
-    """So many jobs share the nodes, each with a run.dir and a verdict of its own; a fault affects the first one, unless
+    """Number of jobs that share the nodes, each with its own run.dir and verdict; a fault affects the first one, unless
     its `job` is 1."""
 
     @property
@@ -37,15 +37,16 @@ class OnSlurm(BaseModel):
 
     @property
     def has_own_etcd(self) -> bool:
-        """Whether the job's first node starts its etcd: it cannot be left, or joined from outside of the allocation."""
+        """True if the job's first node starts its etcd: it can then neither leave nor be joined from outside the
+        allocation."""
         return not self.is_array and self.at_first is None
 
     def kinds(self) -> list[str]:
-        """Return the kinds of fault that can affect such jobs."""
+        """Return the kinds that can affect such jobs."""
         return [kind.name for kind in KINDS.values() if kind.slurm and self._fits(kind)]
 
     def problems(self, num_nodes: int) -> Iterator[str]:
-        """Yield what does not go together."""
+        """Yield the contradictions between settings."""
         if self.at_first is not None and self.at_first >= num_nodes:
             yield f"slurm.at_first is {self.at_first}, but there are {num_nodes} nodes: leave it out"
         if self.jobs > 1 and not self.has_own_etcd:

@@ -1,4 +1,4 @@
-"""When a scenario's faults come: every moment settled, steps drawn from the seed alone.
+"""Fix when a scenario's faults come; steps are drawn from the seed alone.
 
 A drawn step is in the middle of a commit interval, after the first commit, so that a kill loses applied steps.
 """
@@ -12,15 +12,15 @@ from chaos.errors import ScenarioError
 from chaos.scenario.model import Point, Scenario, Target
 
 SMALLEST_INTERVAL = 4
-"""Steps between commits that a drawn step needs, to be neither on a commit nor beside one."""
+"""Least commit interval in steps that has a drawn step apart from both commits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A fault with its moment settled: a step, a time, a failpoint, or seconds after the fault before it.
+    """A fault with a fixed time: a step, seconds, a failpoint, or seconds after the previous fault.
 
-    A drawn step has a `safe` range of places in a commit interval of `interval` steps: if the job has run past it
-    when the fault is due, the next interval's is waited for.
+    A drawn step has a safe range within a commit interval of `interval` steps: if the job has passed it when the fault
+    is due, the fault waits for the next interval.
     """
 
     kind: str
@@ -32,9 +32,9 @@ class Due:
     at_s: float | None = None
     point: Point | None = None
     is_healed: bool = False
-    """Due once all before it is undone, and the whole world trains again."""
+    """Due once all earlier faults are undone, and the full world trains again."""
     job: int = 0
-    """Of several on Slurm the one that it affects."""
+    """Index of the affected job, if there are several on Slurm."""
 
     def __str__(self) -> str:
         who = self.kind if self.target is None else f"{self.kind} {self.target}"
@@ -49,14 +49,14 @@ class Due:
         return self.interval is not None
 
     def has_come(self, seen_step: int) -> bool:
-        """Say whether the job has come to the fault's step."""
+        """Return True if the job has reached the fault's step."""
         if self.step is None or seen_step < self.step:
             return self.step is None
         return self.interval is None or seen_step % self.interval in _middle(self.interval)
 
 
 def schedule(scenario: Scenario, seed: int, total_steps: int, commit_every: int) -> list[Due]:
-    """Settle every fault's moment; drawn steps come from the seed alone and grow."""
+    """Fix every fault's time; drawn steps depend on the seed alone and increase."""
     problems = []
     if any(fault.within for fault in scenario.faults) and commit_every < SMALLEST_INTERVAL:
         problems.append(f"a commit every {commit_every} steps leaves none to lose; {SMALLEST_INTERVAL} are needed")
@@ -93,9 +93,9 @@ def _draw(rng: random.Random, within: tuple[float, float], total_steps: int, com
 
 
 def _middle(interval: int) -> range:
-    """Return the places in a commit interval that are well apart from both commits.
+    """Return the offsets in a commit interval that are well apart from both commits.
 
-    A kill comes some moments after its step was seen: at the last place before a commit it may come after that.
+    A kill comes some moments after its step was seen: just before a commit it could come after it.
     """
     margin = max(1, interval // 3)
     return range(margin, interval - margin)

@@ -1,12 +1,11 @@
-"""A soak: bursts of faults drawn from a seed, of every kind that can be done, until there were enough; then the end.
+"""A soak: bursts of faults of all possible kinds, drawn from a seed, until there were enough; then the end.
 
-What needs a tracker, a freezing disk or its own data can be done where the scenario brings that; what needs an S3
-cannot, since the commits that it damages, and counts at the end, have to be in the run's folder.
+Faults that need a tracker, a freezing disk or own data are possible if the scenario provides them; those that need S3
+are not, because the commits to damage and count must be in the run's folder.
 
-A burst begins when all before it is undone and the whole world trains again; the faults in it come within seconds of
-each other, so that most of them hit a recovery. Which kinds come is drawn so that rare ones catch up, and failpoints so
-that cells (place x kind) that never came are next. The job has no end by itself: it is asked to leave, and started
-again with the end of the epoch as its last step.
+A burst starts when all earlier faults are undone and the full world trains again; its faults come within seconds of
+each other, so that most hit a recovery. Rare kinds and rare (failpoint, kind) pairs are drawn first. The job is
+endless: it is asked to leave, and restarted with the end of the epoch as its last step.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from elastic_train.system.failpoints import POINTS
 MOST_COPIES = 3
 PAUSES_S = (0.0, 0.1, 0.5, 1.0, 2.0)
 ENTERING = ("form", "restore", "hand-over")
-"""Places that only a new world comes by: something has to end the one before."""
+"""Failpoints that only a new world reaches: the previous one must be ended."""
 LATE = ("commit", "write", "sync", "record", "publish")
-"""Places that the writer comes by."""
+"""Failpoints that the writer of a commit reaches."""
 _DEAR = Counter({"kill_job": 12, "flip_bit": 6, "truncate_file": 6, "delete_file": 6, "start_twin": 6})
-"""How many faults of another kind come for one of these, whose recovery begins with new processes, or takes seconds."""
+"""Cost of kinds whose recovery restarts processes or takes seconds: number of other faults drawn for one of these."""
 _DEAR.update({"hang": 3, "hang-native": 3, "freeze_agent": 2})
 _DEAR.update({"kill_node": 5, "stop_node": 5, "freeze_node": 2, "cut_node": 2, "cut_link": 2, "cut_one_way": 2})
 _DEAR.update({"unfit_node": 6, "refuse_address": 2, "hosts_file": 2, "freeze_fs": 3})
@@ -47,9 +46,9 @@ _WITH_THE_JOB = ("flip_bit", "truncate_file", "delete_file")
 
 
 def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
-    """Return the kinds that a soak draws from; `start_node` comes by itself, where a node is to come back.
+    """Return the kinds that a soak draws from; `start_node` follows by itself, where a node is to come back.
 
-    Those that need a job to themselves are left out, unless the scenario names them.
+    Kinds that need a job to themselves are left out, unless the scenario names them.
     """
     assert scenario.soak is not None, "only called for a soak"
     brought = {None, *(need for need in get_args(Need) if getattr(scenario, need))}
@@ -61,7 +60,7 @@ def kinds_of(scenario: Scenario, missing: Mapping[str, str]) -> list[str]:
 
 
 def drawn_shards(scenario: Scenario, seed: int) -> dict[str, object]:
-    """Return the settings of `parallel` that a soak draws from its seed; none if it does not draw them."""
+    """Return the `parallel` settings that a soak draws from its seed; empty if it draws none."""
     if scenario.soak is None or not scenario.soak.shards:
         return {}
     draws = random.Random(f"{seed} shards")
@@ -70,7 +69,7 @@ def drawn_shards(scenario: Scenario, seed: int) -> dict[str, object]:
 
 
 def drawn_nodes(scenario: Scenario, seed: int) -> Nodes:
-    """Return a scenario's nodes, with as many ranks as a soak draws from its seed, if it draws them."""
+    """Return a scenario's nodes, with the number of ranks that a soak draws, if it does."""
     if scenario.soak is None or scenario.soak.most_ranks is None:
         return scenario.nodes
     ranks = random.Random(f"{seed} ranks").randint(1, scenario.soak.most_ranks)
@@ -78,12 +77,12 @@ def drawn_nodes(scenario: Scenario, seed: int) -> Nodes:
 
 
 def can_be_at(kind: str, point: str) -> bool:
-    """Say whether a soak plants a kind at a place."""
+    """Return True if a soak plants a kind at a failpoint."""
     return point == "sync" or kind not in ON_DISK
 
 
 class Drawn:
-    """A soak's faults, one after another; the same seed draws the same."""
+    """A soak's faults, in order; the same seed draws the same faults."""
 
     def __init__(self, scenario: Scenario, seed: int, missing: Mapping[str, str]) -> None:
         assert scenario.soak is not None, "only made for a soak"
@@ -95,7 +94,7 @@ class Drawn:
             asked = [(kind, why) for kind, why in missing.items() if kind in (self._soak.kinds or LOCAL)]
             reasons = [f"{kind} cannot be done here: {why}" for kind, why in asked]
             raise ScenarioError(*(f"{scenario.name}: {why}" for why in reasons or ["no kind is left to draw from"]))
-        # Where in its turn each kind begins: else the dear ones would come last, in a short soak never.
+        # Random starting phase per kind: otherwise expensive kinds would come last, in a short soak never.
         self._num = {kind: -self._draws.random() for kind in self.kinds}
         self._cells = Counter[tuple[str, str]]()
         self._points = {
@@ -105,8 +104,8 @@ class Drawn:
         }
 
     def __call__(self, num_done: Callable[[], int]) -> Iterator[Due]:
-        """Yield faults until so many were done, or the time since the first is over."""
-        began: float | None = None  # a loaded machine needs minutes to start a job, which are not the faults'
+        """Yield faults until enough were done, or the time since the first is over."""
+        began: float | None = None  # starts at the first fault: starting the job may take minutes on a loaded machine
         while num_done() < self._soak.faults and not self._is_late(began):
             burst = [fault for _ in range(self._draws.randint(1, self._soak.burst)) for fault in self._one()]
             for place, fault in enumerate(burst):
@@ -118,7 +117,7 @@ class Drawn:
         return minutes is not None and began is not None and time.monotonic() - began > 60 * minutes
 
     def _one(self) -> list[Due]:
-        """Draw a kind, those that came least first, and a fault of it, with what has to go with it."""
+        """Draw one of the least frequent kinds, and return a fault of it with the faults that belong to it."""
         costs = {kind: (self._num[kind] + 1) * max(1, _DEAR[kind]) for kind in self.kinds}
         least = sorted(self.kinds, key=lambda kind: (costs[kind], self._draws.random()))
         kind = self._draws.choice(least[: max(4, len(least) // 3)])
@@ -128,7 +127,7 @@ class Drawn:
         fault = self._due(kind)
         if kind not in _WITH_THE_JOB or "kill_job" not in self.kinds:
             return [fault]
-        # Survivors hold the state, so what is damaged is read only by a job that starts again: once for several.
+        # Survivors hold the state, so damaged files are read only by a restarted job: one restart for several.
         others = [other for other in _WITH_THE_JOB if other in self.kinds and other != kind]
         more = [other for other in others if self._draws.random() < 0.5]
         for other in (*more, "kill_job"):
@@ -148,7 +147,7 @@ class Drawn:
         return Due(kind, target, None, pause_s, for_s=round(for_s, 2) if lasts else None)
 
     def _at_point(self, kind: str) -> list[Due]:
-        """Draw a place that this kind came to least, and end the world if only a new one comes by there."""
+        """Draw the failpoint with the fewest faults of this kind; end the world first if only a new one reaches it."""
         point = min(self._points[kind], key=lambda point: (self._cells[point, kind], self._draws.random()))
         self._cells[point, kind] += 1
         for_s = round(self._ttl_s * self._draws.choice((0.2, 2.0)), 2) if KINDS[kind].lasts == "must" else None
