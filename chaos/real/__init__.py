@@ -1,1 +1,1 @@
-"""A job of real processes on this machine, and what is done to it."""
+"""Run a job of real processes on this machine, and inject faults into it."""

@@ -1,7 +1,7 @@
-"""Asks `elastic-train status --why` of a run as each fault has left it, and at its end, and records the answers.
+"""Record the answers of `elastic-train status --why` after each fault, and at the end.
 
-A job survives its faults. So for each fault that ends processes its histories are cut where the next world formed:
-that is what a job leaves that the fault has ended.
+A job survives its faults. So for each fault that ends processes, histories are cut where the next world formed: that is
+what a job ended by the fault would leave.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from elastic_train.cli.runs.status import status_of
 from elastic_train.runs.stopped.cause import Cause, cause_of
 
 _MOST_TERMS = 3
-"""The newest terms of which histories are cut: no more are read to find a cause."""
+"""Newest terms whose histories are cut: finding a cause reads no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """A fault, the term that it ended, when the next world formed and when one applied a step again (unix seconds)."""
+    """A fault, the term that it ended, and when the next world formed and applied a step (unix seconds)."""
 
     fault: Line
     term: int
@@ -35,9 +35,9 @@ class _Moment:
 
 
 def record_causes(folder: Path, *, is_local: bool = True) -> None:
-    """Append a line `why` for each fault that is alone until a next world trains, and for the end of a job.
+    """Append a `why` line for each fault that is alone until the next world trains, and for the job's end.
 
-    What the end was is known where commits are local: the store of others may be gone by now.
+    The end's answer needs local commits: another store may be gone by now.
     """
     run = collect(folder)
     lines = [{"fault": moment.fault["number"], **_fields(_cause_then(folder, moment))} for moment in _moments(run)]
@@ -53,7 +53,7 @@ def _fields(cause: Cause) -> dict[str, object]:
 
 
 def _moments(run: Evidence) -> Iterator[_Moment]:
-    """Yield the faults that end processes, that come between two steps, and while no other is felt."""
+    """Yield the faults that end processes, between two steps, while no other fault is in effect."""
     faults, steps = run.of("fault"), [number(line, "t") for line in run.of("step")]
     forms = [(number(line, "t"), whole(line, "term")) for line in run.of("form") if not line.get("again")]
     over = {cost.place: cost.at + cost.rto_s for cost in recoveries(run)}
@@ -70,7 +70,7 @@ def _moments(run: Evidence) -> Iterator[_Moment]:
 
 
 def _cause_then(folder: Path, moment: _Moment) -> Cause:
-    """Return why the run would have stopped if no world had come after a fault."""
+    """Return why the run would have stopped if no world had formed after a fault."""
     with tempfile.TemporaryDirectory() as made:
         into = Path(made) / "history"
         into.mkdir()

@@ -1,6 +1,6 @@
-"""What a running job's histories have said so far: the newest step, commit, world and term.
+"""Follow a running job's histories: newest step, commit, world and term.
 
-Only the files of the newest term are read on, so that a look costs the same after a thousand worlds.
+Only files of the newest term are read, so that a look costs the same after a thousand worlds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TICK_NS = 100_000_000
 
 @dataclass(slots=True)
 class Followed:
-    """What the histories have said so far: the newest step, commit, world and term of a running job."""
+    """State of a running job, from its histories: newest step, commit, world and term."""
 
     step: int = 0
     loss: float | None = None
@@ -34,21 +34,22 @@ class Followed:
     resumed: Line | None = None
     pids: dict[int, int] = field(default_factory=dict)
     sealed_at: float | None = None
-    """When the world was sealed, unix seconds. Etcd has it, too; its term is a lower one after a loss of its data."""
+    """When the world was sealed, unix seconds. Needed beside the term, which restarts lower after etcd lost its
+    data."""
     began_at: float | None = None
     """When the first step was applied, unix seconds."""
     applied_at: float = 0.0
-    """When the newest step was."""
+    """When the newest step was applied, unix seconds."""
     _places: dict[str, int] = field(default_factory=dict)
     _listed: int = -1
     _applied_at: float | None = None
 
     def look(self, folder: Path) -> None:
-        """Read what was appended since the last look to the histories of the newest term that is known, or newer."""
+        """Read what was appended since the last look, in histories of the newest known term or newer ones."""
         history = folder / "history"
         changed = history.stat().st_mtime_ns
         if changed != self._listed:
-            # Within a tick of the file system's clock more may appear without another change.
+            # Within one tick of the file system's clock, files may be added without another change of mtime.
             self._listed = changed if time.time_ns() - changed > _TICK_NS else -1
             kept = [name for name in _names(history) if name[:1].isdigit() and _term_of(name) >= self.term]
             self._places = {name: self._places.get(name, 0) for name in sorted(kept)}
@@ -58,7 +59,7 @@ class Followed:
                     file.seek(place)
                     content = file.read()
             except FileNotFoundError:
-                continue  # the first part of a long history, which was deleted since
+                continue  # the first part of a long history, deleted meanwhile
             end = content.rfind(b"\n") + 1
             self._places[name] = place + end
             for line in parse_lines(content[:end]):
@@ -84,7 +85,7 @@ class Followed:
             self.commit = whole(line, "step")
 
     def _take_step(self, line: Line) -> None:
-        """Take a step's facts, and its rate from the time since the step before it on the same rank."""
+        """Take a step's values; the rate follows from the same rank's previous step."""
         self.step, self.epoch, self.loss = whole(line, "step"), whole(line, "epoch"), number(line, "loss")
         self.applied_at = number(line, "t")
         self.began_at = self.began_at or self.applied_at

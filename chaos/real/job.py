@@ -1,7 +1,7 @@
-"""Run a scenario with real processes: a real etcd, one real torchrun a node, real signals, sockets and files.
+"""Run a scenario with real processes: a real etcd, one torchrun per node, real signals, sockets and files.
 
-The executor follows the run's histories to know the step, injects each fault when it is due, undoes it when its time is
-over, records both beside the histories, and leaves no process running, whatever ends it.
+The executor follows the run's histories to know the step, injects each fault when due, undoes it when its time is over,
+records both with the histories, and leaves no process running, whatever ends it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from rendezvous.process_table import stat_of
 
 _LOOK_EVERY_S = 0.01
 _AGAIN_S = 0.05
-"""What could not be done is not tried at every look: to find a node's processes takes some milliseconds."""
+"""Seconds between retries of what could not be done: finding a node's processes takes milliseconds."""
 _DYING_S = 2.0
 _PROOF_S = 30.0
-"""So long after a fault's end something must have shown that it bit: who was asked to leave may take a while."""
+"""Seconds after a fault's end within which it must be proven: a stopping process may take a while."""
 _SETTLED_S = 0.5
-"""Steps that were on their way when something happened are applied by then."""
+"""Seconds until steps in progress at an event are applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unproved:
-    """A fault of which nothing has shown yet that it bit."""
+    """A fault whose effect is not proven yet."""
 
     number: int
     fault: Due
@@ -57,7 +57,7 @@ class _Unproved:
 
 @dataclass(slots=True)
 class Job:
-    """A job to run to its end: its nodes, its faults, and where its histories are."""
+    """A job to run to its end: nodes, faults, and the folder of its histories."""
 
     folder: Path
     nodes: list[Node]
@@ -69,18 +69,18 @@ class Job:
     replay: str | None = None
     around: Surroundings = field(default_factory=Surroundings)
     land: Callable[[Job], None] | None = None
-    """Brings a job to its end that would run for ever, once its faults are over, or Ctrl-C was pressed."""
+    """Ends an endless job, once its faults are over or Ctrl-C was pressed."""
     cell_size: int = 1
-    """How many ranks hold a replica together; those that make no cell more are spares."""
+    """Ranks per replica; ranks beyond whole cells are spares."""
     stage_size: int | None = None
-    """How many of them have to be of one node; all if None."""
+    """Ranks per stage, which must share a node; all of a cell if None."""
     come_within_s: float = PATIENCE_S
     followed: Followed = field(default_factory=Followed)
     lost: list[Node] = field(default_factory=list)
     draws: random.Random = field(default_factory=random.Random)
     num_faults: int = 0
     damaged: set[str] = field(default_factory=set)
-    """Commits of which a file was spoilt."""
+    """Commits with a damaged file."""
     _deadline: float = 0.0
     _undos: list[tuple[float, str, Undo]] = field(default_factory=list)
     _points: Points = field(default_factory=Points)
@@ -93,7 +93,7 @@ class Job:
     _is_stopping: bool = False
 
     def run(self) -> None:
-        """Start the nodes, inject every fault when it is due, wait for the end; leave no process running."""
+        """Start the nodes, inject every fault when due, and wait for the end; leave no process running."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
         self.draws = random.Random(f"{self.seed} acts")
         self.record(
@@ -138,12 +138,12 @@ class Job:
         self._is_stopping = False
 
     def _stop(self) -> None:
-        """Let the next look, when no fault is half done, find that there were enough."""
+        """Let the next look, when no fault is half done, end the faults."""
         self._is_stopping = True
         self.on_event(f"stopping after {self.num_faults} faults: its end, and a verdict; once more to give up")
 
     def inject(self, fault: Due) -> None:
-        """Wait until a fault is due and can be done, do it, and record it with the time just before it."""
+        """Wait until a fault is due and possible, inject it, and record it with the time just before."""
         what = f"{fault.kind} on {'node ' if isinstance(fault.target, int) else ''}{fault.target}"
         moment = time.monotonic() + (fault.after_s or 0.0)
         if fault.is_healed:
@@ -168,7 +168,7 @@ class Job:
             self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
 
     def note(self, fault: Due, done: Struck, at: float) -> None:
-        """Record a fault that was done."""
+        """Record an injected fault."""
         self.num_faults += 1
         self._kinds.add(fault.kind)
         self._disturbed_at = time.time()
@@ -196,9 +196,9 @@ class Job:
         self._look_for_effects()
 
     def _look_for_effects(self, *, is_last: bool = False) -> None:
-        """Record the proof that a fault bit, or, when it has been over for a while, that there is none.
+        """Record the proof of each fault's effect, or, a while after its end, that there is none.
 
-        What cannot be undone yet is not over, however long it was to last.
+        A fault that cannot be undone yet is not over, however long it was to last.
         """
         undoing = {id(undo) for _, _, undo in self._undos}
         for one in list(self._unproved):
@@ -217,7 +217,8 @@ class Job:
         self._undos.append((time.monotonic() + seconds, kind, undo))
 
     def await_healed(self) -> None:
-        """Wait until everything is undone and the whole world has applied a step since; RunError if it never does."""
+        """Wait until everything is undone and the full world has applied a step since; raise RunError if it never
+        does."""
         while not self._is_healed():
             self.look("the whole world's training")
             self._check_is_alive("training by the whole world")
@@ -227,14 +228,14 @@ class Job:
         self._disturbed_at = time.time()
 
     def _check_is_alive(self, waiting_for: str) -> None:
-        """Refuse to wait in a soak for what does not come although nothing is wrong any more."""
+        """In a soak, raise RunError if something awaited does not come although no fault is active."""
         soak = self.scenario.soak
         if soak and not self._undos and time.time() > self._disturbed_at + soak.heal_s:
             why = f"{waiting_for} did not come within {soak.heal_s:.0f} s, with nothing wrong any more"
             raise RunError(f"{why} (step {self.followed.step}, term {self.followed.term}); {self._logs()}")
 
     def check_progress(self, waiting_for: str) -> None:
-        """Refuse to wait in a soak for the end of a job that takes no steps although nothing is wrong any more."""
+        """In a soak, raise RunError if the job takes no steps although no fault is active."""
         soak = self.scenario.soak
         last = max(self._disturbed_at, self.followed.applied_at)
         if soak and not self._undos and time.time() > last + soak.heal_s:
@@ -243,7 +244,7 @@ class Job:
 
     @property
     def full_size(self) -> int:
-        """How many ranks train where all nodes are well."""
+        """Number of training ranks if all nodes are well."""
         stage_size = self.stage_size or self.cell_size
         num_stages = self.scenario.nodes.count * (self.scenario.nodes.ranks // stage_size)
         return num_stages * stage_size // self.cell_size * self.cell_size
@@ -254,7 +255,7 @@ class Job:
         return not self._undos and is_whole and trains and self._points.are_over(self)
 
     def _check_is_up(self, fault: Due) -> None:
-        """Refuse to wait for ever for a node that has ended by itself."""
+        """Raise RunError rather than wait for ever for a node that has ended by itself."""
         node = self.nodes[fault.target] if isinstance(fault.target, int) else None
         is_awaited = node in self.lost or fault.kind == "start_node" or bool(self._undos)
         if node is not None and node.code is not None and not is_awaited:
@@ -262,9 +263,9 @@ class Job:
             raise RunError(f"{what}; the end of its log:\n{node.tail()}")
 
     def _has_come(self, fault: Due) -> bool:
-        """Say whether a fault's moment has come; a drawn one also waits for an applied step that is in no commit.
+        """Return True if a fault is due; a drawn one also needs an applied step that is in no commit.
 
-        For that one histories are read again: since the last look a busy machine may have come to the next commit.
+        For that the histories are read again: since the last look a busy machine may have committed.
         """
         followed = self.followed
         if fault.is_drawn:
@@ -286,7 +287,7 @@ class Job:
             raise RunError(f"no node ended well; {self._logs()}")
 
     def look(self, waiting_for: str) -> None:
-        """See what has happened, undo what is due, and wait a moment; RunError once the job's time is over."""
+        """Read what has happened, undo what is due, and wait a moment; raise RunError once the job's time is over."""
         if self._is_stopping:
             raise Enough
         if self.land is None and time.monotonic() > self._deadline:
@@ -305,7 +306,7 @@ class Job:
         time.sleep(_LOOK_EVERY_S)
 
     def _undo(self, pending: tuple[float, str, Undo]) -> None:
-        """Undo what was done to the job; what cannot be undone yet is tried again at the next look."""
+        """Undo a fault; if that is not possible yet, the next look tries again."""
         _, kind, undo = pending
         pids = undo()
         if pids is not None:
@@ -314,7 +315,7 @@ class Job:
             self.record("undo", kind=kind, **self._named(pids))
 
     def _note_ends(self) -> None:
-        """Note when each node has ended: what explains that has to have come before, and not long before."""
+        """Record when each node ended: its explanation must come before, and not long before."""
         for node in self.nodes:
             if node.code is None:
                 self._ended_at.pop(node.number, None)
@@ -322,7 +323,7 @@ class Job:
                 self._ended_at.setdefault(node.number, time.time())
 
     def _place(self) -> None:
-        """Record on which node the processes run that have come into the world since the last look."""
+        """Record the node of each process that has joined the world since the last look."""
         new = set(self.followed.pids.values()) - self._placed
         self._placed |= new
         for node in self.nodes if new else []:
@@ -331,7 +332,7 @@ class Job:
                 self.record("node", node=node.number, **self._named(pids))
 
     def _named(self, pids: list[int]) -> dict[str, Any]:
-        """Return pids, and when these processes were born: their numbers may be given to others."""
+        """Return pids and birth times of processes: their pids may be reused."""
         return {"pids": pids, "born": [self._born.get(pid) for pid in pids]}
 
     def _clean_up(self) -> None:
@@ -356,7 +357,7 @@ class Job:
             node.kill()
 
     def _left(self, patience_s: float) -> list[int]:
-        """Return the processes that are there after the nodes' end; what dies with its agent may take a moment."""
+        """Return the processes left after the nodes' end; those that die with their agent get a moment."""
         until = time.monotonic() + patience_s
         while (left := [pid for node in self.nodes for pid in node.pids()]) and time.monotonic() < until:
             time.sleep(_AGAIN_S)

@@ -1,4 +1,4 @@
-"""The end of a soak: the job is asked to leave, and started again with the end of the epoch as its last step."""
+"""The end of a soak: stop the job, and restart it with the end of the epoch as its last step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chaos.scenario.schedule import Due
 
 
 def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
-    """Return what brings a soak to its end; `last_step` gives the end of the epoch that a step is in."""
+    """Return the function that ends a soak; `last_step` returns the end of the epoch of a step."""
 
     def bring_down(job: Job) -> None:
         job.await_healed()

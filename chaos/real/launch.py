@@ -20,7 +20,7 @@ def launch(
     run_id: str,
     around: Surroundings | None = None,
 ) -> list[Node]:
-    """Describe the scenario's nodes: each a `torchrun --rdzv_backend=etcd` as users type it."""
+    """Return the scenario's nodes: each a `torchrun --rdzv_backend=etcd` as users type it."""
     nodes, around = scenario.nodes, around or Surroundings()
     assert scenario.config is not None, "the command line has asked"
     environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,4 +1,4 @@
-"""Looks for what a job has left once all of its processes have ended: leases, drafts of files, shared memory."""
+"""Find what a job has left once all its processes have ended: leases, drafts of files, shared memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.records import Keys
 
 _DRAFT = re.compile(r".*\.unfinished|\..+\.\d+")
-"""Names under which the trainer writes what it then renames."""
+"""Temporary file names of the trainer."""
 _MEMORY = Path("/dev/shm")
 _MARGIN_S, _ASK_S = 2.0, 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What was left: keys beyond their lease (None if etcd did not answer), drafts, shared memory."""
+    """Leftovers: keys that outlived their lease (None if etcd did not answer), drafts, shared memory."""
 
     leases: list[str] | None
     drafts: list[tuple[str, float]]
@@ -31,13 +31,13 @@ class Left:
 
 
 def look(folder: Path, pids: Collection[int], around: Surroundings, ttl_s: float) -> Left:
-    """Look for all of it; waits as long as a lease may last, if a member is still there."""
+    """Find all leftovers; waits up to a lease's time to live if a member key is still there."""
     leases = None if around.etcd is None else leased(around.etcd.options, around.run_id, ttl_s)
     return Left(leases, drafts(folder), shared_memory(pids))
 
 
 def leased(options: EtcdOptions, run_id: str, ttl_s: float) -> list[str] | None:
-    """Return the job's member keys that outlive their leases; None if etcd does not say."""
+    """Return the job's member keys that outlive their leases; None if etcd does not answer."""
     deadline = time.monotonic() + ttl_s + _MARGIN_S
     try:
         connection = Connection(options)
@@ -56,13 +56,13 @@ def leased(options: EtcdOptions, run_id: str, ttl_s: float) -> list[str] | None:
 
 
 def drafts(folder: Path) -> list[tuple[str, float]]:
-    """Return drafts below a run's folder, and when each was last written (unix seconds)."""
+    """Return drafts below a run's folder, with their last modification (unix seconds)."""
     found = [path for path in folder.rglob("*") if _DRAFT.fullmatch(path.name) and path.is_file()]
     return sorted((str(path.relative_to(folder)), path.stat().st_mtime) for path in found)
 
 
 def shared_memory(pids: Collection[int]) -> list[str]:
-    """Return segments whose names say that one of these processes made them, as torch's do."""
+    """Return shared memory segments named after one of these processes, as torch names its own."""
     made = {str(pid) for pid in pids}
     names = [path.name for path in _MEMORY.iterdir()] if _MEMORY.is_dir() else []
     return sorted(name for name in names if made & set(re.split(r"\D+", name)))

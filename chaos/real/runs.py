@@ -1,6 +1,6 @@
-"""One run of a scenario's job, and a soak: the job with faults without end, then the same number of steps without any.
+"""Run a scenario's job once, or a soak: the job with endless faults, then the same number of steps without any.
 
-Shows progress, and leaves histories and commits in the run's folder, from which it is judged.
+Shows progress, and leaves histories and commits in the run's folder for the judge.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 
 Say = Callable[[str], None]
 _WHOLE = ("--run.history-terms=null", f"--run.history-bytes={1 << 40}")
-"""The judge needs every line."""
+"""Keep all history: the judge needs every line."""
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
-    """Yield every fault that real runs on one machine cannot do: the simulator's alone, or of a cable its node lacks.
+    """Yield every fault that real runs on one machine cannot do: simulator-only ones, or those that need a missing
+    cable.
 
-    That is known from the file alone, before anything is started or taken away; what the machine itself lacks,
-    `chaos.services.surroundings` finds when it is made.
+    This depends on the file alone, before anything is started or deleted; `chaos.services.surroundings` finds what the
+    machine lacks.
     """
     last = scenario.nodes.count - 1
     for number, fault in enumerate(scenario.faults):
@@ -110,7 +111,7 @@ def run_once(
 
 
 def own_of_second(config: Config) -> list[str]:
-    """Return the arguments that make the second of two jobs on one Slurm another one, whose weights are its own."""
+    """Return the arguments that give the second of two jobs on one Slurm weights of its own."""
     return [f"--run.seed={config.run.seed + 1}"]
 
 
@@ -124,7 +125,7 @@ def run_soak(
     is_quiet: bool,
     say: Say,
 ) -> Verdict:
-    """Run a soak and the same number of steps without faults; judge it, also where it got stuck."""
+    """Run a soak and the same number of steps without faults; judge it, even if it got stuck."""
     assert scenario.soak is not None, "only called for a soak"
     clear(folder)
     faulted = folder / FAULTED
@@ -156,16 +157,16 @@ def run_soak(
         "--parallel.shards=none",
         "--parallel.offload=none",
         steps,
-    ]  # whole, so that no cut shows in its bits
+    ]  # unsharded, so that sharding must not show in its bits
     copy_holes(folder)
     run_once(plain, config, folder / REFERENCE, [], seed, quick, int(str(verdict.run.result["step"])), replay, is_quiet)
     return examine(folder)
 
 
 def unslowed(config: Config, spoilt: Sequence[tuple[int, int]] = ()) -> list[str]:
-    """Return what takes the waits out of a task that has them, and the losses out of some lanes.
+    """Return the arguments that remove a task's delays, and spoil the losses of these lanes.
 
-    Its other parameters are left as they are.
+    Other parameters are unchanged.
     """
     params = config.task.params
     changed = ({"lane_ms": 0} if "lane_ms" in params else {}) | ({"spoilt": [*map(list, spoilt)]} if spoilt else {})
@@ -175,7 +176,7 @@ def unslowed(config: Config, spoilt: Sequence[tuple[int, int]] = ()) -> list[str
 
 
 def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:
-    """Return a sample, with its epoch, of each lane without which the run with faults had to leave an update out."""
+    """Return one (sample, epoch) of each lane because of which the run with faults skipped an update."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
     left_out = {step + 1 for lo, hi in result.get("skipped_steps", ()) for step in range(lo, hi)}
     spoilt, order = dict[int, tuple[int, int]](), order_of_job(config) if left_out else None
@@ -188,12 +189,12 @@ def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:
 
 
 def clear(folder: Path) -> None:
-    """Take away what an earlier run has left."""
+    """Delete what an earlier run has left."""
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
     for name in (FAULTED, REFERENCE, BESIDE):
         for disk in (folder / name / mounted for mounted in FREEZING):
-            if os.path.ismount(disk):  # a run that was killed has left it, maybe frozen
+            if os.path.ismount(disk):  # left, maybe frozen, by a run that was killed
                 subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=False, capture_output=True)
                 subprocess.run(["umount", "-l", str(disk)], check=True)
         if (folder / name).exists():
@@ -201,7 +202,7 @@ def clear(folder: Path) -> None:
 
 
 def make_data(scenario: Scenario, config: Config, say: Say) -> None:
-    """Make the training set up that a scenario brings along, unless it is there."""
+    """Make the scenario's synthetic training set, unless it exists."""
     if scenario.rows is None:
         return
     if config.data.train is None:
@@ -213,7 +214,7 @@ def make_data(scenario: Scenario, config: Config, say: Say) -> None:
 
 
 def order_of_job(config: Config) -> RunOrder:
-    """Return the order in which a job takes its samples."""
+    """Return the sample order of a job."""
     sources = load_sources(config.data, config.batch.num_lanes)
     return run_order.order_of(config, join(sources) if sources else load_manifest(config.data.sources[0]), sources)
 
@@ -224,13 +225,13 @@ def count_steps(config: Config) -> int:
 
 
 def steps_per_epoch(config: Config) -> int:
-    """Return how many steps an epoch has; 1 of a mixture, which may end anywhere, since its sources' epochs differ."""
+    """Return the steps per epoch; 1 for a mixture, which may end anywhere, as its sources' epochs differ."""
     order = order_of_job(config)
     return order.num_steps(config.batch.micro_batch) if isinstance(order, Order) else 1
 
 
 def epoch_of(order: RunOrder, step: int, sample: int, micro_batch: int) -> int:
-    """Return the epoch of a sample in a step, of which 1 is the first: the job's, or in a mixture its source's."""
+    """Return the epoch of a sample in a step (counted from 1): the job's, or in a mixture its source's."""
     cursor = order.cursor_at(step - 1, micro_batch)
     for lane in range(order.num_lanes):
         found = order.samples(cursor, lane, micro_batch)
@@ -240,14 +241,14 @@ def epoch_of(order: RunOrder, step: int, sample: int, micro_batch: int) -> int:
 
 
 def copy_manifests(config: Config, folder: Path) -> None:
-    """Keep the training set's manifests with the evidence: the judge counts rows by them, not by what a run says."""
+    """Copy the training set's manifests to the evidence: the judge counts rows by them, not by the run's claims."""
     for number, source in enumerate(config.data.sources):
         with fsspec.open(f"{source.rstrip('/')}/{MANIFEST}", "rb") as file:
             (folder / copy_of_manifest(number)).write_bytes(file.read())
 
 
 def copy_holes(folder: Path) -> None:
-    """Let the run without faults know from the beginning what the other could not read, and from which step on."""
+    """Give the run without faults the holes of the other one, with the steps from which they apply."""
     result = json.loads((folder / FAULTED / "result.json").read_text())
     if result.get("holes"):
         (folder / REFERENCE / "holes").mkdir(parents=True)
@@ -295,7 +296,7 @@ def _run(
 
 
 def _shown(progress: Progress, total_steps: int | None) -> Callable[[Followed], None]:
-    """Return what shows a job's progress; without an end, the steps so far stand for all."""
+    """Return a function that shows a job's progress; an endless job shows its steps so far as the total."""
     shown = [0]
 
     def look(followed: Followed) -> None:

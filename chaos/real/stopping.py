@@ -1,4 +1,4 @@
-"""A signal to stop in the middle of a job: one means at the next good moment, two mean now."""
+"""Signals to stop a job: one means at the next good moment, two mean now."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import FrameType
 
 
 class Enough(Exception):  # noqa: N818 - not a failure: the user wants no more faults
-    """Somebody has asked the soak to end."""
+    """Raised when the user ends the soak."""
 
 
 @contextlib.contextmanager
 def on_first_signal(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` at the first Ctrl-C or SIGTERM; from then on, and after the context, they do what they did before.
+    """Call `act` at the first Ctrl-C or SIGTERM; afterwards, and after the context, the previous handlers apply.
 
-    What another handler has changed since, because a second signal came, stays.
+    A handler that was replaced meanwhile, because a second signal came, is left in place.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}

@@ -1,4 +1,4 @@
-"""What the tracker holds of a run once it is over, written beside its histories for the judge."""
+"""Record the tracker's content for a finished run next to its histories, for the judge."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ TRACKED = "tracked.json"
 
 
 def note(folder: Path, database_uri: str | None = None) -> None:
-    """Write {metric: [[step, value], …]} of the run's run in MLflow; nothing if it has none, or cannot be asked.
+    """Write {metric: [[step, value], …]} of the run in MLflow; nothing if it has none, or cannot be reached.
 
-    Where the server's own database is at hand, it is read in the server's place.
+    Read the server's own database, if available, instead of the server.
     """
     run = RunFolder(folder)
     uri, link = run.setting("tracking", "mlflow_uri"), run.link()
     if uri is None or link is None or link.run_id is None:
         return
-    from mlflow import MlflowClient  # takes seconds to import, and few commands need it
+    from mlflow import MlflowClient  # takes seconds to import; few commands need it
     from mlflow.exceptions import MlflowException
 
     client = MlflowClient(tracking_uri=database_uri or uri)
@@ -30,5 +30,5 @@ def note(folder: Path, database_uri: str | None = None) -> None:
             for name in names
         }
     except MlflowException:
-        return  # the judge says that the tracker was not asked
+        return  # the judge reports the missing data
     (folder / TRACKED).write_text(json.dumps(held) + "\n")

@@ -1,6 +1,6 @@
-"""What the local executor can do to a job, kind by kind; `chaos.scenario.kinds` says what each means.
+"""Faults that the local executor can inject, by kind; `chaos.scenario.kinds` defines them.
 
-An act does its fault and says what it hit, or returns None if nothing is there to be hit now: it is asked again.
+An act injects its fault and returns what it hit, or None if there is no target now: it is then called again.
 """
 
 from __future__ import annotations

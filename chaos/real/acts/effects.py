@@ -1,4 +1,4 @@
-"""Proof that a fault bit: what can be seen of it on the machine, in words; None as long as nothing can."""
+"""Proof that a fault took effect: what can be observed on the machine, in words; None while there is nothing."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pathlib import Path
 from rendezvous.process_table import is_alive, is_stopped
 
 Effect = Callable[[], str | None]
-"""Looks once, and returns the proof; asked again until the fault is over."""
+"""Looks once and returns the proof; called until the fault is over."""
 _ANSWER_S = 0.3
 _SELDOM_S = 0.2
-"""To find a node's processes, and what they hold, takes some milliseconds."""
+"""Seconds between searches for a node's processes and their open files, which take milliseconds."""
 _REMOTE, _STATE, _INODE = 2, 3, 9
 """Columns of /proc/PID/net/tcp."""
 _ESTABLISHED = "01"
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL)
-"""What the kernel says of an address to which no route leads; EINVAL where a rule sends packets nowhere."""
+"""Kernel errors for an address without a route; EINVAL where a rule drops packets."""
 
 
 def gone(pids: Sequence[int]) -> Effect:
-    """See that processes have ended."""
+    """Return an effect: all processes have ended."""
     return lambda: f"{len(pids)} processes have ended" if pids and not any(map(is_alive, pids)) else None
 
 
 def stopped(pids: Sequence[int]) -> Effect:
-    """See that processes are stopped, all that have not ended; one that has ended was not stopped."""
+    """Return an effect: all processes that have not ended are stopped, and at least one is."""
 
     def look() -> str | None:
         num_stopped = sum(map(is_stopped, pids))
@@ -42,7 +42,7 @@ def stopped(pids: Sequence[int]) -> Effect:
 
 
 def running(pids: Sequence[int]) -> Effect:
-    """See that processes run that were started."""
+    """Return an effect: all started processes run."""
     return lambda: f"{len(pids)} processes were started" if pids and all(map(is_alive, pids)) else None
 
 
@@ -51,18 +51,18 @@ def _is_still(pid: int) -> bool:
 
 
 def came_there(point: str) -> Effect:
-    """Take a failpoint's own mark, which the process that comes there leaves just before it is hit."""
+    """Return an effect that is immediate: the process leaves a mark at its failpoint just before it is hit."""
     return lambda: f"a process came to {point}"
 
 
 def counted(what: str, count: Callable[[], int]) -> Effect:
-    """See that a counter of what was spoilt has moved since now."""
+    """Return an effect: a counter of disturbances has increased."""
     before = count()
     return lambda: f"{count() - before} {what}" if count() > before else None
 
 
 def unreachable(address: str) -> Effect:
-    """See that an address, which would refuse a connection at once, does not even answer."""
+    """Return an effect: an address, which would refuse a connection at once, does not answer."""
 
     def look() -> str | None:
         try:
@@ -76,14 +76,14 @@ def unreachable(address: str) -> Effect:
 
 
 def while_last(is_last: Callable[[], bool], effect: Effect) -> Effect:
-    """Let only that count which is seen before a later fault of the kind takes this one's place."""
+    """Count only what is seen before a later fault of this kind replaces this one."""
     return lambda: effect() if is_last() else None
 
 
 def differs(path: Path, before: bytes, owner: Path) -> Effect:
-    """See now that a file holds other bytes than before, or has gone while what names it is there.
+    """Return an effect, checked now: a file's content has changed, or it is gone while its owner exists.
 
-    Later is too late: files are deleted in the ordinary course of things.
+    Later would be too late: files are also deleted in normal operation.
     """
     try:
         proof = f"{path.name} reads otherwise" if path.read_bytes() != before else None
@@ -93,7 +93,7 @@ def differs(path: Path, before: bytes, owner: Path) -> Effect:
 
 
 def refuses(folder: Path, why: int) -> str | None:
-    """See that a folder takes no bytes, for this reason (an errno) and no other."""
+    """Return a proof that a folder accepts no bytes for this reason (an errno); None otherwise."""
     probe = folder / f".probe.{os.getpid()}"
     try:
         probe.write_bytes(bytes(1 << 16))
@@ -106,9 +106,9 @@ def refuses(folder: Path, why: int) -> str | None:
 
 
 class HeldWrite:
-    """A write to a file system that is about to freeze: one before, and one on a thread, which may wait.
+    """Writes to a file system that is about to freeze: one before, and one on a thread, which may block.
 
-    The file has no name, so nothing is left of it. OSError if the first write fails.
+    The file has no name, so nothing is left of it. Raise OSError if the first write fails.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -119,11 +119,11 @@ class HeldWrite:
         self._ended_at: float | None = None
 
     def begin(self) -> None:
-        """Write once more, without waiting for it."""
+        """Start the second write, without waiting for it."""
         self._thread.start()
 
     def ended_after(self, moment: float) -> str | None:
-        """Say how long the write took, if it ended, and not before a moment by the monotonic clock."""
+        """Return how long the write took, if it ended at or after `moment` (monotonic clock); else None."""
         if self._ended_at is None or self._ended_at < moment:
             return None
         return f"a write to {self._name} took {self._took_s:.1f} s, until the thaw"
@@ -143,7 +143,7 @@ class HeldWrite:
 
 
 def connected(pids: Callable[[], Collection[int]], ports: Collection[int]) -> Effect:
-    """See that a process holds a connection to one of these ports."""
+    """Return an effect: a process holds a connection to one of these ports."""
 
     looked_at = 0.0
 
@@ -161,7 +161,7 @@ def connected(pids: Callable[[], Collection[int]], ports: Collection[int]) -> Ef
 def _is_connected(pid: int, ports: Collection[int]) -> bool:
     process = Path(f"/proc/{pid}")
     own = set()
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for link in (process / "fd").iterdir():
             with contextlib.suppress(OSError):  # it has just been closed
                 own.add(link.readlink().name)

@@ -1,4 +1,4 @@
-"""Faults of etcd: members killed, frozen, all away at once, with or without their data; a lease that ends early."""
+"""Faults of etcd: members killed or frozen, outages with or without data loss, a lease that ends early."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def kill_etcd_leader(job: JobView, fault: Due) -> Struck | None:
 
 
 def etcd_outage(job: JobView, fault: Due) -> Struck | None:
-    """Kill all members, once all of them run: one that was killed before comes back when that is undone."""
+    """Kill all members once all of them run: one killed before is restarted when that fault is undone."""
     assert job.around.etcd is not None, "every job has one"
     members = job.around.etcd.members
     return _kill(members) if all(_runs(member) and _answers(member) for member in members) else None
 
 
 def lose_etcd_data(job: JobView, fault: Due) -> Struck | None:
-    """Kill all members and delete what they hold, as where etcd's pods have no volumes.
+    """Kill all members and delete their data, as where etcd's pods have no volumes.
 
-    That they come back without it is seen by a key beside the job's, written before: an outage alone leaves that.
+    The loss is proven by a key written before, which an outage alone would keep.
     """
     assert job.around.etcd is not None, "every job has one"
     members = job.around.etcd.members
@@ -79,7 +79,7 @@ def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
         try:
             clear_alarms(endpoint)
         except StoreError:
-            return None  # its members are away: again, once they answer
+            return None  # members are down: try again once they answer
         return []
 
     def look() -> str | None:
@@ -93,9 +93,9 @@ def etcd_refuses(job: JobView, fault: Due) -> Struck | None:
 
 
 def rotate_cert(job: JobView, fault: Due) -> Struck | None:
-    """Let another authority issue all certificates, and etcd start again with them; the old ones are worth nothing.
+    """Reissue all certificates under another authority, and restart etcd with them; the old ones become invalid.
 
-    Those who use etcd find new files where the old ones were; nobody says so to them.
+    Clients find new files in place of the old ones, without notice.
     """
     etcd = job.around.etcd
     assert etcd is not None and etcd.authority is not None, "the scenario has it, since the kind needs it"
@@ -108,7 +108,7 @@ def rotate_cert(job: JobView, fault: Due) -> Struck | None:
 
 
 def _has_changed_sides(etcd: EtcdCluster, before: bytes) -> str | None:
-    """See that the certificate that etcd shows is not the old authority's any more, and is the new one's."""
+    """Return a proof that etcd's certificate is the new authority's, not the old one's."""
     address, _, port = etcd.members[0].endpoint.rpartition(":")
     assert etcd.authority is not None, "it has been replaced"
     try:
@@ -118,7 +118,7 @@ def _has_changed_sides(etcd: EtcdCluster, before: bytes) -> str | None:
             with socket.create_connection((address, int(port)), _CALL_S) as plain:
                 context.wrap_socket(plain, server_hostname=address).close()
     except ssl.SSLCertVerificationError as error:
-        is_known = authority != before  # the new one does not know it either: nothing is proven
+        is_known = authority != before  # unknown to the new authority too: no proof
         return None if is_known else f"who trusts the authority from before alone is refused: {error.verify_message}"
     except OSError:
         return None
@@ -126,7 +126,7 @@ def _has_changed_sides(etcd: EtcdCluster, before: bytes) -> str | None:
 
 
 def alien_record(job: JobView, fault: Due) -> Struck | None:
-    """Write below the job's prefix what is no record, as somebody with etcdctl may."""
+    """Write an invalid record below the job's prefix, as anybody with etcdctl could."""
     assert job.around.etcd is not None, "every job has one"
     key, text = job.draws.choice(ALIEN_RECORDS)
     store = EtcdStore(etcd_options(job.around.etcd.endpoint), give_up_after_s=_CALL_S)
@@ -141,7 +141,7 @@ def alien_record(job: JobView, fault: Due) -> Struck | None:
 
 
 def _mark(members: list[EtcdServer]) -> bool:
-    """Write a key that nobody else knows; False while etcd takes none."""
+    """Write a key that nobody else uses; return False while etcd accepts none."""
     with grpc.insecure_channel(members[0].endpoint) as channel:
         try:
             pyetcd.etcdrpc.KVStub(channel).Put(pyetcd.etcdrpc.PutRequest(key=_MARK, value=b"1"), _CALL_S)
@@ -151,7 +151,7 @@ def _mark(members: list[EtcdServer]) -> bool:
 
 
 def _has_forgotten(members: list[EtcdServer]) -> str | None:
-    """See that etcd answers and does not have the mark."""
+    """Return a proof that etcd answers and lacks the mark."""
     with grpc.insecure_channel(members[0].endpoint) as channel:
         try:
             found = pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=_MARK), _ANSWER_S)
@@ -166,7 +166,7 @@ def _kill(members: list[EtcdServer]) -> Struck | None:
         member.kill()
 
     def begin() -> list[int] | None:
-        """Start them again; undone is what was done once they answer, which on a busy machine takes seconds."""
+        """Restart the members; done once they answer, which takes seconds on a busy machine."""
         for member in members:
             if member.pid is None:
                 member.begin()
@@ -176,7 +176,7 @@ def _kill(members: list[EtcdServer]) -> Struck | None:
 
 
 def _answers(member: EtcdServer) -> bool:
-    """Say whether a member serves: it knows its leader, or it could not read."""
+    """Return True if a member serves reads, hence knows its leader."""
     with grpc.insecure_channel(member.endpoint) as channel:
         try:
             pyetcd.etcdrpc.KVStub(channel).Range(pyetcd.etcdrpc.RangeRequest(key=b"/"), _ANSWER_S)
@@ -197,23 +197,23 @@ def freeze_etcd_member(job: JobView, fault: Due) -> Struck | None:
 
 
 def _members(job: JobView, *, leads: bool) -> list[EtcdServer]:
-    """Return the members that run and lead, or do not; none while all are to stay: most of them must run for others."""
+    """Return the running members that lead, or do not; none while one is down, since a majority must stay up."""
     assert job.around.etcd is not None, "every job has one"
     cluster = job.around.etcd
     up = [member for member in cluster.members if _runs(member)]
     if len(up) < len(cluster.members):
-        return []  # one more away would be an outage
+        return []  # losing one more would be an outage
     leader = cluster.leader()
     return [leader] if leads or len(up) == 1 else [member for member in up if member is not leader]
 
 
 def _runs(member: EtcdServer) -> bool:
-    """Say whether a member was started and is not frozen."""
+    """Return True if a member is running and not frozen."""
     return member.pid is not None and is_alive(member.pid) and not is_stopped(member.pid)
 
 
 def lose_lease(job: JobView, fault: Due) -> Struck | None:
-    """Revoke the lease of a worker of the present world, of the target's highest rank."""
+    """Revoke the lease of a worker of the current world: the target's highest rank."""
     assert job.around.etcd is not None, "every job has one"
     nodes = targets(job, fault)
     own = {pid for node in nodes for pid in node.pids()}
@@ -236,7 +236,7 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
             revoke = pyetcd.etcdrpc.LeaseRevokeRequest(ID=held[0].lease)
             pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
         except grpc.RpcError:
-            return None  # etcd is away, or the lease has ended by itself
+            return None  # etcd is down, or the lease has ended by itself
     return Struck([job.followed.pids[ranks[-1]]], nodes, effect=lambda: "etcd has confirmed the lease's end")
 
 

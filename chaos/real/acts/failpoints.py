@@ -1,4 +1,4 @@
-"""Faults at failpoints: armed on a node, they come when a process of it comes to the place, and are recorded then."""
+"""Faults at failpoints: armed on a node, they happen when one of its processes gets there, and are recorded then."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from chaos.services.torchrun_node import Node
 
 PATIENCE_S = 5.0
-"""How long a healthy job may take to come to a place before that is given up."""
+"""Seconds within which a healthy job must reach a failpoint before the fault is given up."""
 _AGAIN_S = 0.05
-"""To find a node's processes takes some milliseconds, so it is not done at every look."""
+"""Least seconds between searches for a node's processes, which take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What could not be armed yet: on these nodes, where another waits; none while no node has its role."""
+    """A fault not yet armed on these nodes, where another is armed; no nodes while none has its role."""
 
     fault: Due
     nodes: list[Node]
@@ -44,9 +44,9 @@ class _Armed:
 
 @dataclass(slots=True)
 class Points:
-    """What is armed, and has not come yet; at each place of a node one fault at most.
+    """Armed faults that have not happened; at most one per failpoint and node.
 
-    What a scenario lists is armed as soon as it can be, or recorded as missed; a soak draws enough to do without.
+    Listed faults are armed as soon as possible, or recorded as missed; a soak draws enough to do without.
     """
 
     _armed: list[_Armed] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Points:
     _again_at: float = 0.0
 
     def arm(self, job: JobLog, fault: Due) -> None:
-        """Arm a failpoint on the fault's nodes: now, or once a node has its role and nothing else waits there."""
+        """Arm a failpoint on the fault's nodes: now, or once a node has its role and the failpoint is free."""
         self._asked.append(_Asked(fault, []))
         self._ask(job)
 
     def _ask(self, job: JobLog) -> None:
-        """Arm, in their order, what can be armed now."""
+        """Arm, in order, whatever can be armed now."""
         asked, self._asked, self._again_at = self._asked, [], time.monotonic() + _AGAIN_S
         for each in asked:
             nodes = each.nodes or targets(job, each.fault)
@@ -68,7 +68,7 @@ class Points:
                 self._asked.append(_Asked(each.fault, left))
 
     def _has_armed(self, job: JobLog, fault: Due, node: Node) -> bool:
-        """Arm a fault on a node, and say so, unless one waits there: it would be lost, and this one be taken for it."""
+        """Arm a fault on a node and report it; return False if another is armed there, which would be lost."""
         assert fault.point is not None, "it is due at one"
         folder, name = job.around.points[node.number], fault.point.name
         if any((armed.folder, armed.name) == (folder, name) for armed in self._armed):
@@ -85,7 +85,7 @@ class Points:
         return True
 
     def look(self, job: JobLog) -> None:
-        """Record what has come, and arm what could not be armed before."""
+        """Record faults that have happened, and arm those that could not be armed before."""
         for armed in list(self._armed):
             if not (armed.folder / armed.name).exists():
                 self._armed.remove(armed)
@@ -94,13 +94,13 @@ class Points:
             self._ask(job)
 
     def are_over(self, job: JobLog) -> bool:
-        """Say whether all has come; a job that is well and does not come to a place does not hold others up."""
+        """Return True if no fault is pending; those that a healthy job did not reach in time are taken back first."""
         for armed in [armed for armed in self._armed if time.time() > armed.since + job.come_within_s]:
             self._take_back(job, armed)
         return not self._armed
 
     def give_up(self, job: JobLog) -> None:
-        """Take back all that has not come, at the end of the job, and record what could not even be armed."""
+        """Take back all pending faults at the job's end, and record those that could not be armed."""
         for armed in list(self._armed):
             self._take_back(job, armed)
         for asked in self._asked:
@@ -123,7 +123,7 @@ class Points:
             self._note(job, armed)
 
     def _note(self, job: JobLog, armed: _Armed) -> None:
-        """Record a fault with the time at which its file was renamed, which is just before it came."""
+        """Record a fault, at the time its file was renamed, just before it happened."""
         taken = sorted(armed.folder.glob(f"{armed.name}.[0-9]*"), key=lambda path: path.stat().st_ctime)
         assert taken, "nothing else takes it away"
         at, pid = taken[-1].stat().st_ctime, int(taken[-1].suffix[1:])
@@ -131,7 +131,7 @@ class Points:
             path.unlink()
         is_stop = armed.fault.kind == "stop"
         how = {"stop": "SIGSTOP", "kill": "SIGKILL"}.get(armed.fault.kind)
-        # What stops is not necessarily stopped yet; what is neither killed nor stopped has nothing else to show.
+        # A process that stops may not be stopped yet; one neither killed nor stopped shows nothing else.
         effect = None if how else came_there(armed.name)
         job.note(armed.fault, Struck([pid], [armed.node], how, effect=effect), at)
         if is_stop:
@@ -144,6 +144,6 @@ class Points:
 
 
 def _record_missed(job: JobLog, fault: Due, node: Node | None, why: str) -> None:
-    """Record a fault that did not come."""
+    """Record a fault that did not happen."""
     assert fault.point is not None, "others come when they are due"
     job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)

@@ -1,7 +1,7 @@
-"""What faults see of the job that they are done to: no act needs to know how a job is run.
+"""The view that acts have of their job: no act needs to know how a job is run.
 
-`chaos.real.job.Job` is both of these. An act that strikes at once gets the first; failpoints, whose faults come later
-by themselves, record them when they come.
+`chaos.real.job.Job` implements both protocols. Immediate acts get the first; failpoints, whose faults happen later,
+record them when they do.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ class JobView(Protocol):
     nodes: list[Node]
     around: Surroundings
     followed: Followed
-    """What its histories have said so far."""
+    """The current state, from its histories."""
     lost: list[Node]
-    """Nodes that have ended and stay away until they are started."""
+    """Nodes that have ended and stay down until they are started."""
     damaged: set[str]
-    """Commits of which a file was spoilt."""
+    """Commits with a damaged file."""
     draws: random.Random
 
     def on_event(self, text: str, /) -> None:
-        """Show a line to the person who watches the run."""
+        """Show a line to the user."""
 
 
 class JobLog(JobView, Protocol):
-    """A running job that takes note of faults which come by themselves."""
+    """A running job that records faults which happen by themselves."""
 
     scenario: Scenario
     come_within_s: float
-    """How long a healthy job may take to come to a failpoint before that is given up."""
+    """Seconds within which a healthy job must reach a failpoint before the fault is given up."""
 
     def note(self, fault: Due, done: Struck, at: float) -> None:
-        """Record a fault that came at a time (unix seconds)."""
+        """Record a fault that happened at `at` (unix seconds)."""
 
     def record(self, op: str, *, t: float | None = None, **fields: object) -> None:
         """Append a line to the executor's own history."""
 
     def undo_after(self, seconds: float, kind: str, undo: Undo) -> None:
-        """Undo a fault of this kind when so many seconds have passed."""
+        """Undo a fault of this kind after `seconds`."""
 
 
 Act = Callable[[JobView, Due], Struck | None]
-"""Does a fault and returns what it struck; None if nothing is there to be struck now."""
+"""Injects a fault and returns what it hit; None if there is no target now."""

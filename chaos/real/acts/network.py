@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _LATE_S = 0.3
 _SLOW_S = 0.01
-"""Each way: a connection is many times as slow as its likes on this machine, and nobody takes it for cut."""
+"""Delay per direction: many times the normal latency here, but never mistaken for a cut."""
 _LOST = 0.2
 _TRIES = 5
-"""How often it is asked, at most, what answers before a fault: a cable that was just plugged in may drop a packet."""
+"""Most tries of an address before a fault: a cable that was just connected may drop a packet."""
 
 
 def _hold(way: Way, *, requests: bool = False, answers: bool = False, delay_s: float = 0.0) -> None:
@@ -60,7 +60,7 @@ def _to_etcd(job: JobView, fault: Due, spoil: Callable[[Way], None]) -> Struck |
 
     def heal() -> list[int]:
         for number, fault_number in mine.items():
-            if proxies.ways[number].num_faults == fault_number:  # else a later fault has taken its place
+            if proxies.ways[number].num_faults == fault_number:  # else a later fault has replaced this one
                 _hold(proxies.ways[number])
         return _pids(nodes)
 
@@ -98,7 +98,7 @@ def lose_packets(job: JobView, fault: Due) -> Struck | None:
 
 
 def hosts_file(job: JobView, fault: Due) -> Struck | None:
-    """Change what the last node's machine is called; the next world of its processes meets the new name."""
+    """Rename the last node's machine; the next world of its processes sees the new name."""
     laid, node = job.around.cable, job.nodes[-1]
     assert laid is not None, "the scenario's kinds have asked for it"
     if not node.is_up or laid.is_misnamed:
@@ -123,14 +123,14 @@ def hosts_file(job: JobView, fault: Due) -> Struck | None:
 
 
 def own_addresses(pid: int | None) -> list[str]:
-    """Return what the machine's name means where a process runs: in its mounts and its network."""
+    """Return the addresses of the machine's name as a process resolves it, in its mounts and network."""
     inside = ("nsenter", f"--target={pid}", "--mount", "--net", "getent", "ahostsv4", socket.gethostname())
     found = subprocess.run(inside, capture_output=True, text=True, check=False)
     return sorted({line.split()[0] for line in found.stdout.splitlines()})
 
 
 def _counting(what: str) -> Callable[[Cable], Effect]:
-    """Count packets that the relay has spoilt; it spoils none, and passes none, at other times."""
+    """Count packets that the relay delayed or lost; outside faults it handles none."""
 
     def count(laid: Cable) -> Effect:
         assert laid.relay is not None, "the scenario's kinds have asked for it"
@@ -141,18 +141,18 @@ def _counting(what: str) -> Callable[[Cable], Effect]:
 
 
 def _silent(laid: Cable) -> Effect:
-    """See that the node inside does not answer those out here."""
+    """Return an effect: the node inside does not answer from outside."""
     return unreachable(laid.address("inside"))
 
 
 def _without(laid: Cable, whose: str) -> Effect:
-    """See that an address does not answer the node inside, which has no other way to it than its cable."""
+    """Return an effect: an address does not answer the node inside, whose only route is its cable."""
     address = laid.address(whose)
     return lambda: None if laid.answers_inside(whose) else f"{address} ({whose}) does not answer the node"
 
 
 def newly(*looks: Effect) -> Effect:
-    """See with every look what none of them saw just before the fault."""
+    """Combine effects that were all absent just before the fault; the proof needs each of them."""
     is_new = all(any(look() is None for _ in range(_TRIES)) for look in looks)
 
     def see() -> str | None:
@@ -167,7 +167,7 @@ def _cut(
     spoil: Callable[[Cable], None],
     watch: Callable[[Cable], Effect] = lambda laid: newly(_silent(laid)),
 ) -> Struck | None:
-    """Spoil the only cable, that of the last node; either side may be left out. A later fault takes its place."""
+    """Disturb the only cable, the last node's; either side may be left out. A later fault replaces this one."""
     laid = job.around.cable
     assert laid is not None, "the scenario's kinds have asked for it"
     if not job.nodes[-1].is_up:

@@ -1,4 +1,4 @@
-"""What an act has struck, and how it is undone."""
+"""The outcome of an act, and how to undo it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from chaos.services.torchrun_node import Node
 
 Undo = Callable[[], "list[int] | None"]
-"""Undoes a fault and returns the processes that this started or ended; None if it has to be tried again."""
+"""Undoes a fault and returns the processes that this started or ended; None if it must be retried."""
 
 _BY_SIGNAL = {"SIGKILL": gone, "SIGTERM": gone, "SIGSTOP": stopped}
 
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault that was done: the processes and nodes that it hit, and what else is to be recorded of it."""
+    """An injected fault: processes and nodes hit, and further fields to record."""
 
     pids: list[int]
     nodes: list[Node] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Struck:
     undo: Undo | None = None
     recorded: dict[str, object] = field(default_factory=dict)
     effect: Effect | None = None
-    """Sees that it bit; left out where a signal and its processes say what there is to see."""
+    """Observes the effect; optional if a signal and its processes imply it."""
 
     def __post_init__(self) -> None:
         if self.effect is None and (self.signal not in _BY_SIGNAL or not self.pids):
@@ -35,7 +35,7 @@ class Struck:
 
     @property
     def proof(self) -> Effect:
-        """What sees that the fault bit."""
+        """The effect that proves the fault."""
         if self.effect is not None:
             return self.effect
         return _BY_SIGNAL[str(self.signal)](self.pids)

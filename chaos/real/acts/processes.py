@@ -1,4 +1,4 @@
-"""Faults of processes: killed, asked to leave, started, frozen, slowed, crowded, launched twice; with real signals."""
+"""Faults of processes, by real signals: killed, asked to leave, started, frozen, slowed, crowded, launched twice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
     from chaos.services.torchrun_node import Node
 
 _STOPPED_S, _RUNS_S = 0.15, 0.05
-"""A slowed worker gets a quarter of its time, and is never stopped for long enough to be taken for frozen."""
+"""A slowed worker gets a quarter of its time, in stops too short to count as a freeze."""
 _NEIGHBOURS = 3
-"""Busy programs on the core of a node's workers: these get a fourth of it."""
+"""Busy programs on the core of a node's workers, which then get a fourth of it."""
 _COMING_S = 30.0
-"""A twin is not killed before it has come to etcd, nor a hungry program before it has its memory, unless that takes
-longer."""
+"""Most seconds that a twin's kill waits for it to reach etcd, or a memory hog's for its memory."""
 _LOOKING_S = 60.0
-"""Another job takes a quarter of a minute to find out whether one is at work in its folder, and some time to start."""
+"""Most seconds for another job to start and find out whether one is running in its folder."""
 
 
 def kill_worker(job: JobView, fault: Due) -> Struck | None:
@@ -57,7 +56,7 @@ def stop_node(job: JobView, fault: Due) -> Struck | None:
 
 
 def _ended(job: JobView, fault: Due, nodes: list[Node], pids: list[int], how: str) -> Struck | None:
-    """Let nodes that were ended come back after a while, or count as lost until they are started."""
+    """Restart ended nodes after a while, or count them as lost until they are started."""
     if not pids:
         return None
     if fault.for_s is None:
@@ -66,7 +65,7 @@ def _ended(job: JobView, fault: Due, nodes: list[Node], pids: list[int], how: st
     down, started = [(node, node.agent) for node in nodes], list[int]()
 
     def start_again() -> list[int] | None:
-        # One that was asked to stop may not be through yet, or be frozen; one that was hit again may be back already.
+        # A stopping node may not be down yet, or be frozen; one that was hit again may be up already.
         started.extend(pid for node, agent in down if not node.is_up and node.agent == agent for pid in node.start())
         down[:] = [(node, agent) for node, agent in down if node.agent == agent]
         return None if down else started
@@ -79,7 +78,7 @@ def start_node(job: JobView, fault: Due) -> Struck | None:
         raise RunError("no node is lost, so none can be started")
     node = targets(job, fault)[0]
     if node.is_up:
-        return None  # it was asked to stop, and is not through yet; it may be frozen, so do not wait here
+        return None  # still stopping, possibly frozen: do not wait here
     job.lost = [lost for lost in job.lost if lost is not node]
     pids = node.start()
     return Struck(pids, [node], effect=running(pids))
@@ -96,7 +95,7 @@ def freeze_node(job: JobView, fault: Due) -> Struck | None:
 
 
 def freeze_agent(job: JobView, fault: Due) -> Struck | None:
-    """Freeze the agent and none of its workers: it answers nobody, and does not see one of them die."""
+    """Freeze the agent but none of its workers: it answers nobody, and does not see a worker die."""
     nodes = [node for node in targets(job, fault) if node.is_up]
     pids = [pid for node in nodes if (pid := node.agent) is not None]
     signal_all(pids, signal.SIGSTOP)
@@ -104,7 +103,7 @@ def freeze_agent(job: JobView, fault: Due) -> Struck | None:
 
 
 def freeze_standby(job: JobView, fault: Due) -> Struck | None:
-    """Freeze what workers are forked from, as a machine does that swaps it out."""
+    """Freeze the process that workers are forked from, as a machine does that swaps it out."""
     nodes = targets(job, fault)
     pids = [pid for node in nodes if (pid := node.standby()) is not None]
     signal_all(pids, signal.SIGSTOP)
@@ -112,7 +111,7 @@ def freeze_standby(job: JobView, fault: Due) -> Struck | None:
 
 
 def kill_standby(job: JobView, fault: Due) -> Struck | None:
-    """Kill it, as a machine does that is short of memory; no worker depends on it."""
+    """Kill the standby process, as a machine does that is short of memory; no worker depends on it."""
     nodes = targets(job, fault)
     pids = [pid for node in nodes if (pid := node.standby()) is not None]
     signal_all(pids, signal.SIGKILL)
@@ -154,7 +153,7 @@ def slow_worker(job: JobView, fault: Due) -> Struck | None:
 
 
 def slow_cpu(job: JobView, fault: Due) -> Struck | None:
-    """Let the workers of a node have one core, which they share with busy programs."""
+    """Restrict a node's workers to one core, which they share with busy programs."""
     nodes = targets(job, fault)
     own = {pid for node in nodes for pid in node.pids()}
     workers = [pid for pid in job.followed.pids.values() if pid in own]
@@ -170,14 +169,14 @@ def slow_cpu(job: JobView, fault: Due) -> Struck | None:
 
 
 def memory_pressure(job: JobView, fault: Due) -> Struck | None:
-    """Let a program take memory, and all of its bandwidth that it gets; nodes on this machine share both."""
+    """Start a program that takes memory and memory bandwidth; all nodes on this machine share both."""
     nodes = targets(job, fault)
     if not nodes:
         return None
     hungry, until = Hungry(), time.monotonic() + _COMING_S
 
     def clear() -> list[int] | None:
-        """End it once it has its memory, or had the time: that may take longer than a short fault lasts."""
+        """End it once it has its memory, or time is up: that may take longer than a short fault."""
         if hungry.has_bitten() is None and hungry.is_there and time.monotonic() < until:
             return None
         hungry.leave()
@@ -188,7 +187,7 @@ def memory_pressure(job: JobView, fault: Due) -> Struck | None:
 
 
 def start_twin(job: JobView, fault: Due) -> Struck | None:
-    """Launch the job once more, as an operator may who believes that it is gone."""
+    """Launch the job a second time, as an operator may who believes that it is gone."""
     nodes = targets(job, fault)
     if not nodes:
         return None  # there is no leader at the moment
@@ -203,7 +202,7 @@ def start_twin(job: JobView, fault: Due) -> Struck | None:
         return seen[0] if seen else None
 
     def kill() -> list[int] | None:
-        """Kill it once it has come to etcd, or had the time: to be started takes longer than most faults last."""
+        """Kill it once it has reached etcd, or time is up: its start takes longer than most faults."""
         return twin.kill() if came() or not twin.is_up or time.monotonic() > until else None
 
     return Struck(twin.start(), [], undo=kill, effect=came)
@@ -212,7 +211,7 @@ def start_twin(job: JobView, fault: Due) -> Struck | None:
 def twin_dir(job: JobView, fault: Due) -> Struck | None:
     """Launch the job's command under another run id: another job, which finds this one in its folder.
 
-    It has been there when it has ended by itself, or has claimed a term; it is not killed before, for a minute.
+    The fault is over once the other job has ended by itself or claimed a term; until then it runs for at most a minute.
     """
     nodes = targets(job, fault)
     if not nodes:

@@ -1,4 +1,4 @@
-"""Faults of the storage of checkpoints: a disk that is full or freezes, and files of commits that are damaged."""
+"""Faults of checkpoint storage: a full or frozen disk, and damaged commit files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 _BALLAST = "ballast"
 _CHUNK = bytes(1 << 16)
 _FROZEN_S, _OPEN_S = 0.4, 0.1
-"""A slow disk takes writes for a fifth of the time."""
+"""A slow disk accepts writes for a fifth of the time."""
 _LET_GO_S = 5.0
-"""A write that waited for a thaw ends at once; a busy machine may take a while."""
+"""Seconds for a write to end after a thaw, on a busy machine."""
 
 
 def storage_full(job: JobView, fault: Due) -> Struck | None:
@@ -52,7 +52,7 @@ def storage_full(job: JobView, fault: Due) -> Struck | None:
 
 
 def readonly_dir(job: JobView, fault: Due) -> Struck | None:
-    """Let nodes' own ways to the commits take no writes."""
+    """Make nodes' mounts of the commits read-only."""
     ways = {node.number: job.around.ways[node.number] for node in targets(job, fault)}
     if not ways or any(way.is_readonly for way in ways.values()):
         return None
@@ -67,7 +67,7 @@ def readonly_dir(job: JobView, fault: Due) -> Struck | None:
     nodes = [job.nodes[number] for number in ways]
 
     def look() -> str | None:
-        """Write as each node would, by its own mounts."""
+        """Write as each node would, through its mounts."""
         seen = [refuses(_as_seen_by(node.agent, ways[node.number].folder), errno.EROFS) for node in nodes]
         return seen[0] if all(seen) else None
 
@@ -75,18 +75,18 @@ def readonly_dir(job: JobView, fault: Due) -> Struck | None:
 
 
 def _as_seen_by(pid: int | None, folder: Path) -> Path:
-    """Return a folder by the mounts of a process."""
+    """Return a folder as seen through a process's mounts."""
     return Path(f"/proc/{pid}/root") / folder.absolute().relative_to("/")
 
 
 def freeze_fs(job: JobView, fault: Due) -> Struck | None:
-    """Freeze the file systems of commits' files and metrics: who writes there waits, and cannot even be killed."""
+    """Freeze the file systems of commit files and metrics: writers block, and cannot even be killed."""
     if _is_frozen(job):
         return None
     try:
         writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
     except OSError:
-        return None  # full: it takes no writes in any case
+        return None  # full: it accepts no writes anyway
     for disk in job.around.freezing:
         disk.freeze()
     for write in writes:
@@ -109,13 +109,13 @@ def freeze_fs(job: JobView, fault: Due) -> Struck | None:
 
 
 def slow_disk(job: JobView, fault: Due) -> Struck | None:
-    """Let the file systems of commits' files and metrics take writes only now and then: each waits for its moment."""
+    """Make the file systems of commit files and metrics accept writes only now and then."""
     if _is_frozen(job):
         return None
     try:
         writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
     except OSError:
-        return None  # full: it takes no writes in any case
+        return None  # full: it accepts no writes anyway
     for disk in job.around.freezing:
         disk.stutter(_FROZEN_S, _OPEN_S)
     frozen_at = time.monotonic()
@@ -130,7 +130,7 @@ def slow_disk(job: JobView, fault: Due) -> Struck | None:
         return []
 
     def look() -> str | None:
-        """See that each write ended, and not before the disk was open for the first time, or nearly so."""
+        """Return a proof that each write ended, but not before the disk was first open, or nearly so."""
         seen = [write.ended_after(frozen_at + _FROZEN_S / 2) for write in writes]
         return seen[0] if seen and all(seen) else None
 
@@ -138,7 +138,7 @@ def slow_disk(job: JobView, fault: Due) -> Struck | None:
 
 
 def _is_frozen(job: JobView) -> bool:
-    """Say whether a write of this process to the commits' files would wait, and all faults with it."""
+    """Return True if this process's own writes to the commit files, and so all faults, would block."""
     return any(disk.is_frozen for disk in job.around.freezing)
 
 
@@ -168,7 +168,7 @@ def delete_file(job: JobView, fault: Due) -> Struck | None:
 
 
 def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
-    """Spoil a file of the newest commit that is whole; None while there is none, and none before it that is whole."""
+    """Damage a file of the newest intact commit; return None unless an older intact one exists."""
     whole = [path for path in record_files(job.folder) if path.name not in job.damaged]
     if len(whole) < 2 or _is_frozen(job):
         return None
@@ -179,14 +179,14 @@ def _damage(job: JobView, spoil: Callable[[Path], None]) -> Struck | None:
         before = path.read_bytes()
         spoil(path)
     except FileNotFoundError:
-        return None  # a newer commit has come, and this one went
+        return None  # a newer commit replaced this one
     job.damaged.add(whole[-1].name)
     where: dict[str, object] = {"file": str(path.relative_to(job.folder)), "commit": whole[-1].name}
     return Struck([], recorded=where, effect=differs(path, before, whole[-1]))
 
 
 def spoil_s3(job: JobView, fault: Due) -> Struck | None:
-    """Let the S3 answer wrongly, as the kind says."""
+    """Make the S3 server answer wrongly, as the kind says."""
     s3 = job.around.s3
     assert s3 is not None, "the scenario's kinds have asked for it"
     mine = s3.spoil(fault.kind)

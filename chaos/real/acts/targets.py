@@ -1,4 +1,4 @@
-"""Which nodes a fault hits: by number, or by the role that they have at the moment."""
+"""Resolve a fault's target: by number, or by current role."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from chaos.services.torchrun_node import Node
 
 
 def targets(job: JobView, fault: Due) -> list[Node]:
-    """Return the nodes that a fault hits: by number, or by the role that they have now; none if no node has it."""
+    """Return the nodes that a fault hits: by number, or by current role; none if no node has it."""
     up = [node for node in job.nodes if node.is_up]
     if isinstance(fault.target, int):
         return [job.nodes[fault.target]]

@@ -1,4 +1,4 @@
-"""Faults of the tracker: it is killed and started again, or frozen for a while."""
+"""Faults of the tracker: killed and restarted, or frozen for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def tracker_outage(job: JobView, fault: Due) -> Struck | None:
-    """Kill the server, so that it refuses, or freeze it, so that it does not answer; which is drawn."""
+    """Kill the server, which then refuses, or freeze it, so that it does not answer; drawn at random."""
     server = job.around.tracker
     assert server is not None, "the scenario has one, since the kind needs it"
     if not server.is_answering:

@@ -1,4 +1,4 @@
-"""Faults of the data that is trained on."""
+"""Faults of the training data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flip_data(job: JobView, fault: Due) -> Struck | None:
 
 
 def _otherwise(path: Path, group: int, before: bytes) -> str | None:
-    """See that a row group is not what it was before; and whether a plain reader notices."""
+    """Return a proof that a row group has changed, and whether a plain reader notices."""
     was = pq.ParquetFile(pa.BufferReader(before)).read_row_group(group)
     try:
         reads = "reads with other values" if not pq.ParquetFile(path).read_row_group(group).equals(was) else None
@@ -50,7 +50,7 @@ def _otherwise(path: Path, group: int, before: bytes) -> str | None:
 
 
 def _unreadable(path: Path, group: int) -> str | None:
-    """See that reading the row group fails."""
+    """Return a proof that reading the row group fails."""
     try:
         pq.ParquetFile(path).read_row_group(group)
     except (OSError, pa.ArrowException) as error:

@@ -1,7 +1,7 @@
-"""Faults inside one worker, of which nobody tells it: wrong numbers, a flipped bit, no room for one more open file.
+"""Silent faults inside one worker: wrong numbers, a flipped bit, no free file descriptor.
 
-What a worker computes cannot be reached from outside. So a task of `chaos.tasks` looks for a file that is named after
-the fault in the failpoints of its node, and does what that asks for; the first process that finds it renames it.
+A worker's computation is out of reach from outside. So a task of `chaos.tasks` looks for a file, named after the fault,
+among its node's failpoints and acts on it; the first process that finds the file renames it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 _LEAVING_S = 60.0
-"""A node whose machine fails its health check leaves some seconds after its start: it has imports to do before."""
+"""Seconds for a node that fails its health check to leave: it has imports to do first."""
 
 
 def nan_loss(job: JobView, fault: Due) -> Struck | None:
-    """Have the next lane of a node give a loss that is not a number."""
+    """Make the loss of a node's next lane NaN."""
     return _by_a_task(job, fault, [])
 
 
 def flip_gradient(job: JobView, fault: Due) -> Struck | None:
-    """Have a bit of the gradient of a node's next lane flip, before it is added to anything."""
+    """Flip a bit of the gradient of a node's next lane, before it is summed."""
     return _by_a_task(job, fault, [])
 
 
 def flip_memory(job: JobView, fault: Due) -> Struck | None:
-    """Have a process of a node flip a bit of its weights, if others hold the same ones; all of them end over it."""
+    """Make a process of a node flip a bit of its weights, if others hold the same ones; all of them end over it."""
     members = [*job.followed.pids.values()]
     return _by_a_task(job, fault, members) if len(members) > 1 else None
 
@@ -52,9 +52,9 @@ def _by_a_task(job: JobView, fault: Due, pids: list[int]) -> Struck | None:
 
 
 def unfit_node(job: JobView, fault: Due) -> Struck | None:
-    """Kill a node, and start it again on a processor that computes wrongly, until that is replaced.
+    """Kill a node, and restart it on a processor that computes wrongly, until that is replaced.
 
-    It is not replaced before the node has left by itself, for a minute: to start takes longer than most faults last.
+    It is replaced once the node has left by itself, or after a minute: starting takes longer than most faults.
     """
     nodes = [node for node in targets(job, fault)[:1] if node.is_up]
     if not nodes or not give(job.around.points[nodes[0].number], fault.kind):
@@ -64,7 +64,7 @@ def unfit_node(job: JobView, fault: Due) -> Struck | None:
     node.start()
 
     def came() -> str | None:
-        """See that it computes wrongly, and what became of it; that it was killed, if another fault came before."""
+        """Return a proof that it computes wrongly, and its fate; that it was killed, if another fault came first."""
         if node.is_up and not over:
             return None
         said = done_by(folder, kind)
@@ -86,7 +86,7 @@ def _left(node: Node) -> str:
 
 
 def cap_fds(job: JobView, fault: Due) -> Struck | None:
-    """Let a worker open no file and no connection more than it has: all numbers below its limit are in use."""
+    """Keep a worker from opening files or connections: all numbers below its limit are in use."""
     nodes = targets(job, fault)
     own = {pid for node in nodes for pid in node.pids()}
     victims = [pid for _, pid in sorted(job.followed.pids.items()) if pid in own][-1:]
@@ -106,9 +106,9 @@ def cap_fds(job: JobView, fault: Due) -> Struck | None:
 
 
 def _cap(pid: int) -> tuple[int, int] | None:
-    """Set a process's limit to its lowest free number; return the limits before, None if it has ended.
+    """Set a process's limit to its lowest free number; return the previous limits, None if it has ended.
 
-    The soft limit, since not even root may raise a hard one again everywhere; the process could raise it by itself.
+    Only the soft limit, as not even root may raise a hard one again everywhere; the process itself could raise it.
     """
     try:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -120,7 +120,7 @@ def _cap(pid: int) -> tuple[int, int] | None:
 
 
 def _full(pid: int) -> str | None:
-    """See that the kernel gives a process no further number: it has all that are below its limit."""
+    """Return a proof that all descriptors below a process's limit are in use."""
     try:
         limit, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         return f"process {pid} has all {limit} files open that it may" if _lowest_free(pid) >= limit else None

@@ -1,4 +1,4 @@
-"""`python -m chaos.real.forked_node ARGS…`: torchrun, in a fork that shows the mark of its node."""
+"""`python -m chaos.real.forked_node ARGS…`: torchrun, in a fork that shows its node's mark."""
 
 import os
 import sys

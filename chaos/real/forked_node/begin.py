@@ -1,4 +1,4 @@
-"""Begins a node as a fork."""
+"""Start a node as a fork."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MARKED_WITHIN_S = 30.0
 _LOOK_EVERY_S = 0.001
 
 _standbys: dict[frozenset[tuple[str, str]], Standby] = {}
-"""What nodes are forked from, by what their libraries read of an environment; for all runs of this process."""
+"""Processes to fork nodes from, by the environment that their libraries read; for all runs of this process."""
 
 
 def begin_fork(command: list[str], environ: dict[str, str], log: Path) -> Begun:
-    """Begin a node, and return when it carries its mark.
+    """Start a node, and return when it carries its mark.
 
-    What cannot be a fork is begun as a program: a command that is not this Python's torchrun, such as that of a node at
-    the other end of a cable, and any command if the process that nodes are forked from was killed.
+    Start a program instead if a fork is impossible: for commands that are not this Python's torchrun, such as a node's
+    at the other end of a cable, and if the process to fork from was killed.
     """
     program = Program.of(command[1:])
     if command[0] != sys.executable or program is None or program.module != _TORCHRUN:
@@ -39,7 +39,7 @@ def begin_fork(command: list[str], environ: dict[str, str], log: Path) -> Begun:
 
 
 def _standby(environ: dict[str, str]) -> Standby:
-    """Return what a node with this environment is forked from."""
+    """Return the process from which nodes with this environment are forked."""
     if _key(environ) not in _standbys:
         made = Standby(forks=False, environ={**environ, MARK: "-" * LONGEST_MARK})
         made.preload(f"{_OWN}.preload")
@@ -55,7 +55,7 @@ def _key(environ: dict[str, str]) -> frozenset[tuple[str, str]]:
 
 
 def _await_mark(node: Process, mark: str, log: Path) -> None:
-    """Wait until a node is found by its mark, or has ended."""
+    """Wait until a node has its mark, or has ended."""
     deadline = time.monotonic() + _MARKED_WITHIN_S
     while node.poll() is None and environ_of(node.pid).get(MARK) != mark:
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""What /proc shows as the environment of a fork.
+"""Set what /proc shows as the environment of a fork.
 
-It is the memory in which the program that was started found its variables; a fork has a copy, whatever environment it
-has been given since. A value that is written there is what others find, also in whatever is forked from here.
+/proc shows the memory of the variables with which the program was started; a fork has a copy, whatever its environment
+has become. A value written there is what others read, also for forks of this process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from rendezvous.process_table import environ_of
 
 _BEGINS = 47
-"""The place of the environment's address in /proc/PID/stat after the program's name."""
+"""Index of the environment's address in /proc/PID/stat after the program's name."""
 
 
 def show(name: str, value: str) -> None:
-    """Let /proc show another value of a variable that this process, or what it was forked from, was started with.
+    """Make /proc show another value of a variable with which this process, or the one it was forked from, started.
 
-    Raises ValueError if the variable is not there, or its first value was shorter.
+    Raise ValueError if the variable is missing, or its first value was shorter.
     """
     before, room = environ_of(os.getpid()).get(name, ""), value.encode()
     if len(room) > len(before.encode()):

@@ -1,4 +1,4 @@
-"""What nodes import, and their workers; the process that they are forked from does so once."""
+"""The imports of nodes and workers, done once by the process that they are forked from."""
 
 import torch.distributed.run  # noqa: F401
 

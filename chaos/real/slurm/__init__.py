@@ -1,1 +1,1 @@
-"""The executor of scenarios on a real Slurm (`executor: slurm`): jobs, what affects them, and what is recorded."""
+"""The executor of scenarios on a real Slurm (`executor: slurm`): jobs, faults and records."""

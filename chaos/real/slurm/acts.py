@@ -1,4 +1,4 @@
-"""What affects a job on Slurm: how each kind of fault is done by Slurm's commands, undone, and seen to have bitten."""
+"""Faults of a job on Slurm: how each kind is done with Slurm's commands, undone, and proven."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from chaos.services.slurm.cluster import SlurmCluster
 from rendezvous.process_table import environ_of, is_alive
 
 LEAVE_MINUTES = 2
-"""How long before its end train.sbatch has a job asked to leave (--signal)."""
+"""Minutes before its end at which train.sbatch has a job asked to leave (--signal)."""
 LONG_MINUTES = 50
 
 
 class JobOnSlurm(Protocol):
-    """What an act needs to know of a job."""
+    """What an act needs of a job."""
 
     @property
     def cluster(self) -> SlurmCluster: ...
@@ -32,11 +32,11 @@ class JobOnSlurm(Protocol):
 
     @property
     def struck(self) -> Sequence[Line]:
-        """How the members that the newest fault hits have recorded their world."""
+        """The `form` lines of the members that the newest fault hits."""
 
     @property
     def num_starts(self) -> int:
-        """How often the allocation had been started again when the fault was done."""
+        """Restarts of the allocation when the fault was done."""
 
 
 Undo = Callable[[], object]
@@ -44,7 +44,7 @@ Undo = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """How a kind is done; `do` returns what undoes it, if anything does."""
+    """How a kind is done; `do` returns its undo, if there is one."""
 
     kind: str
     do: Callable[[JobOnSlurm, Due], Undo | None]
@@ -60,16 +60,16 @@ class Act:
         return KINDS[self.kind].aim != "job"
 
     def hosts(self, job: JobOnSlurm, fault: Due) -> Sequence[str]:
-        """Return the nodes that it affects."""
+        """Return the affected nodes."""
         return [host_of(job, fault)] if self.affects_one else job.submission.hosts
 
     def hit(self, members: Sequence[Line]) -> Sequence[Line]:
-        """Return which members of a world on these nodes it hits."""
+        """Return the members on these nodes that it hits."""
         return members[:1] if KINDS[self.kind].aim == "worker" else members
 
 
 def host_of(job: JobOnSlurm, fault: Due) -> str:
-    """Return the name of a fault's node; ScenarioError for a role, which nobody has here."""
+    """Return the name of a fault's node; raise ScenarioError for a role, which Slurm nodes do not have."""
     if not isinstance(fault.target, int):
         raise ScenarioError(f"{fault.kind}: on Slurm, give the node's number")
     return job.submission.hosts[fault.target]
@@ -149,18 +149,18 @@ def _is_killed(job: JobOnSlurm, fault: Due) -> bool:
 
 
 def _processes(job: JobOnSlurm) -> list[tuple[int, int]]:
-    """Return the number on this machine, and the birth, of each process that the fault hits and that is there."""
+    """Return pid on this machine and birth time of each process that the fault hits and that still lives."""
     there = [(job.cluster.machines[str(m["host"])].process(whole(m, "pid")), whole(m, "born")) for m in job.struck]
     return [(pid, born) for pid, born in there if pid is not None and is_alive(pid, born)]
 
 
 def _is_lost(job: JobOnSlurm, fault: Due) -> bool:
-    """Say whether Slurm has noticed: srun waits for the tasks of a node that is back before."""
+    """Return True if Slurm has noticed: if a node is back before, srun waits for its tasks."""
     return "down" in _node_state(job, fault)
 
 
 def _has_left(job: JobOnSlurm, fault: Due) -> bool:
-    """Say whether the job has left its nodes, since it was requeued."""
+    """Return True if the job has left its nodes since it was requeued."""
     shown = job.cluster.job(job.submission.allocation)
     if int(shown["Restarts"]) <= job.num_starts or shown["JobState"] == "COMPLETING":
         return False
@@ -174,7 +174,7 @@ def _has_come(job: JobOnSlurm, fault: Due) -> bool:
 
 
 def _is_gone(job: JobOnSlurm, fault: Due) -> bool:
-    """Say whether nothing of the job runs on the node, and Slurm does not think so either."""
+    """Return True if nothing of the job runs on the node, and Slurm agrees."""
     host = host_of(job, fault)
     running = job.cluster.machines[host].processes()
     return job.submission.on(host) is None and not any(job.submission.owns(environ_of(pid)) for pid in running)

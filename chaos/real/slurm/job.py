@@ -1,7 +1,6 @@
-"""One training job on a Slurm cluster, as its histories and Slurm tell of it, and what is recorded of its faults.
+"""One training job on a Slurm cluster, followed through its histories and Slurm, and the record of its faults.
 
-It writes down what is done to it as the executor of one machine does. Of processes it knows what histories say of them:
-on a node they have numbers of its own.
+It keeps the same record as the local executor. It knows processes from histories: pids on a node are the node's own.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from chaos.services.slurm.cluster import ENDED, SlurmCluster
 from rendezvous.process_table import environ_of
 
 LOOK_EVERY_S, _ASK_EVERY_S = 0.1, 2.0
-"""How often histories are read, and Slurm is asked whether the job still runs."""
+"""Seconds between reads of histories, and between queries whether the job still runs."""
 _DYING_S = 60.0
 _SETTLED_STEPS = 3
-"""So many steps of a newer world show that what a fault led to is over."""
+"""Steps of a newer world after which a fault's consequences are over."""
 
 
 @dataclass(slots=True)
 class SlurmJob:
-    """A job, what was done to it, and what was seen of it."""
+    """A job, the faults done to it, and their observed effects."""
 
     folder: Path
     cluster: SlurmCluster
@@ -45,30 +44,30 @@ class SlurmJob:
     struck: Sequence[Line] = ()
     num_starts: int = 0
     num_nodes: int = 0
-    """How many are to train once all that is to be undone is."""
+    """Number of nodes that train once all faults are undone."""
     _num_faults: int = 0
     _term_before: int = 0
-    """The newest of a member that the newest fault hit, or else of all."""
+    """Newest term of a member that the newest fault hit, or else of all."""
     _asked_at: float = 0.0
     _has_ended: bool = False
     _undos: list[tuple[float, str, Undo]] = field(default_factory=list)
     _placed: set[tuple[object, object, object]] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Submit it."""
+        """Submit the job."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
         self._record_scenario()
         self.num_nodes = self.scenario.slurm.at_first or self.scenario.nodes.count
         self.submission.begin()
 
     def has_come(self, fault: Due) -> bool:
-        """Say whether the moment of a fault has come, but for the seconds after the one before."""
+        """Return True if a fault is due, apart from the seconds after the previous one."""
         if fault.at_s is not None:
             return self.followed.began_at is not None and time.time() >= self.followed.began_at + fault.at_s
         return self.followed.step > 0 and fault.has_come(self.followed.step)
 
     def strike(self, fault: Due) -> Undo | None:
-        """Do a fault, and record it with the time just before it; return what undoes it."""
+        """Do a fault, and record it with the time just before; return its undo."""
         act = ACTS[fault.kind]
         hosts = act.hosts(self, fault)
         self.struck, at = act.hit([m for m in self.members() if m["host"] in hosts]), time.time()
@@ -80,19 +79,18 @@ class SlurmJob:
         return undo
 
     def has_bitten(self, fault: Due) -> bool:
-        """Say whether something shows that the fault had an effect."""
+        """Return True if the fault's effect is proven."""
         return ACTS[fault.kind].has_bitten(self, fault)
 
     def settle(self, fault: Due, undo: Undo | None) -> None:
-        """Record that a fault has bitten, and undo it when its time, which begins now, is over."""
+        """Record the proof of a fault, and schedule its undo; its time starts now."""
         self.record("effect", fault=self._num_faults, kind=fault.kind, point=None, proof=ACTS[fault.kind].proof)
         if undo is not None:
             self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, undo))
 
     def is_over(self, fault: Due) -> bool:
-        """Say whether it is undone, and the job trains again: in a newer world if the fault ends one, and whole if
-        its nodes come back by themselves. To an allocation a node comes back at the job's next start, and not before.
-        """
+        """Return True if the fault is undone and the job trains again: in a newer world if the fault ends one, and at
+        full size if its nodes come back by themselves. An allocation gets a node back only at the job's next start."""
         act = ACTS[fault.kind]
         if self._undos or not act.ends_world:
             return not self._undos
@@ -109,16 +107,16 @@ class SlurmJob:
         return self._has_ended
 
     def close(self) -> None:
-        """Record what it has left behind; RunError unless all of its jobs have ended well."""
+        """Record what it left behind; raise RunError unless all of its jobs completed."""
         self._place()
         if wrong := set(self.submission.states()) - {"COMPLETED"}:
             raise RunError(f"the job ended as {', '.join(sorted(wrong))}; {self.submission.said()}")
         for node in sorted({self.cluster.nodes.index(str(host)) for host, _, _ in self._placed}):
-            self.record("exit", node=node, code=0)  # Slurm says that all of its jobs are completed
+            self.record("exit", node=node, code=0)  # Slurm reports all of its jobs as completed
         self.record("clean", orphans=self._left(), drafts=drafts(self.folder))
 
     def look(self) -> None:
-        """Read what histories have to say since the last look, and undo what is to be undone."""
+        """Read the histories' news, and undo what is due."""
         for pending in [pending for pending in self._undos if time.monotonic() >= pending[0]]:
             self._undos.remove(pending)
             pending[2]()
@@ -127,7 +125,7 @@ class SlurmJob:
         self._place()
 
     def members(self) -> list[Line]:
-        """Return the lines with which the processes of the newest world have recorded it."""
+        """Return the `form` lines of the newest world."""
         return [line for line in self._lines(self.followed.term) if line["op"] == "form"]
 
     def record(self, op: str, *, t: float | None = None, **fields: object) -> None:
@@ -160,7 +158,7 @@ class SlurmJob:
         )
 
     def _place(self) -> None:
-        """Record on which node the processes run that have come into a world since the last look."""
+        """Record the node of each process that has joined a world since the last look."""
         for member in self.members():
             key = member["host"], member["pid"], member["born"]
             if key not in self._placed:
@@ -172,9 +170,9 @@ class SlurmJob:
             yield from parse_lines(path.read_bytes())
 
     def _left(self) -> list[int]:
-        """Return the processes of the job that its machines still run, in this machine's numbers.
+        """Return the job's processes that still run on its machines, by pids of this machine.
 
-        Slurm ends what a job leaves behind, and may take a moment for that.
+        Slurm ends what a job leaves behind, which may take a moment.
         """
         until = time.monotonic() + _DYING_S
         while True:
@@ -197,13 +195,13 @@ class SlurmJob:
             "nonfinite": scenario.nonfinite,
             "spare_nodes": nodes.count - nodes.min,
             "replay": self.replay,
-            "unseen": ["shared_memory"],  # of a cluster's nodes
+            "unseen": ["shared_memory"],  # cannot be observed on a cluster's nodes
         }
         kinds = scenario.slurm.kinds()
         self.record("scenario", **what, **limits, **how, kinds=kinds, points=[], point_kinds=[], missing={})
 
 
 def _named(members: Sequence[Line]) -> dict[str, Any]:
-    """Return what tells processes apart: their numbers on their hosts, and when they were born."""
+    """Return what identifies processes: pids on their hosts, and birth times."""
     keys = {"pids": "pid", "hosts": "host", "born": "born"}
     return {name: [member[key] for member in members] for name, key in keys.items()}

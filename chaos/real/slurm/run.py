@@ -1,7 +1,7 @@
-"""Runs a scenario's jobs on a real Slurm, whose nodes are machines in namespaces, and breaks them one fault at a time.
+"""Run a scenario's jobs on a real Slurm, whose nodes are machines in namespaces, with one fault at a time.
 
-Of several jobs each has a folder of its own, and knows nothing of what affects the others: its verdict is valid only if
-it has not noticed.
+Each of several jobs has a folder of its own, and no knowledge of the others' faults: its verdict is valid only if these
+did not affect it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chaos.services.slurm.cluster import SlurmCluster, folder_of_a_cluster, why_
 
 FAULTS_ARE_OVER = "all faults are over"
 BESIDE = "beside"
-"""Where what the second of two jobs leaves is kept, beside what the first does."""
+"""Folder of the second of two jobs, next to the first's."""
 
 
 def run_on_slurm(
@@ -37,11 +37,11 @@ def run_on_slurm(
     beside: Sequence[str] = (),
     shared: Sequence[Path] = (),
 ) -> None:
-    """Run the scenario's jobs with these faults on a Slurm cluster of their own; RunError if one does not come to its
-    end.
+    """Run the scenario's jobs with these faults on a Slurm cluster of their own; raise RunError if one does not end
+    well.
 
-    Raises ScenarioError where there can be no Slurm. A second job has `beside` as arguments, too. Of /tmp, machines
-    share the folder, this one, the sources and what else is `shared`.
+    Raise ScenarioError where Slurm cannot run. `beside` are additional arguments of a second job. In /tmp, machines
+    share the folder, this one, the sources and `shared`.
     """
     if why := why_no_slurm():
         raise ScenarioError(f"{scenario.name}: {why}")
@@ -62,13 +62,13 @@ def run_on_slurm(
 
 
 def folder_beside(folder: Path) -> Path:
-    """Return where the second of two jobs has what the first has in a folder."""
+    """Return the folder of the second of two jobs, given the first's."""
     return folder.parent / BESIDE / folder.name
 
 
 @dataclass(slots=True)
 class Run:
-    """The jobs of a scenario, and how long all of it may take."""
+    """The jobs of a scenario, and their time limit."""
 
     jobs: list[SlurmJob]
     timeout_s: float
@@ -76,7 +76,7 @@ class Run:
     _deadline: float = 0.0
 
     def run(self, due: Sequence[Due]) -> None:
-        """Submit the jobs, do each fault when it is due, and wait for the jobs' end."""
+        """Submit the jobs, do each fault when due, and wait for their end."""
         self._deadline = time.monotonic() + self.timeout_s
         try:
             for job in self.jobs:
@@ -94,7 +94,7 @@ class Run:
             job.close()
 
     def _inject(self, job: SlurmJob, fault: Due) -> None:
-        """Wait until a fault is due, do it, and go on once it has shown that it bit, and is over."""
+        """Wait until a fault is due, do it, and return once it is proven and over."""
         moment = time.monotonic() + (fault.after_s or 0.0)
         self._wait(job, lambda: time.monotonic() >= moment and all(map(_trains, self.jobs)), f"training before {fault}")
         self._wait(job, lambda: job.has_come(fault), str(fault))
@@ -105,7 +105,7 @@ class Run:
         self._wait(job, lambda: job.is_over(fault), f"steps after {fault.kind}")
 
     def _wait(self, job: SlurmJob, is_so: Callable[[], bool], what: str) -> None:
-        """Look until something is so; RunError if the job ends before, or its time is over."""
+        """Wait until a condition holds; raise RunError if the job ends first, or its time is over."""
         self._look()
         while not is_so():
             self._wait_a_moment(job, what)

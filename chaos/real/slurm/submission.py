@@ -1,4 +1,4 @@
-"""The jobs of Slurm that make up one training job: how they are submitted, and which of them runs on a node.
+"""The Slurm jobs of one training job: how they are submitted, and which of them runs on a node.
 
 They are one allocation, by `train.sbatch`, or elements of arrays, by `elastic-array.sbatch`, or both.
 """
@@ -22,7 +22,7 @@ LOGS = "slurm*.log"
 
 
 def environ_of_jobs() -> dict[str, str]:
-    """Return what lets a job find its programs, and leaves the cores of this machine to others."""
+    """Return the environment that lets a job find its programs, and leaves this machine's cores to others."""
     return {
         "PATH": f"{Path(find_binary()).parent}:{Path(sys.executable).parent}:{PATH}",
         "LOOK_S": f"{LOOK_FOR_FIRST_S}",
@@ -31,7 +31,7 @@ def environ_of_jobs() -> dict[str, str]:
 
 
 def start_etcd(cluster: SlurmCluster, host: str) -> str:
-    """Submit etcd.sbatch for a node, and return where it answers."""
+    """Submit etcd.sbatch for a node, and return its endpoint."""
     folder = cluster.folder / "etcd"
     folder.mkdir()
     endpoints = folder / "endpoints"
@@ -50,14 +50,14 @@ class Submission:
     scenario: Scenario
     arguments: Sequence[str]
     folder: Path
-    """Where logs go."""
+    """Folder of logs."""
     etcd: str | None
-    """Where it meets; None if its first node starts an etcd."""
+    """Etcd endpoint; None if its first node starts an etcd."""
     run_id: str
     jobs: list[str] = field(default_factory=list)
-    """By Slurm's numbers those that have to end well; of an array its elements."""
+    """Slurm numbers of jobs that must end well; for an array, of its elements."""
     submitted: set[str] = field(default_factory=set)
-    """The numbers of all that were ever submitted; of an array the array's."""
+    """Numbers of all jobs ever submitted; for an array, the array's."""
 
     @property
     def hosts(self) -> list[str]:
@@ -66,12 +66,12 @@ class Submission:
 
     @property
     def allocation(self) -> str:
-        """Return the job of all nodes."""
+        """Return the number of the job with all nodes."""
         assert not self.scenario.slurm.is_array, "an array has none"
         return self.jobs[0]
 
     def begin(self) -> None:
-        """Submit it with the nodes that it has at first."""
+        """Submit the job with its initial nodes."""
         num_nodes = self.scenario.slurm.at_first or len(self.hosts)
         if self.scenario.slurm.is_array:
             self._submit_array(num_nodes)
@@ -79,26 +79,26 @@ class Submission:
             self._submit_allocation(num_nodes)
 
     def add(self, host: str) -> None:
-        """Let a node join, as an array of one element."""
+        """Add a node, as an array of one element."""
         self._submit_array(1, "-w", host)
 
     def on(self, host: str) -> str | None:
-        """Return which of its jobs runs on a node."""
+        """Return the number of its job that runs on a node."""
         running = self.cluster.run("squeue", "-h", "-t", "RUNNING", "-w", host, "-o", "%i").split()
         return next((job for job in running if job in self.jobs), None)
 
     def cancel(self, host: str) -> None:
-        """Cancel the job that runs on a node; nobody waits for its end any more."""
+        """Cancel the job on a node, and stop waiting for its end."""
         if (job := self.on(host)) is not None:
             self.cluster.run("scancel", job)
             self.jobs.remove(job)
 
     def states(self) -> list[str]:
-        """Return what has become of the jobs that have to end well."""
+        """Return the states of the jobs that must end well."""
         return [self.cluster.state(job) for job in self.jobs]
 
     def owns(self, environ: dict[str, str]) -> bool:
-        """Say whether a process with that environment is of one of its jobs."""
+        """Return True if a process with that environment belongs to one of its jobs."""
         return not self.submitted.isdisjoint((environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")))
 
     def said(self) -> str:
