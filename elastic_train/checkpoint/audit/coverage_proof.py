@@ -1,8 +1,9 @@
-"""The audit: what a run's commits prove of its samples, in words; it needs neither histories nor trust in the trainer.
+"""Audit: derive from a run's commits, in words, what they prove about its samples, without histories or trust in the
+trainer.
 
 A commit's intervals prove that every step was applied once, by one term. Its sums at the end of every epoch prove, by
-their closed form, that each sample counted once in that epoch, but for those of listed holes. For an epoch that is not
-finished, the ids of its places follow from the order, for which the dataset's manifest is read.
+their closed form, that each sample counted once in that epoch, except those of listed holes. For an unfinished epoch,
+the applied ids follow from the order, which needs the dataset's manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _CHUNK = 1 << 20
 
 @dataclass(slots=True)
 class Audit:
-    """What was found: sentences that are proven, that could not be, and that are false."""
+    """Findings of an audit: sentences that are proven, unproven, or wrong."""
 
     commit: str
     step: int
@@ -45,15 +46,15 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """0 if all that was looked at is proven, 65 if something is wrong, 1 if something could not be proven."""
+        """0 if everything is proven, 65 if something is wrong, 1 if something is unproven."""
         return CorruptError.exit_code if self.wrong else 1 if self.unproven else 0
 
 
 def audit(store: Store, manifests: Sequence[Manifest]) -> Audit:
-    """Examine the newest commit of a store and those before it; CommitError if there are only damaged ones.
+    """Audit the newest commit of a store and its predecessors; raise CommitError if all commits are damaged.
 
-    `manifests` are the training set's, none if it cannot be read: one, which only the unfinished epoch needs, or those
-    of a mixture's sources, in their order. ConfigError if the store has no commit.
+    `manifests` are the training set's, empty if it cannot be read: one, needed only for the unfinished epoch, or those
+    of a mixture's sources, in order. Raise ConfigError if the store has no commit.
     """
     head = discover(store, damage=_wrong_with_record).head
     if head is None:
@@ -74,7 +75,7 @@ def audit(store: Store, manifests: Sequence[Manifest]) -> Audit:
 
 
 def _check_sources(found: Audit, head: CommitRecord, manifests: Sequence[Manifest]) -> None:
-    """Hold the sums of each source of a mixture against its order."""
+    """Compare the sums of each source of a mixture with its order."""
     assert head.order is not None and head.account is not None, "checked before"
     order = mixture_of(head, None)
     found.wrong += check_counts(head, order)
@@ -90,7 +91,7 @@ def _check_sources(found: Audit, head: CommitRecord, manifests: Sequence[Manifes
 
 
 def _wrong_with_record(store: Store, key: str) -> str | None:
-    """Say why a record cannot be read; the files of a commit do not matter here."""
+    """Return why a record cannot be read, None if it can; the commit's files are not checked."""
     try:
         read_record(store, key)
     except DAMAGE as error:
@@ -117,7 +118,7 @@ def _check_steps(found: Audit, store: Store, head: CommitRecord) -> None:
 
 
 def _check_epochs(found: Audit, head: CommitRecord, account: SampleAccount, order: Numbers) -> None:
-    """Hold the sums at the end of every epoch against their closed form."""
+    """Compare the sums at the end of every epoch with their closed form."""
     num_samples, num_finished = order["num_samples"], head.cursor.epoch
     longest = -(-num_samples // order["num_lanes"])
     steps_per_epoch = -(-longest // order["micro_batch"])
@@ -150,7 +151,7 @@ def _check_epochs(found: Audit, head: CommitRecord, account: SampleAccount, orde
 def _check_unfinished(
     found: Audit, head: CommitRecord, account: SampleAccount, order: Numbers, manifest: Manifest | None
 ) -> None:
-    """Hold the sums of the epoch that is not finished against the ids at its applied places."""
+    """Compare the sums of the unfinished epoch with the ids at its applied positions."""
     epoch, offset = head.cursor.epoch, head.cursor.offset
     sums = head.coverage - (account.epochs[-1] if account.epochs else CoverageSums())
     where = f"epoch {epoch}, the first {offset} places of each of {order['num_lanes']} lanes"
@@ -178,7 +179,7 @@ def _check_unfinished(
 
 
 def order_of(record: CommitRecord, numbers: Numbers, manifest: Manifest) -> Order:
-    """Return the order that a commit's run has; DataError if the lengths that it follows from are not there."""
+    """Return the order of a commit's run; raise DataError if the row lengths it depends on are missing."""
     if numbers.get("version") != VERSION:
         raise DataError(f"{record.key} has the order of another version: audit it with the version that began the run")
     arrangement = None
@@ -197,7 +198,7 @@ def order_of(record: CommitRecord, numbers: Numbers, manifest: Manifest) -> Orde
 
 
 def applied_ids(order: Order, epoch: int, offset: int, micro_batch: int, holes: Sequence[Hole]) -> list[Int64s]:
-    """Return the ids at the first places of every lane of an epoch, without those that the holes left out."""
+    """Return the ids at the first positions of every lane of an epoch, without those of holes."""
     parts = []
     for lane in range(order.num_lanes):
         lo, end = order.lane_bounds(lane)

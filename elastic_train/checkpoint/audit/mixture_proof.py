@@ -1,8 +1,8 @@
-"""What a commit of a mixture proves of each source's samples, for which the sources' manifests are read.
+"""Prove a mixture commit's samples per source, given the sources' manifests.
 
-Sums of a source are never set back, and its epoch ends in its lanes at places that are a few samples apart. So they are
-held against all that the order has at the applied places: whole passes by their closed form, the rest sample by sample.
-How many samples of each source those are follows from the shares and the sizes alone, without a manifest.
+Sums of a source are never reset, and its epoch ends at slightly different positions in each lane. So they are compared
+with everything that the order has at the applied positions: whole passes by their closed form, the rest sample by
+sample. The number of samples of each source follows from shares and sizes alone, without a manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_train.system.wording import counted
 
 
 def mixture_of(record: CommitRecord, manifests: Sequence[Manifest] | None) -> Mixture:
-    """Return the order of a commit's run; without manifests one that has the same sources at the same places."""
+    """Return the order of a commit's run; without manifests, one with the same sources at the same positions."""
     assert record.order is not None and record.sources, "it is of a mixture"
     rows = [m.group_rows for m in manifests] if manifests else [[source.num_samples] for source in record.sources]
     orders = [
@@ -39,7 +39,7 @@ def mixture_of(record: CommitRecord, manifests: Sequence[Manifest] | None) -> Mi
 
 
 def check_counts(record: CommitRecord, order: Mixture) -> list[str]:
-    """Return what is wrong with the numbers of a commit: its place, and how many samples of each source it counts."""
+    """Return what is wrong with a commit's numbers: its cursor, and the count of samples of each source."""
     assert record.order is not None and record.sources and record.account is not None, "it is of a mixture"
     cursor = order.cursor_at(record.step, record.order["micro_batch"])
     if record.cursor != cursor:
@@ -59,7 +59,7 @@ def check_counts(record: CommitRecord, order: Mixture) -> list[str]:
 
 
 def differing(record: CommitRecord, manifests: Sequence[Manifest]) -> str | None:
-    """Say why manifests are not those that a commit was trained on; None if they are."""
+    """Return why manifests are not those that a commit was trained on; None if they are."""
     sources = record.sources or ()
     if len(manifests) != len(sources):
         return (
@@ -73,7 +73,7 @@ def differing(record: CommitRecord, manifests: Sequence[Manifest]) -> str | None
 
 
 def check_source(record: CommitRecord, order: Mixture, number: int) -> tuple[bool, str]:
-    """Hold a source's sums against its order; return whether they are as they should be, and that in words."""
+    """Compare a source's sums with its order; return True if they match, and a sentence about it."""
     assert record.sources and record.account is not None, "it is of a mixture"
     source, place = record.sources[number], record.cursor.offset
     whole = CoverageSums.of_all(source.num_samples)
@@ -93,7 +93,7 @@ def _places(order: Mixture, number: int, place: int, source: SourceFacts) -> str
 
 
 def expected_times(order: Mixture, place: int, holes: Sequence[Hole]) -> Int64s:
-    """Return how often each sample should have been applied at the lanes' places [0, place); shape (samples,)."""
+    """Return how often each sample should have been applied at the lanes' positions [0, place); shape (samples,)."""
     passes = order.num_passes(place)
     sizes = [each.num_samples for each in order.orders]
     times = np.repeat(passes, sizes)

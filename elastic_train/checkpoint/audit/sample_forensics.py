@@ -1,8 +1,8 @@
-"""Forensics: which samples exactly were applied too often or not at all, from the ids that every rank wrote down.
+"""Forensics: find the samples that were applied too often or not at all, from the ids that every rank recorded.
 
-A run with `run.forensic` keeps the ids that each rank gives to each step, written before the step's reduction. Which of
-these steps count, and by which term, the newest commit says; what a rank gave to a step that came to nothing does not.
-A folder that takes no lines costs the ids of a rank, and not its training: such steps prove nothing, and accuse nobody.
+With `run.forensic` each rank records the ids of each step before the step's reduction. The newest commit says which
+steps count, and by which term; ids of steps that were never applied do not. A rank that cannot write its record keeps
+training: its steps then prove nothing, and accuse nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The ids that one rank gave to one step, as half-open ranges; a repeated id is in several."""
+    """The ids that one rank contributed to one step, as half-open ranges; a repeated id is in several."""
 
     term: int
     rank: int
@@ -42,13 +42,13 @@ class Read:
     epoch: int
     ids: Ranges
     world: int | None
-    """How many ranks gave samples to the step; None in histories of older versions."""
+    """Number of ranks that contributed samples to the step; None in older histories."""
 
 
 def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Sequence[Manifest]) -> None:
-    """Add to an audit which samples of each epoch were applied too often or not at all, and in which steps.
+    """Add to an audit the samples of each epoch that were applied too often or not at all, and their steps.
 
-    ConfigError if the run kept no ids.
+    Raise ConfigError if the run recorded no ids.
     """
     assert head.order is not None and head.account is not None, "the audit says so before"
     reads = _applied_reads(run_dir, head)
@@ -68,15 +68,15 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Seq
 
 
 def _told_steps(reads: Sequence[Read]) -> set[int]:
-    """Return the steps to which every rank has said what it gave."""
+    """Return the steps for which every rank recorded its ids."""
     num_ranks = Counter(read.step for read in reads)
     return {read.step for read in reads if num_ranks[read.step] >= (read.world or 1)}
 
 
 def _applied_reads(run_dir: Path, head: CommitRecord) -> list[Read]:
-    """Return what was given to the steps of a commit's lineage."""
+    """Return the contributions to the steps of a commit's lineage."""
     term_of = {step: i.term for i in head.intervals for step in range(i.lo + 1, i.hi + 1)}
-    # A step that was begun again in the same term, without a hole's samples, was recorded twice: the last counts.
+    # A step that was repeated in the same term, without a hole's samples, was recorded twice: the last counts.
     reads = {(read.term, read.rank, read.step): read for read in _reads(run_dir)}
     return [read for read in reads.values() if term_of.get(read.step) == read.term]
 
@@ -98,7 +98,7 @@ def _compare(
 ) -> None:
     """Compare how often each sample was applied in an epoch with how often it should have been.
 
-    A mixture's samples are compared over the whole run: its sources have their own epochs.
+    Samples of a mixture are compared over the whole run, since its sources have separate epochs.
     """
     assert head.order is not None and head.account is not None, "checked before"
     when = f"epoch {epoch}"
@@ -139,7 +139,7 @@ def _expected_of_mixture(
 def _expected(
     order: Numbers, account: SampleAccount, head: CommitRecord, epoch: int, manifest: Manifest | None
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
-    """Return how often each sample should have been applied in an epoch so far; None if that cannot be known."""
+    """Return how often each sample should have been applied in an epoch so far; None if unknown."""
     times = np.ones(order["num_samples"], dtype=np.int32)
     if epoch == head.cursor.epoch:
         if manifest is None or manifest.digest != head.manifest_digest:

@@ -1,4 +1,4 @@
-"""Exporting a commit: the weights alone, as safetensors or a plain torch state dict, for use without this package."""
+"""Export a commit's weights as safetensors or a plain torch state dict, for use without this package."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Format = Literal["safetensors", "torch"]
 
 
 def export(store: Store, record: CommitRecord, target: Path, kind: Format, weights: Weights = "trained") -> int:
-    """Verify a commit and write its model's tensors to a new file, as they are read; return how many there are.
+    """Verify a commit and stream its model's tensors to a new file; return their number.
 
-    Raises ConfigError if its averages are asked for and it has none.
+    Raise ConfigError if averages are requested and the commit has none.
     """
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another file")
@@ -40,6 +40,6 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format, weigh
 
 
 def _origin(record: CommitRecord, weights: Weights) -> dict[str, str]:
-    """Return what a file of safetensors says of itself."""
+    """Return the metadata of a safetensors file."""
     found = {"commit": record.key, "digest": record.digest, "cut_dims": json.dumps(record.cut_dims or {})}
     return found | ({"weights": "ema"} if weights == "ema" else {"weights_sha256": record.weights_sha256})

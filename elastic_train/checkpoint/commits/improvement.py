@@ -1,5 +1,5 @@
-"""What validations have come to: the best value so far, and how many have passed since; in commits, as it decides when
-training ends."""
+"""Track validation results: the best value, and the number of validations since. Stored in commits, as early stopping
+depends on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
 
 @dataclass(frozen=True, slots=True)
 class Improvement:
-    """The best value of a metric, None if none was a number, and the step that had it.
+    """The best value of a metric (None if there was no finite one) and its step.
 
-    `metric` is written 'min loss'. `validated_at` is the step of the last validation, `num_since` how many in a row
-    were not better than the best.
+    `metric` is written 'min loss'. `validated_at` is the step of the last validation, `num_since` the number of
+    consecutive validations without improvement.
     """
 
     metric: str
@@ -24,9 +24,9 @@ class Improvement:
     num_since: int = 0
 
     def after(self, step: int, value: float | None, min_delta: float) -> Improvement:
-        """Return what it is after a validation at a step, which counts once, however often it is repeated.
+        """Return the state after a validation at a step; repeated validations of a step count once.
 
-        One that has no value, None, as without a target, counts neither for the metric nor against it.
+        A validation without a value (None), as without targets, is neither an improvement nor a failure.
         """
         if step <= self.validated_at:
             return self
@@ -43,13 +43,14 @@ class Improvement:
 
 
 def improvement_for(config: EarlyStoppingConfig | None, known: Improvement | None) -> Improvement | None:
-    """Return what early stopping goes by: what is known of its metric, else a beginning; None if there is none."""
+    """Return the early stopping state: the known one if its metric matches, else a new one; None without early
+    stopping."""
     if config is None:
         return None
     return known if known is not None and known.metric == config.metric else Improvement(config.metric)
 
 
 def is_exhausted(config: EarlyStoppingConfig | None, known: Improvement | None) -> bool:
-    """Say whether so many validations in a row were no better that training ends."""
+    """Return True if enough consecutive validations brought no improvement to end training."""
     found = improvement_for(config, known)
     return config is not None and found is not None and found.num_since >= config.patience

@@ -1,6 +1,6 @@
-"""What a store contains, for people: a row for every commit, which one training would resume from, and which is best.
+"""List a store's commits for people: one row each, with marks for the one to resume from and the best.
 
-This is cheap: records are read, and files are compared by size, from one listing. Only `is_thorough` reads the files.
+This is cheap: records are read, and file sizes compared with one listing. Only `is_thorough` reads the files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Row:
     marks: tuple[str, ...]
 
     def fields(self, metric: str, now: float) -> dict[str, object]:
-        """Return everything worth a column, None where it is not known."""
+        """Return the columns of the row; None where unknown."""
         term, step = place_of(self.key) or (0, 0)
         record = self.record
         return {
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All commits, newest first, and the bytes below them and below attempts that no record names."""
+    """All commits, newest first; bytes of commits, and number and bytes of attempts without a record."""
 
     rows: tuple[Row, ...]
     num_bytes: int
@@ -64,7 +64,7 @@ class Listing:
 
 
 def survey_store(store: Store, best: Best, *, is_thorough: bool = False) -> Listing:
-    """Look at every commit and attempt of a store."""
+    """List every commit and attempt of a store."""
     sizes = {entry.key: entry.size for entry in store.list(ATTEMPTS)}
     found = list(records(store))
     wrong = {
@@ -89,7 +89,8 @@ def survey_store(store: Store, best: Best, *, is_thorough: bool = False) -> List
 
 
 def wrong_with(store: Store, record: CommitRecord, sizes: Mapping[str, int] | None = None) -> str | None:
-    """Say what is wrong with a commit: its files, by size alone if `sizes` are given, or the tiling of its lineage."""
+    """Return what is wrong with a commit: its files (sizes only if `sizes` is given), or the tiling of its lineage;
+    else None."""
     damage = damage_of(store, record.key) if sizes is None else "; ".join(wrong_sizes(record, sizes))
     if damage:
         return damage
@@ -100,7 +101,7 @@ def wrong_with(store: Store, record: CommitRecord, sizes: Mapping[str, int] | No
 def _marks(
     store: Store, best: Best, found: Mapping[str, CommitRecord | None], wrong: Mapping[str, str | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return each commit's marks: head (training would resume from it), best, pinned, held."""
+    """Return each commit's marks: head (to resume from), best, pinned, held."""
     try:
         head = discover(store, damage=lambda _, key: wrong.get(key)).head
     except CommitError:

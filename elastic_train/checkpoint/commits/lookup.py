@@ -1,4 +1,4 @@
-"""How people name things: a run by its folder or by the URL of its commits, a commit by its step, term-step, or key."""
+"""Resolve names: a run by its folder or its commits' URL, a commit by its step, term-step, or key."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from elastic_train.tracking.run_folder import CONFIG, RESULT, RunFolder, existin
 
 
 def open_run(run: str, *, may_be_new: bool = False) -> Store:
-    """Open the store of a run's commits, by its folder or URL; ConfigError for a folder that is no run's.
+    """Open the store of a run's commits, by folder or URL; raise ConfigError if the folder is not a run's.
 
-    `may_be_new`: a configuration names it, so it is a run's folder although nothing is there yet.
+    `may_be_new`: accept an empty folder that a configuration names.
     """
     if "://" in run:
         return open_store(run)
@@ -38,11 +38,11 @@ NEWEST, BEST = "newest", "best"
 DEFAULT_METRIC = "min loss"
 CONFIGS = "configs/"
 _OF_A_RUN = (CONFIG, RESULT, FOLDER, COMMITS, ATTEMPTS, CONFIGS, "terms", "store-id")
-"""Each of them is in the folder of a run, or of its commits, from some moment on."""
+"""Entries that identify the folder of a run or of its commits."""
 
 
 def find(store: Store, name: str | None) -> CommitRecord:
-    """Return the commit that a person names, or the newest intact one; ConfigError if there is none."""
+    """Return the named commit, or the newest intact one; raise ConfigError if there is none."""
     if name is not None and name != NEWEST:
         return read_record(store, name_to_key(store, name))
     head = discover(store).head
@@ -52,10 +52,10 @@ def find(store: Store, name: str | None) -> CommitRecord:
 
 
 def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
-    """Return the commit whose model a person wants, and a sentence if it is not the newest, or should not be it.
+    """Return the commit whose model to use, and a sentence if it is not the newest, or should not be.
 
-    Without a name it is the best one of a run that early stopping has ended, or that keeps its best commit, and else
-    the newest. `best` and `newest` name these. Raises ConfigError if there is none.
+    By default it is the best commit if early stopping ended the run or the run keeps its best commit, else the newest.
+    `best` and `newest` select explicitly. Raise ConfigError if there is none.
     """
     store = open_run(run)
     if name not in (None, BEST):
@@ -80,7 +80,7 @@ def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
 
 
 def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[CommitRecord, str | None]:
-    """Return the commit of the step whose validation was the best one by early stopping, and what is to be said."""
+    """Return the commit of the best validation by early stopping, and a sentence if that needs explaining."""
     if reached.best_step >= head.step:
         return head, None
     why = f"the best validation of this run, whose last step is {head.step}, ({reached.metric}: {reached.best}) was"
@@ -92,7 +92,7 @@ def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[
 
 
 def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord | None:
-    """Return the intact commit that the head continues with the best value of a metric, the first of equal ones."""
+    """Return the head's intact ancestor with the best value of a metric, the first of equal ones."""
     name, is_higher_better = parse_best(metric)
     by_value: list[tuple[float, int, CommitRecord]] = []
     for _, record, _ in records(store):
@@ -104,7 +104,8 @@ def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord 
 
 
 def _best_by(run: str, store: Store) -> tuple[EarlyStoppingConfig | None, str | None]:
-    """Return how a run ends early, and by which metric it keeps its best commit; None for what it does not."""
+    """Return a run's early stopping settings, and the metric by which it keeps its best commit; None for each that is
+    off."""
     config: Mapping[str, object] = {}
     if "://" not in run and (Path(run) / CONFIG).is_file():
         config = RunFolder(Path(run)).config()
@@ -120,7 +121,7 @@ def _best_by(run: str, store: Store) -> tuple[EarlyStoppingConfig | None, str | 
 
 
 def name_to_key(store: Store, name: str) -> str:
-    """Return the key of the commit that a person names; of several at one step it is the newest term's."""
+    """Return the key of a named commit; of several at one step, the newest term's."""
     keys = commit_keys(store)
     matches = [key for key in keys if name in _names(key)]
     if not matches:

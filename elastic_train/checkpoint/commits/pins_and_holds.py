@@ -1,11 +1,11 @@
-"""Pins and holds: small objects beside the commits that keep retention from deleting one.
+"""Pins and holds: small objects next to the commits that protect one from retention.
 
-A pin (`pins/<term>-<step>`) stays until it is removed. A hold (`holds/<term>-<step>/<until>-<unique>`) is a reader's:
-it names the unix second at which it ends by itself, by the reader's clock, so that a reader that died does not keep a
-commit for ever. A reader that needs longer creates another hold in time.
+A pin (`pins/<term>-<step>`) stays until it is removed. A hold (`holds/<term>-<step>/<until>-<unique>`) belongs to a
+reader: it expires at the unix second in its name, by the reader's clock, so that a dead reader does not keep a commit
+for ever. A reader that needs longer creates another hold in time.
 
-The order makes it safe: a reader that sees the record after creating its hold has the files until the hold ends,
-because retention deletes a record first, looks for holds after that, and leaves the files of a held commit alone.
+The order makes it safe: a reader that sees the record after creating its hold has the files until the hold expires,
+because retention deletes a record first, then looks for holds, and leaves the files of a held commit alone.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _HOLD = re.compile(r"holds/(?P<name>\d+-\d+)/(?P<until>\d+)-[0-9a-f]+")
 
 
 def pin(store: Store, key: str) -> None:
-    """Keep a commit until `unpin`; pinning it again changes nothing."""
+    """Keep a commit until `unpin`; idempotent."""
     with contextlib.suppress(KeyTaken):
         store.create(f"{PINS}{_name(key)}", _whose())
 
 
 def unpin(store: Store, key: str) -> None:
-    """Let retention delete a commit again."""
+    """Allow retention to delete a commit again."""
     store.delete(f"{PINS}{_name(key)}")
 
 
@@ -55,11 +55,11 @@ def pinned(store: Store) -> set[str]:
 
 @contextlib.contextmanager
 def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]:
-    """Keep retention from deleting the commit of a key (`CommitRecord.key`) while a context lasts.
+    """Hold the commit of a key (`CommitRecord.key`) within this context: retention does not delete it.
 
-    The hold ends with the context, after `ttl_s` seconds at the latest: hold again before that to read longer. A store
-    that cannot be written to is read without a hold, with a warning. Raises KeyMissing (a StorageError) if the commit
-    does not exist.
+    The hold ends with the context, or after `ttl_s` seconds; hold again before that to read longer. A store that cannot
+    be written to is read without a hold, with a warning. Raise KeyMissing (a StorageError) if the commit does not
+    exist.
     """
     marker = f"{HOLDS}{_name(key)}/{int(time.time() + ttl_s)}-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as undo:
@@ -74,7 +74,7 @@ def holding(store: Store, key: str, ttl_s: float = HOLD_TTL_S) -> Iterator[None]
 
 
 def held(store: Store, now: float | None = None) -> set[str]:
-    """Return the keys of the commits that readers hold; holds that have ended are deleted if the store allows it."""
+    """Return the keys of held commits; expired holds are deleted if the store allows it."""
     moment, keys = time.time() if now is None else now, set()
     for entry in store.list(HOLDS):
         match = _HOLD.fullmatch(entry.key)

@@ -1,7 +1,7 @@
-"""Retention: the deletion of commits that no policy wants.
+"""Retention: delete commits that no policy wants.
 
-A record is deleted before its files, so at any moment there are only complete commits and abandoned attempts. Never
-deleted: the newest commit that verifies, pinned ones, and those that a reader holds.
+A record is deleted before its files, so at any time there are only complete commits and abandoned attempts. Never
+deleted: the newest intact commit, pinned commits, and held ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_train.core.lineage import place_of
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was deleted, and how many bytes of files that freed."""
+    """The deleted commits and attempts, and the bytes freed."""
 
     commits: tuple[str, ...]
     attempts: tuple[str, ...]
@@ -34,11 +34,10 @@ class Pruned:
 def prune(
     store: Store, retention: Retention, *, newest: CommitRecord | None = None, is_rehearsal: bool = False
 ) -> Pruned:
-    """Delete the commits that no policy wants, except pinned and held ones and the newest one that verifies.
+    """Delete the commits that no policy wants, except pinned, held, and the newest intact one.
 
-    `newest` is a commit that the caller knows to be intact; without it, or if another was published meanwhile, the
-    newest ones are read until one is intact, and if none is, nothing is deleted. A rehearsal deletes nothing and
-    returns what would have been deleted.
+    `newest` is a commit known to be intact; without it, or if a newer one was published, commits are read newest first
+    until one is intact; if none is, nothing is deleted. A rehearsal deletes nothing and returns what it would delete.
     """
     keys, sure = commit_keys(store, newest.key if newest else None), pinned(store) | held(store)
     doomed = retention.unwanted([_candidate(store, key) for key in keys], sure)
@@ -66,9 +65,9 @@ def _measure_commit(store: Store, key: str) -> int:
 
 
 def _delete_commit(store: Store, key: str) -> int:
-    """Delete a record, then its files; those of an unreadable record stay, since it is unknown which they are.
+    """Delete a record, then its files; return the bytes freed. Files of an unreadable record stay, as they are unknown.
 
-    The files of a commit that a reader holds by now stay, too; they are swept later.
+    Files of a commit that a reader holds by now also stay, and are swept later.
     """
     record = readable(store, key)
     store.delete(key)
@@ -78,7 +77,7 @@ def _delete_commit(store: Store, key: str) -> int:
 
 
 def delete_all(store: Store, entries: list[Entry]) -> int:
-    """Delete keys; return how many bytes that frees."""
+    """Delete keys; return the bytes freed."""
     for entry in entries:
         store.delete(entry.key)
     return sum(entry.size for entry in entries)

@@ -1,12 +1,12 @@
-"""Reading commits: find the newest intact one, report what was passed over and why, and load its state.
+"""Read commits: find the newest intact one, report why others were passed over, and load its state.
 
-Candidates come newest first by (term, step). A damaged one is passed over for its parent, and so on along the lineage;
-where a record is unreadable, so that its parent is unknown, the order alone decides. Whatever the store holds, no
-pickle is opened before its digest has cleared it, and no byte is used whose block does not match.
+Candidates are tried newest first by (term, step). If one is damaged, its parent is next, and so on along the lineage;
+if its record is unreadable, hence its parent unknown, the next in order is. No pickle is opened before its digest
+matches, and no byte is used whose block does not match.
 
-A listing may be late: a client of NFS shows a folder as it was up to a minute ago. So the commit that the fence names
-is a candidate by its name, listed or not, nothing that is merely listed is preferred to it unless it continues it, and
-what a listing lacks is missing only if it cannot be opened either.
+Listings may be stale: an NFS client shows a folder as it was up to a minute ago. So the commit that the fence names is
+a candidate even if unlisted, a listed commit is preferred to it only if it continues it, and an unlisted key counts as
+missing only if it cannot be opened either.
 
 A store that does not respond is not a damaged commit: that error is raised, since falling back would lose steps.
 """
@@ -34,14 +34,14 @@ from elastic_train.core.lineage import COMMITS, Interval, cut, place_of
 from elastic_train.errors import CommitError
 
 DAMAGE = (CommitError, KeyMissing, Unreadable)
-"""Errors that make the search pass over a commit, instead of ending it."""
+"""Errors for which the search passes over a commit instead of ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What `discover` found.
+    """The result of `discover`.
 
-    `head` is the newest intact commit, None if the store has none at all; `skipped` are the newer ones that were passed
+    `head` is the newest intact commit, None if the store has no commits; `skipped` are newer ones that were passed
     over, as (key, reason).
     """
 
@@ -54,11 +54,11 @@ def discover(
 ) -> Discovery:
     """Find the commit to resume from: the newest whose record and files all match their checksums.
 
-    All files of the candidates are read, unless `damage` is given: it returns what is wrong with the commit of a key,
-    None if nothing is. `published` is the key that the fence names as head, if any: it is opened by that name, and its
-    absence is reported among the skipped, and not fatal.
+    All files of candidates are read, unless `damage` is given: it returns what is wrong with the commit of a key, or
+    None. `published` is the key that the fence names as head, if any: it is opened by name, and its absence is reported
+    in `skipped`, not raised.
 
-    Raises CommitError if there are commits and none is intact, StorageError if the store cannot be read.
+    Raise CommitError if there are commits but none is intact, StorageError if the store cannot be read.
     """
     damage = damage or damage_of
     keys = commit_keys(store, published)
@@ -88,9 +88,9 @@ ABSENT = "the fence names it as head, but its record is not in the store"
 
 
 class _Strays:
-    """Finds commits that sort above the one that the fence names, and do not continue it although it is intact.
+    """Finds commits that sort above the one that the fence names but do not continue it although it is intact.
 
-    A process that had lost touch with the others may have committed such a one by itself.
+    A process that was cut off from the others may have made such a commit.
     """
 
     def __init__(self, store: Store, published: str | None, damage: Callable[[Store, str], str | None]) -> None:
@@ -98,7 +98,7 @@ class _Strays:
         self._named = None if published is None else readable(store, published)
 
     def why(self, key: str) -> str | None:
-        """Say why a commit is a stray, None if it is not."""
+        """Return why a commit is a stray; None if it is not."""
         named = self._named
         if named is None or (place_of(key) or (0, 0)) <= (named.term, named.step):
             return None
@@ -109,24 +109,24 @@ class _Strays:
 
 
 def continues(intervals: Sequence[Interval], commit: CommitRecord) -> bool:
-    """Say whether a lineage has all the steps of a commit, applied by the same terms."""
+    """Return True if a lineage has all steps of a commit, applied by the same terms."""
     return cut(intervals, commit.step) == commit.intervals
 
 
 def strays_from(intervals: Sequence[Interval], published: CommitRecord) -> bool:
-    """Say whether a lineage parted from a published commit before its world knew of it.
+    """Return True if a lineage branched off before a published commit without its world knowing the commit.
 
-    One that a newer term applied steps to counts whatever it continues from: its world knew of the commit, and
-    continues it or has passed over it because it was damaged.
+    A lineage with steps of a newer term is valid whatever it continues: its world knew of the commit, and continues it
+    or passed over it as damaged.
     """
     term = intervals[-1].term if intervals else 0
     return term <= published.term and not continues(intervals, published)
 
 
 def commit_keys(store: Store, published: str | None = None) -> list[str]:
-    """Return the keys of all records, the newest commit first; the tombstones of sweeps are left out.
+    """Return the keys of all records, newest first, without the tombstones of sweeps.
 
-    `published` is among them whether or not it is listed, if it has the form of a commit's key.
+    `published` is included even if unlisted, if it has the form of a commit key.
     """
     listed = {entry.key for entry in store.list(COMMITS) if entry.size != len(VOID)}
     places = ((place_of(key), key) for key in (listed if published is None else {*listed, published}))
@@ -134,7 +134,7 @@ def commit_keys(store: Store, published: str | None = None) -> list[str]:
 
 
 def read_record(store: Store, key: str) -> CommitRecord:
-    """Read one record; CommitError if it is damaged, KeyMissing if it does not exist."""
+    """Read one record; raise CommitError if it is damaged, KeyMissing if it does not exist."""
     return decode(read(store, key), key)
 
 
@@ -146,9 +146,9 @@ def readable(store: Store, key: str) -> CommitRecord | None:
 
 
 def records(store: Store, published: str | None = None) -> Iterator[tuple[str, CommitRecord | None, str | None]]:
-    """Yield (key, record, what is wrong with the record) of every commit, the newest first; the files are not read.
+    """Yield (key, record, problem) of every commit, newest first, without reading files; record or problem is None.
 
-    `published` is among them whether or not it is listed.
+    `published` is included even if unlisted.
     """
     for key in commit_keys(store, published):
         try:
@@ -158,7 +158,7 @@ def records(store: Store, published: str | None = None) -> Iterator[tuple[str, C
 
 
 def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
-    """Compare the sizes of keys with a commit's record; return what is missing or of another size."""
+    """Compare sizes by key with a commit's record; return the missing files and those of another size."""
     wrong: list[str] = []
     for name, file in sorted(record.files.items()):
         key = f"{record.attempt}/{name}"
@@ -170,7 +170,8 @@ def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
 
 
 def sizes_of(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> dict[str, int]:
-    """Return the sizes of an attempt's files by key; a file that is listed otherwise than recorded is opened to see."""
+    """Return the sizes of an attempt's files by key; files listed with another size than recorded are opened to
+    check."""
     sizes = {entry.key: entry.size for entry in store.list(f"{attempt}/")}
     for name, file in files.items():
         if sizes.get(key := f"{attempt}/{name}") != file.size:
@@ -180,7 +181,7 @@ def sizes_of(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> dic
 
 
 def verify(store: Store, record: CommitRecord) -> None:
-    """Compare all files of a commit with its record, sizes first; CommitError lists everything that is wrong."""
+    """Compare all files of a commit with its record, sizes first; raise CommitError with everything that is wrong."""
     wrong = wrong_sizes(record, sizes_of(store, record.attempt, record.files))
     for name, file in sorted(record.files.items()):
         if not wrong and (damage := find_damage(store, f"{record.attempt}/{name}", file)):
@@ -190,7 +191,7 @@ def verify(store: Store, record: CommitRecord) -> None:
 
 
 def damage_of(store: Store, key: str) -> str | None:
-    """Read a commit, its record and all of its files; return what is wrong with it, None if it is intact."""
+    """Read a commit's record and all files; return what is wrong, None if it is intact."""
     try:
         verify(store, read_record(store, key))
     except DAMAGE as error:
@@ -199,14 +200,13 @@ def damage_of(store: Store, key: str) -> str | None:
 
 
 def load(store: Store, record: CommitRecord, state: State) -> None:
-    """Fill a nested state with a commit's, in place.
+    """Fill a nested state from a commit, in place.
 
-    Tensors in `state`, and what this rank holds of tensors in pieces, are overwritten where they are, on their device;
-    what it lacks (the state of an optimizer that has not stepped) is added on the CPU. Intact copies of the files on
-    this node are read in place of the store's.
+    Tensors in `state`, and this rank's pieces of tensors, are overwritten on their device; missing entries (the state
+    of an optimizer that has not stepped) are added on the CPU. Intact copies of the files on this node are preferred.
 
-    Raises ConfigError if `state` has a leaf that the commit lacks, or of another shape or type; CommitError if the
-    bytes do not match their checksums; StorageError if the store cannot be read.
+    Raise ConfigError if `state` has a leaf that the commit lacks or has with another shape or type, CommitError if
+    bytes do not match their checksums, StorageError if the store cannot be read.
     """
     source = store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
     leaves = read_leaves(source, record.attempt, record.files, dict(leaves_of(state)))
@@ -214,10 +214,10 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
 
 
 def read_state(store: Store, record: CommitRecord) -> State:
-    """Return a commit's state: nested mappings and lists of tensors on the CPU and plain values, as they were saved.
+    """Return a commit's state as saved: nested mappings and lists of CPU tensors and plain values.
 
-    `state["model"]` has the model's weights and buffers by name, with the shapes and types that they had. Every byte is
-    checked. Raises CommitError if the files do not match the record, StorageError if the store cannot be read.
+    `state["model"]` has the model's weights and buffers by name, with their original shapes and types. Every byte is
+    checked. Raise CommitError if the files do not match the record, StorageError if the store cannot be read.
     """
     state: State = {}
     load(store, record, state)
@@ -225,7 +225,7 @@ def read_state(store: Store, record: CommitRecord) -> State:
 
 
 def exists(store: Store, key: str) -> bool:
-    """Say whether a store has a key, listed or not, readable or not; StorageError if it does not answer."""
+    """Return True if a store has a key, even if unlisted or unreadable; raise StorageError if it does not answer."""
     try:
         store.open(key).close()
     except KeyMissing:
@@ -236,9 +236,9 @@ def exists(store: Store, key: str) -> bool:
 
 
 def _after(store: Store, key: str, left: list[str], skipped: list[tuple[str, str]]) -> list[str]:
-    """Return the candidates after a commit that failed: from its parent on if that is known, else all that are left.
+    """Return the candidates after a failed commit: from its parent on if known, else all remaining ones.
 
-    The parent is one by its name, listed or not.
+    The parent is looked up by name, even if unlisted.
     """
     record = readable(store, key)
     parent = record.parent_key if record else None

@@ -1,7 +1,7 @@
-"""The commit record: the one small file that makes a checkpoint exist, and everything known about it.
+"""The commit record: the one small file that makes a checkpoint exist, with its metadata.
 
-Its bytes are canonical JSON with a seal, the SHA-256 of the rest, so a flipped bit anywhere is detected before a value
-is used. A child names its parent by the record's digest, the SHA-256 of its bytes.
+It is canonical JSON with a seal, the SHA-256 of the rest, so a flipped bit anywhere is detected before a value is used.
+A child names its parent by the record's digest, the SHA-256 of its bytes.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from elastic_train.system.extras import version_of
 
 FORMAT = 4
 _FORMATS = (1, 2, 3, FORMAT)
-"""Before format 4 no tensor has cuts in the weights' hash. In formats 1 and 2 the hash is not by grains, in format 1
-files have SHA-256 in place of BLAKE3."""
+"""Readable formats. Before 4, tensors have no cuts in the weights' hash; in 1 and 2 the hash is not by grains; in 1
+files have SHA-256 instead of BLAKE3."""
 
 VOID = b'{"void":true}\n'
-"""Tombstone: blocks the creation of a record under its key; recognised by its size in a listing, below any record's."""
+"""Tombstone: prevents a record under its key; recognised in listings by its size, which is below any record's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitFacts:
-    """What the trainer records about the state that it saves.
+    """Facts that the trainer records about a saved state.
 
-    * `step`: optimizer steps applied; `cursor`: the samples applied of the current epoch, on every lane;
+    * `step`: applied optimizer steps; `cursor`: applied samples of the current epoch, on every lane;
     * `coverage`: sums over the ids of all samples applied so far, which prove that each counted once;
-    * `rng`: the seed and the policy that random numbers follow from;
-    * `metrics`: by name; a value that is not finite is stored as null (None);
+    * `rng`: the seed and the policy of random numbers;
+    * `metrics`: by name; non-finite values are stored as null (None);
     * `config_digest`, `manifest_digest`: of the configuration's identity and of the dataset's manifest;
-    * `world_size`: ranks at the time of the save. It need not be the same when the commit is loaded.
+    * `world_size`: ranks at the time of the save; may differ when the commit is loaded.
 
-    `account` and `order` let anyone check the coverage sums without the run: `order` has the numbers from which the
-    order of samples follows (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their
-    fingerprint, or 0). Older commits have neither, or no version.
+    `account` and `order` allow checking the coverage sums without the run: `order` has the parameters of the sample
+    order (version, num_samples, num_lanes, micro_batch, block_row_groups; lengths: their fingerprint, or 0). Older
+    commits have neither, or no version.
 
-    `fast_steps` and `skipped_steps` are half-open ranges of the steps before this one, counted from 0: those whose
-    rounding depended on the world, and those whose update was left out because loss or gradient was not finite.
-    `improvement` is what early stopping goes by, if training may end early. `sources` are those of a mixture, with the
-    sums of what was applied of each, and None of one training set. `cut_dims` are the dimensions along which ranks can
-    have parts of tensors, by name: they decide the grains of the weights' hash.
+    `fast_steps` and `skipped_steps` are half-open ranges of earlier steps, counted from 0: those whose rounding
+    depended on the world, and those without an update because loss or gradient was not finite. `improvement` is the
+    state of early stopping, if enabled. `sources` are those of a mixture, with the sums applied of each; None for a
+    single training set. `cut_dims` are the dimensions along which tensors can be split over ranks, by name: they
+    determine the grains of the weights' hash.
     """
 
     step: int
@@ -85,19 +85,17 @@ class CommitFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitRecord(CommitFacts):
-    """A published checkpoint: where its files are, what state they hold, and which commit it continues.
+    """A published checkpoint: its files, the state they hold, and its parent.
 
-    * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are equal bit for bit, among
-      commits of one format;
-    * `term`: the number of the world that published it; commits are ordered by (term, step);
-    * `parent`, `parent_key`: digest and key of the commit that this one continues, None for the first;
-    * `intervals`: tile the steps [0, step) by the terms that applied them; they outlive the ancestors that retention
-      deletes;
-    * `attempt`: the folder of its files in the store; `files`: by name below it, their sizes and checksums;
-    * `int_keyed`, `empty`: the mappings of the state that the file format would change, by path: those with integer
-      keys, and those without entries;
+    * `weights_sha256`: one hash over all weights and buffers, equal if and only if they are bit-identical, for commits
+      of one format;
+    * `term`: number of the world that published it; commits are ordered by (term, step);
+    * `parent`, `parent_key`: digest and key of the parent, None for the first;
+    * `intervals`: tile the steps [0, step) by the terms that applied them; they outlive deleted ancestors;
+    * `attempt`: folder of its files in the store; `files`: sizes and checksums by name below it;
+    * `int_keyed`, `empty`: paths of mappings that the file format would change: with integer keys, and without entries;
     * `versions`: of this package and of libraries, and digests of the task's modules and of the validation set;
-    * `created_at`: unix seconds, by the clock of the machine that published it.
+    * `created_at`: unix seconds, by the publishing machine's clock.
     """
 
     weights_sha256: str
@@ -120,21 +118,21 @@ class CommitRecord(CommitFacts):
 
     @property
     def is_by_grains(self) -> bool:
-        """Whether it was written since the gradients' norm and the weights' hash are what they are now."""
+        """True if gradient norm and weights hash are computed as they are now."""
         return self.format >= 4
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 of the record's bytes, in hexadecimal."""
+        """SHA-256 of the record's bytes, in hexadecimal."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together, in bytes."""
+        """Total size of its files in bytes."""
         return sum(file.size for file in self.files.values())
 
     def encode(self) -> bytes:
-        """Return the record's bytes; equal records have equal bytes."""
+        """Return the record's bytes; equal records give equal bytes."""
         return self._content
 
     @cached_property
@@ -150,11 +148,11 @@ class CommitRecord(CommitFacts):
 
 _ADAPTER = TypeAdapter(CommitRecord)
 _SINCE_THEN = ("account", "order", "fast_steps", "skipped_steps", "sources", "improvement", "cut_dims")
-"""Fields that records did not always have; their absence is None."""
+"""Fields that older records lack; they are None then."""
 
 
 def decode(content: bytes, key: str) -> CommitRecord:
-    """Read a record's bytes; raise CommitError if they are damaged, of another format, or under a wrong key."""
+    """Decode a record's bytes; raise CommitError if they are damaged, of another format, or under a wrong key."""
     try:
         fields = json.loads(content)
         if not isinstance(fields, dict):

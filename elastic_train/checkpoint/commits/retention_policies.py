@@ -1,8 +1,7 @@
-"""Which commits stay: policies that each name those worth keeping, and a rule that joins them. No I/O.
+"""Retention policies: each names commits worth keeping; a commit stays if any wants it. No I/O.
 
-A policy sees all commits, newest first, and names those it wants; a commit stays if any policy wants it. A policy over
-periods of time wants the first commit of each, so what it once wanted it always wants, however many others have been
-deleted since.
+A policy sees all commits, newest first. A policy over periods wants the first commit of each, so what it once wanted it
+always wants, however many others are deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from elastic_train.errors import ConfigError
 
 
 class Candidate:
-    """A commit whose record is read when it is first needed; None if it cannot be read."""
+    """A commit whose record is read on first use; None if it cannot be read."""
 
     def __init__(
         self, key: str, step: int, read: Callable[[], CommitRecord | None], newest: CommitRecord | None = None
@@ -35,7 +34,7 @@ class Candidate:
 
     @functools.cached_property
     def is_of_lineage(self) -> bool:
-        """Whether this commit is an ancestor of the newest, or that itself; no search falls back to any other.
+        """True if this commit is the newest or its ancestor; no search falls back to any other.
 
         The commit of a process that left alone, in a term that applied nothing, is recognised by its record.
         """
@@ -52,14 +51,14 @@ class Policy(Protocol):
     """A reason to keep commits."""
 
     def wanted(self, commits: Sequence[Candidate]) -> Iterable[str]:
-        """Return the keys of those commits, newest first, that should stay."""
+        """Return the keys of the commits to keep, given all, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Keep the newest `num` commits of the lineage, and what is newer than the last of them.
+    """Keep the newest `num` commits of the lineage, and everything newer than the last of them.
 
-    Commits outside the lineage do not count: if they did, the only intact commit could be deleted.
+    Commits outside the lineage do not count, or the only intact commit could be deleted.
     """
 
     num: int
@@ -89,7 +88,7 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Keep the first commit of every period of `seconds`, by the time in its record."""
+    """Keep the first commit of every period of `seconds`, by its record's time."""
 
     seconds: float
 
@@ -99,7 +98,7 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keep the commit with the best value of a metric; of equal ones the first. Written `min loss`, `max macro_f1`."""
+    """Keep the commit with the best value of a metric, the first of equal ones. Written `min loss`, `max macro_f1`."""
 
     metric: str
     is_higher_better: bool
@@ -121,7 +120,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What stays: all that a policy wants or, with a budget in bytes, as much of it, and of the newest, as fits."""
+    """Joined policies; with a budget in bytes, what fits of the wanted commits, and of the newest."""
 
     policies: tuple[Policy, ...]
     budget: int | None = None
@@ -136,7 +135,7 @@ class Retention:
         best: str | None = None,
         budget: int | None = None,
     ) -> Retention:
-        """Join the policies asked for, a budget in place of `last`; raise ConfigError if one makes no sense."""
+        """Join the given policies, a budget replacing `last`; raise ConfigError if one is invalid."""
         policies: list[Policy] = [] if budget else [Last(last)]
         policies += [EverySteps(every_steps)] if every_steps else []
         policies += [EverySeconds(every_s)] if every_s else []
@@ -164,7 +163,7 @@ class Retention:
 
 
 def _firsts(commits: Sequence[Candidate], period_of: Callable[[Candidate], int | None]) -> Iterator[str]:
-    """Yield the first commit of the lineage in every period; None is no period."""
+    """Yield the first commit of the lineage in every period; commits with period None are skipped."""
     seen: set[int] = set()
     for commit in reversed(commits):
         period = period_of(commit)

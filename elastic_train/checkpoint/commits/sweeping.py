@@ -1,9 +1,8 @@
-"""Sweeping: the deletion of attempts that never became a commit, and from then on cannot.
+"""Sweeping: delete attempts that never became a commit, and make sure that they cannot.
 
-The writer of such an attempt may be frozen, and publish it when it wakes. The sweeping process may be frozen as well,
-between any look and the deletion that follows. So a sweep first takes the name of the attempt's record, by the same
-conditional create by which its writer would publish: one of them wins, and only attempts that lost are deleted. The
-name stays taken, by a tombstone of a few bytes.
+The writer of such an attempt may be frozen, and publish it when it wakes; the sweeping process may freeze as well,
+between a look and its deletion. So a sweep first claims the record's name, by the same conditional create as its
+writer's: one of them wins, and only losing attempts are deleted. The name stays claimed, by a tombstone of a few bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Place = tuple[int, int]
 def sweep(
     store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
 ) -> Pruned:
-    """Delete attempts without a record that should not be finished any more: of a term below `term`, or old.
+    """Delete attempts without a record that nobody should finish: of a term below `term`, or old ones.
 
-    An attempt of the newest term is old when nothing in it has changed for `safe_age_s` seconds. A writer still at work
-    on one is fenced when it publishes. A rehearsal deletes nothing.
+    An attempt of the newest term is old if nothing in it changed for `safe_age_s` seconds; a writer still at work on it
+    is fenced when it publishes. A rehearsal deletes nothing.
     """
     attempts = _attempts(store)
-    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay: it is unknown which
+    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay
     moment = time.time() if now is None else now
     lost: dict[str, list[Entry]] = {}
     for attempt, entries in attempts.items():
@@ -39,7 +38,7 @@ def sweep(
             continue
         if is_rehearsal or create_once(store, commit_key(*place), VOID):
             lost[attempt] = entries
-    # A reader holds a commit, then looks for its record: no hold can succeed any more, now that the names are taken.
+    # A reader creates a hold, then looks for the record: with the names claimed, no hold can succeed any more.
     spared = {place_of(key) for key in held(store, now)}
     swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
     measure = _size if is_rehearsal else delete_all
@@ -49,10 +48,10 @@ def sweep(
 def drop_unfinished(
     store: Store, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
 ) -> list[str]:
-    """Abort uploads of attempts' files that nobody has finished for `safe_age_s` seconds; return their keys.
+    """Abort uploads of attempt files that were begun over `safe_age_s` seconds ago; return their keys.
 
-    A process that is killed leaves them in S3, where they cost money and no listing of objects shows them. StorageError
-    if the store does not let itself be asked for them. A rehearsal aborts nothing.
+    A killed process leaves them in S3, where they cost money and appear in no listing of objects. Raise StorageError if
+    the store cannot list them. A rehearsal aborts nothing.
     """
     if not isinstance(store, KeepsUnfinished):
         return []
@@ -61,7 +60,7 @@ def drop_unfinished(
 
 
 def tombstones(store: Store, below_term: int) -> list[str]:
-    """Return the names that sweeps have taken from terms below one, and below one that has committed since."""
+    """Return the names claimed by sweeps in terms below `below_term`, and below a term that has committed since."""
     entries = [(place, entry) for entry in store.list(COMMITS) if (place := place_of(entry.key))]
     committed = max((term for (term, _), entry in entries if entry.size != len(VOID)), default=0)
     below = min(below_term, committed)
@@ -86,7 +85,7 @@ def _attempts(store: Store) -> dict[str, list[Entry]]:
 
 
 def place_of_attempt(attempt: str) -> Place | None:
-    """Return the (term, step) of an attempt's folder, None if it is not one of ours."""
+    """Return the (term, step) of an attempt's folder; None if it is not one of ours."""
     _, step, name = attempt.split("/") if attempt.count("/") == 2 else ("", "", "")
     term = name.partition("-")[0]
     number = step.removeprefix("step-")

@@ -1,4 +1,4 @@
-"""The weights of a verified commit, read one by one; of what a run keeps beside them, such as moments, nothing is."""
+"""Read the weights of a verified commit one by one, without the rest of its state, such as moments."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import CommitError, ConfigError
 
 Weights = Literal["trained", "ema"]
-"""Weights as they were trained, or their average over the steps."""
+"""Weights as trained, or their average over the steps."""
 _BATCH_BYTES = 8 << 20
-"""Tensors smaller than this are read together, so that neighbours in a file are one request."""
+"""Tensors below this size are read together, so that neighbours in a file need one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class CommitWeights:
 
     @classmethod
     def of(cls, store: Store, record: CommitRecord, weights: Weights = "trained") -> Self:
-        """Find the weights as trained, or with averages in place of what was trained; CommitError if there are none.
+        """Find the weights as trained, or their averages where they exist; raise CommitError if there are none.
 
-        Raises ConfigError if averages are asked for, and the commit has none.
+        Raise ConfigError if averages are requested and the commit has none.
         """
         source = store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
         stored = StoredTensors(source, record.attempt, record.files)
@@ -50,13 +50,13 @@ class CommitWeights:
         return {name: self._stored.kinds[path] for name, path in self._paths.items()}
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """Return some of the weights, by other names; `names` has these by ours, in their order."""
+        """Return some of the weights under other names; `names` maps new names to old ones, in order."""
         return type(self)(self._stored, {new: self._paths[old] for old, new in names.items()})
 
     def read(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield tensors in this order, on the CPU; those that are ahead take some megabytes at most.
+        """Yield tensors in this order, on the CPU, reading ahead some megabytes at most.
 
-        Raises CommitError if bytes do not match their checksums, StorageError if the store cannot be read.
+        Raise CommitError if bytes do not match their checksums, StorageError if the store cannot be read.
         """
         kinds, batch, num_bytes = self.kinds, list[str](), 0
         for name in names:
@@ -75,16 +75,16 @@ class CommitWeights:
 
 @contextmanager
 def open_weights(store: Store, record: CommitRecord, weights: Weights = "trained") -> Iterator[CommitWeights]:
-    """Verify all files of a commit, and keep retention from deleting it while its weights are read."""
+    """Verify all files of a commit, and protect it from retention while its weights are read."""
     with holding(store, record.key):
         verify(store, record)
         yield CommitWeights.of(store, record, weights)
 
 
 def _averaged(stored: StoredTensors, paths: Mapping[str, StatePath], key: str) -> dict[str, StatePath]:
-    """Return where the averages of weights are, and the weights that have none.
+    """Return the paths of the averages, and of weights without one.
 
-    A tied parameter has its average under its first name; it is known under the others by its bits.
+    The average of a tied parameter is stored under its first name; other names are matched by equal bits.
     """
     averages = {str(path[2]): path for path in stored.kinds if path[:2] == ("optimizer", "state") and _is_average(path)}
     if not averages:

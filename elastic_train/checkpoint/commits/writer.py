@@ -1,12 +1,11 @@
-"""Writing a commit: files, record, fence, in this order, so that a checkpoint exists if and only if its record does.
+"""Write a commit: files, record, fence, in this order, so that a checkpoint exists if and only if its record does.
 
-1. every file goes into a fresh attempt's folder, durable and with its checksums;
-2. the record is created conditionally, durable: from here on the commit exists;
-3. the fence is asked to make it the head, which fails if a newer world has claimed a term.
+1. All files go into a fresh attempt's folder, durable and with checksums; 2. the record is created conditionally and
+durably: from here on the commit exists; 3. the fence makes it the head, unless a newer world has claimed a term.
 
-A failure before 2 leaves at worst an abandoned attempt, which is swept later. A record that is fenced in 3 stays: a
-newer world may have read it. If it has not, the order of commits passes it over. A record that the fence did not learn
-of stays, too, and is an ancestor of the next commit, of which the fence then learns.
+A failure before 2 leaves an abandoned attempt, which is swept later. A record that is fenced in 3 stays, as a newer
+world may have read it; if not, the order of commits passes it over. A record that the fence did not learn of also
+stays, as an ancestor of the next commit, which the fence will learn of.
 """
 
 from __future__ import annotations
@@ -62,26 +61,26 @@ _MOST_COPIES = 2  # of tensors on a device, beside the one that is written
 
 
 class FenceNotUpdated(StorageError):  # noqa: N818 - the commit exists
-    """The store knows of no newer term, so `commit` is of the lineage; but the fence's other half did not answer."""
+    """Raised if the fence did not answer: `commit` exists and no newer term is known, but it was not made the head."""
 
     commit: CommitRecord
 
 
 class Publisher(Protocol):
-    """What a writer needs of a fence (see `elastic_train.world.fencing`)."""
+    """The part of a fence that a writer needs (see `elastic_train.world.fencing`)."""
 
     def publish(self, term: int, commit: str) -> None:
         """Make a commit the head.
 
-        Raises FencedError if a newer term has been claimed, FenceNotUpdated if only the store knows the commit.
+        Raise FencedError if a newer term has been claimed, FenceNotUpdated if only the store knows the commit.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a save is of, fixed at a step boundary: the same on every rank that takes part.
+    """The contents of a save, fixed at a step boundary; the same on every participating rank.
 
-    `intervals` name the terms that applied the steps up to here; without them, this term did since the parent.
+    `intervals` name the terms that applied the steps so far; by default, this term did since the parent.
     """
 
     attempt: str
@@ -92,15 +91,15 @@ class Draft:
 
 
 def attempt_folder(step: int, term: int, unique: str) -> str:
-    """Return the folder of a save's files, which is never used again."""
+    """Return the folder of a save's files; folders are never reused."""
     return f"{ATTEMPTS}step-{step:012d}/{term:08d}-{unique}"
 
 
 class CommitWriter:
-    """Publishes the commits of one term, each the child of the one before; used by rank 0 alone.
+    """Publishes the commits of one term, each the child of the one before; used by rank 0 only.
 
-    `look` is called before anything of a commit is written, with its parent; a StorageError of its keeps it from that.
-    `versions` are recorded together with those of this package, Python and torch.
+    `look` is called with the parent before anything of a commit is written; a StorageError from it stops the commit.
+    `versions` are recorded with those of this package, Python and torch.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class CommitWriter:
     def save(self, state: State, facts: CommitFacts, intervals: tuple[Interval, ...] | None = None) -> CommitRecord:
         """Write and publish a state of tensors and plain values, alone and at once; return its record.
 
-        Of tensors in pieces, this rank must hold, and is to write, all.
+        For tensors in pieces, this rank must hold and write all of them.
         """
         planner, leaves = Planner(), leaves_by_path(state)
         plan = planner.plan(state, leaves, 1, facts.cut_dims)
@@ -143,12 +142,11 @@ class CommitWriter:
         write: Callable[[], Sequence[WrittenPart]],
         gate: contextlib.AbstractContextManager[object] | None = None,
     ) -> CommitRecord:
-        """Let all parts be written, then publish them from inside `gate`; return the record.
+        """Let all parts be written, then publish them inside `gate`; return the record.
 
-        Raises StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
-        what `write` and `gate` raise. Where only the fence did not answer (FenceNotUpdated), the
-        commit exists already: publishing the same step again asks the fence again, and the next step's commit is its
-        child.
+        Raise StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
+        errors of `write` and `gate`. After FenceNotUpdated the commit exists: publishing the same step again asks the
+        fence again, and the next step's commit is its child.
         """
         parent = record = self._parent
         self._look(parent)
@@ -165,7 +163,7 @@ class CommitWriter:
                 try:
                     is_ours = create_once(self._store, record.key, record.encode())
                 except Uncertain:
-                    undo.pop_all()  # the record may still come to exist, so its files must stay
+                    undo.pop_all()  # the record may still appear, so its files must stay
                     raise
                 if is_ours:
                     undo.pop_all()
@@ -180,9 +178,9 @@ class CommitWriter:
             self._sent = [*(sent for sent in self._sent if sent.step == record.step), record]
 
     def _sent_before(self, key: str) -> CommitRecord:
-        """Return the record that has taken a name, if an earlier save of this step sent it, unanswered then.
+        """Return the record that has this name, if an earlier, unanswered save of this step sent it.
 
-        Raises FencedError if it is another's.
+        Raise FencedError if it is another's.
         """
         content, where = read(self._store, key), f"{self._store.url}/{key}"
         for sent in self._sent:
@@ -193,7 +191,7 @@ class CommitWriter:
         raise FencedError(f"{where}: another writer of term {self._term} has created it")
 
     def _continue_from(self, record: CommitRecord) -> None:
-        """Let later commits continue this one, unless one was published while the store kept this one waiting."""
+        """Make later commits continue this one, unless another was published while the store kept this one waiting."""
         with self._lock:
             if self._parent is not None and self._parent.step > record.step:
                 raise Uncertain(f"{self._store.url}/{record.key}: came to exist after its save was abandoned")
@@ -210,7 +208,7 @@ class CommitWriter:
             raise
 
     def _describe(self, draft: Draft, written: Sequence[WrittenPart], parent: CommitRecord | None) -> CommitRecord:
-        """Write the metadata, make sure that the store holds all files in full, and make the record."""
+        """Write the metadata, check that the store has all files in full, and return the record."""
         files = finish_attempt(self._store, draft.attempt, draft.plan, written)
         self._check_sizes(draft.attempt, files)
         facts, intervals = draft.facts, draft.intervals
@@ -243,7 +241,7 @@ class CommitWriter:
                 raise StorageError(f"{self._store.url}/{attempt}/{name}: the store has {size} of {file.size} bytes")
 
     def _abandon(self, attempt: str) -> None:
-        """Remove what a failed save has written; what cannot be removed now is swept later."""
+        """Delete the files of a failed save; what cannot be deleted now is swept later."""
         try:
             for entry in self._store.list(f"{attempt}/"):
                 self._store.delete(entry.key)

@@ -1,12 +1,12 @@
-"""The files of a checkpoint: the format of torch.distributed.checkpoint, written to a store; `reading` reads them.
+"""Write checkpoint files in the format of torch.distributed.checkpoint; `reading` reads them.
 
-torch's planners say what is in a state, and what of the files goes where; its metadata names every place. The bytes go
-between memory and store by themselves (see `frames`), with every checksum computed or checked on the way. Nothing here
-talks to another rank: every rank computes the same plan and writes its part. Objects other than tensors are plain
-values, all in part 0: they are written only if they can be read back without trusting a pickle.
+torch's planners list a state's items and assign them to files; its metadata records every location. Bytes go directly
+between memory and store (see `frames`), with all checksums computed or checked on the way. There is no communication:
+every rank computes the same plan and writes its part. Objects other than tensors are plain values, all in part 0,
+written only if they can be read back without trusting a pickle.
 
-Not used of torch's: its writer (it swallows the errors of threads, syncs before the flush, renames where a store
-cannot), its load of pickled objects, and the wrappers that raise outside of `Exception`.
+Not used from torch: its writer (it swallows errors of threads, syncs before the flush, renames where a store cannot),
+its loading of pickled objects, and wrappers that raise outside of `Exception`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from elastic_train.placement.grains import bounds_of
 from rendezvous.waiting import Call
 
 _MOST_BEHIND = 64
-"""Staged tensors of the model whose SHA-256, which is slower than the disk, may be computed after they are written."""
+"""Staged tensors whose SHA-256, slower than the disk, may still be pending after they are written."""
 METADATA = ".metadata"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A part that is in the store: its file, where its plain values are (offset, length), the weights' digests.
+    """A part in the store: its file, the locations of its plain values (offset, length), and digests of weights.
 
-    `digests` are those of whole tensors, `grains` those of grains of tensors in pieces, in runs; both by name.
+    `digests` are of whole tensors, `grains` of runs of grains of tensors in pieces; both by name.
     """
 
     name: str
@@ -63,10 +63,10 @@ def write_part(
     most_behind: int = _MOST_BEHIND,
     on_progress: Callable[[], None] = no_listener,
 ) -> WrittenPart:
-    """Write one part's file: its tensors' bytes, in the order of its slots, then encoded plain values.
+    """Write one part's file: its tensors in slot order, then encoded plain values.
 
-    About `most_behind` tensors are held beside the one that is written. `on_progress` is called when the file is open,
-    for every piece, and when the file is durable.
+    About `most_behind` tensors are held in addition to the one being written. `on_progress` is called when the file is
+    open, for every piece, and when the file is durable.
     """
     places: dict[str, tuple[int, int]] = {}
     with (
@@ -92,7 +92,7 @@ def write_part(
 
 
 class _WeightDigests:
-    """The digests of a part's weights, computed on a thread that takes its calls in order."""
+    """The digests of a part's weights, computed in order on a thread."""
 
     def __init__(self, digesting: HashingThread) -> None:
         self._digesting = digesting
@@ -102,7 +102,7 @@ class _WeightDigests:
         self._end: tuple[str, int] | None = None
 
     def begin(self, slot: Slot, content: memoryview) -> None:
-        """Begin to digest what was written to a slot, unless that is no weight's; boxes come in order."""
+        """Start the digest of a written slot if it is a weight's; boxes come in order."""
         name = slot.weight
         if name is None:
             return
@@ -118,11 +118,11 @@ class _WeightDigests:
         self._end = name, hi
 
     def whole(self) -> dict[str, str]:
-        """Return the digests of whole tensors, by name, once the thread has ended."""
+        """Return the digests of whole tensors by name, once the thread has ended."""
         return {name: digest.result() for name, digest in self._whole.items()}
 
     def grains(self) -> dict[str, tuple[GrainRun, ...]]:
-        """Return the digests of the grains of tensors in pieces, by name, once the thread has ended."""
+        """Return the grain digests of tensors in pieces by name, once the thread has ended."""
         for update in self._updates:
             update.result()
         return {name: tuple(run.digests() for run in runs) for name, runs in self._runs.items()}
@@ -155,7 +155,7 @@ def finish_attempt(
 
 
 def weights_sha256(plan: AttemptPlan, written: Sequence[WrittenPart]) -> str:
-    """Return the SHA-256 over all weights and buffers, in which no cut and no number of writers shows."""
+    """Return the SHA-256 over all weights and buffers, independent of cuts and number of writers."""
     digests = {name: digest for part in written for name, digest in part.digests.items()}
     runs: dict[str, list[GrainRun]] = {}
     for part in written:

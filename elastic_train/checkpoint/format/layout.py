@@ -1,7 +1,7 @@
-"""The layout of a state in files: which rank writes what, and where; the same on every rank that plans it.
+"""The layout of a state in files: what each rank writes, and where; equal on every rank that plans it.
 
-A plan reads no tensor's values. It holds as long as the state keeps its shape, so it is made once and kept: at a save
-only the plain values that changed are encoded again.
+A plan reads no tensor values. It is valid while the state keeps its shape, so it is made once; a save only re-encodes
+plain values that changed.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ State = dict[str, object]
 Leaves = dict[StatePath, object]
 MODEL = "model"
 AVERAGE = "ema"
-"""What the average of a parameter's weights is called among its moments in the optimizer's state."""
+"""Key of a parameter's averaged weights in the optimizer state."""
 NO_CUTS: CutDims = {}
 LEAST_PART_BYTES = 4 << 20
-"""A state is not cut into parts smaller than this: each costs requests, and another rank that must not fail."""
+"""Least bytes of a part: each part costs requests, and one more rank that must not fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of a tensor, or of a box of one in pieces: its path in the state, its frame at `offset` of its file.
+    """The location of a tensor, or of a box of one in pieces: path in the state, frame at `offset` in its file.
 
-    `span` is the run of the tensor's elements that the box is, whose `shape` is in memory order; None for a whole
-    tensor. Its bytes are in memory order: `cut` says which. `whole` is the whole tensor's shape.
+    `span` is the run of elements that the box covers, with `shape` in memory order; None for a whole tensor. Bytes are
+    in the memory order defined by `cut`. `whole` is the whole tensor's shape.
     """
 
     path: StatePath
@@ -59,11 +59,11 @@ class Slot:
 
     @property
     def weight(self) -> str | None:
-        """The name of the weight or buffer that it is of, None if it is of something else."""
+        """Name of the weight or buffer; None for other state."""
         return weight_of(self.path) if self.path[0] == MODEL else None
 
     def memory(self, leaves: Leaves) -> Tensor:
-        """Return the live memory of a state's leaf that is written here, of this shape."""
+        """Return the live memory of the leaf that is written here, in this shape."""
         leaf = leaves[self.path]
         if isinstance(leaf, Pieces):
             empty = torch.empty(0, dtype=self.dtype)
@@ -74,7 +74,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One writer's file; `num_bytes` are those of its framed tensors; plain values follow them."""
+    """One writer's file; `num_bytes` counts its framed tensors, which plain values follow."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PlainSlot:
-    """One plain value's place in the state."""
+    """Location of a plain value in the state."""
 
     path: StatePath
     index: MetadataIndex
@@ -91,7 +91,7 @@ class PlainSlot:
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """Who writes what of a state of this shape; `int_keyed` and `empty` as in the commit's record."""
+    """Who writes what of a state of this shape; `int_keyed` and `empty` as in the commit record."""
 
     parts: tuple[Part, ...]
     plain: Mapping[str, PlainSlot]
@@ -102,7 +102,7 @@ class AttemptPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor, or a box of one in pieces, that has no place yet; `order` is its leaf's in the state."""
+    """A tensor, or a box of one in pieces, without a location yet; `order` is its leaf's index in the state."""
 
     order: int
     path: StatePath
@@ -119,16 +119,16 @@ class _Item:
 
 
 def plan_attempt(state: State, num_writers: int = 1, dims: CutDims = NO_CUTS) -> AttemptPlan:
-    """Plan the files of a state, written by at most `num_writers`; `dims` says which weights may be cut, by name.
+    """Plan the files of a state for at most `num_writers`; `dims` names weights that may be split, with the dimension.
 
-    Whoever has spans of tensors in pieces to write writes these; whole tensors are spread by size, so that all have
-    about as much to write. Raises ConfigError for a state that cannot be saved.
+    Spans of tensors in pieces are written by their assigned writers; whole tensors are distributed so that loads are
+    balanced. Raise ConfigError for a state that cannot be saved.
     """
     leaves = leaves_by_path(state)
     planner = DefaultSavePlanner()
     try:
         planner.set_up_planner(_plannable(state, leaves), is_coordinator=True)
-    except ValueError as error:  # two paths that read alike, such as a -> b.c and a.b -> c
+    except ValueError as error:  # two paths with the same name, such as a -> b.c and a.b -> c
         raise ConfigError(f"the state cannot be saved: {error}; rename one of them") from error
     local = planner.create_local_plan()
     _, metadata = planner.create_global_plan([local])
@@ -156,7 +156,7 @@ def plan_attempt(state: State, num_writers: int = 1, dims: CutDims = NO_CUTS) ->
 
 
 def _plannable(state: State, leaves: Leaves) -> State:
-    """Return a state as torch's planner can read it."""
+    """Return a state that torch's planner can read."""
     is_cut = any(isinstance(leaf, Pieces) for leaf in leaves.values())
     return cast(State, hollowed(state)) if is_cut else state
 
@@ -170,7 +170,7 @@ def _strided(tensor: Tensor, index: MetadataIndex) -> Tensor:
 def _cut(
     fixed: list[list[_Item]], order: int, path: StatePath, leaf: Pieces, name: str, metadata: Metadata
 ) -> TensorStorageMetadata:
-    """Add a tensor's boxes to those of the writers who write them; return its metadata, which has them as chunks."""
+    """Assign a tensor's boxes to their writers; return its metadata, with the boxes as chunks."""
     assert len(leaf.written) <= len(fixed), f"'{name}' has {len(leaf.written)} writers, the save {len(fixed)}"
     found = sorted(_written_boxes(name, leaf, is_weight=path[0] == MODEL), key=lambda placed: placed[1].span)
     chunks: list[ChunkStorageMetadata] = []
@@ -186,7 +186,7 @@ def _cut(
 
 
 def _written_boxes(name: str, leaf: Pieces, *, is_weight: bool) -> Iterator[tuple[int, Box]]:
-    """Yield the boxes that writers write, with their places, once the spans are known to be the whole tensor."""
+    """Yield (writer, box), after checking that the spans cover the whole tensor."""
     spans = sorted((span, place) for place, spans in enumerate(leaf.written) for span in spans if span[0] < span[1])
     ends = [0, *(hi for (_, hi), _ in spans)]
     size = leaf.shape.numel()
@@ -198,7 +198,7 @@ def _written_boxes(name: str, leaf: Pieces, *, is_weight: bool) -> Iterator[tupl
 
 
 class Planner:
-    """Plans states, one like the last at almost no cost."""
+    """Plans states; a state like the last one costs almost nothing."""
 
     def __init__(self) -> None:
         self._made_for: object = None
@@ -206,7 +206,7 @@ class Planner:
         self._encoded: dict[str, tuple[bytes, bytes]] = {}
 
     def plan(self, state: State, leaves: Leaves, num_writers: int, dims: CutDims | None = None) -> AttemptPlan:
-        """Plan a state whose leaves are given too; raise ConfigError for one that could not be read back."""
+        """Plan a state with the given leaves; raise ConfigError for one that could not be read back."""
         dims = dims or NO_CUTS
         made_for = ([_kind_of(path, leaf) for path, leaf in leaves.items()], survey(state), num_writers, dims)
         if self._plan is None or made_for != self._made_for:
@@ -214,7 +214,7 @@ class Planner:
         return self._plan
 
     def encode(self, plan: AttemptPlan, leaves: Leaves) -> dict[str, bytes]:
-        """Return the files' bytes of every plain value."""
+        """Return the encoded bytes of every plain value."""
         return {name: self._encode(name, leaves[slot.path]) for name, slot in plan.plain.items()}
 
     def _encode(self, name: str, value: object) -> bytes:
@@ -235,7 +235,7 @@ class Planner:
 
 
 def _kind_of(path: StatePath, leaf: object) -> object:
-    """Return all of a leaf that a plan depends on."""
+    """Return everything about a leaf that a plan depends on."""
     if isinstance(leaf, Tensor):
         return path, leaf.dtype, leaf.shape
     if isinstance(leaf, Pieces):
@@ -244,9 +244,9 @@ def _kind_of(path: StatePath, leaf: object) -> object:
 
 
 def _spread(sizes: Sequence[int], fixed: Sequence[int]) -> list[list[int]]:
-    """Deal the whole tensors out, the largest first, to the share with the fewest bytes; each share in state order.
+    """Distribute whole tensors, largest first, to the share with the fewest bytes; each share is in state order.
 
-    `fixed` are the bytes that each of the writers writes anyway: there are shares for all who have any.
+    `fixed` are the bytes that each writer writes anyway: every writer with any has a share.
     """
     num_parts = max(1, min(len(fixed), (sum(sizes) + sum(fixed)) // LEAST_PART_BYTES))
     num_parts = max([num_parts, *(place + 1 for place, num_bytes in enumerate(fixed) if num_bytes)])
@@ -273,13 +273,14 @@ def _lay_out(number: int, items: Sequence[_Item]) -> Part:
 
 
 def _cut_at(path: StatePath, shape: torch.Size, dims: CutDims) -> Cut | None:
-    """Return how a weight may be cut, or what an optimizer keeps of each of its elements."""
+    """Return how a weight, or optimizer state of its shape, may be split; None if it may not."""
     dim = dims.get(weight_of(path) or "")
     return cut_along(shape, dim) if dim is not None and dim < len(shape) and shape.numel() else None
 
 
 def weight_of(path: StatePath) -> str | None:
-    """Return the name of the weight or buffer that stands at a path, or of which moments do; None for other values."""
+    """Return the name of the weight or buffer that a path belongs to, directly or as its moments; None for other
+    values."""
     at = {MODEL: 1, "optimizer": 2}.get(str(path[0]))
     return str(path[at]) if at is not None and at < len(path) else None
 

@@ -1,9 +1,9 @@
-"""Pieces: a tensor of the state that no rank need hold as a whole.
+"""Pieces: a tensor of the state that no rank need hold whole.
 
-Ranks hold *spans*, runs of the tensor's elements in memory order: C order of its dimensions, but that the one along
-which it may be cut comes first. torch's format knows boxes, which have offsets and sizes in every dimension. A span is
-cut into a few boxes that are runs of elements themselves, so that what a file holds of a box, and what memory holds of
-it, are the same bytes in the same order: a file says so by the box's strides. A whole tensor is such a box, too.
+Ranks hold *spans*: runs of elements in memory order, which is C order with the dimension of the cut moved first.
+torch's format has boxes, with offsets and sizes per dimension. A span is divided into a few boxes that are themselves
+runs of elements, so a box has the same bytes in file and memory; the file states that by the box's strides. A whole
+tensor is such a box as well.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A leaf of the state that ranks hold pieces of. Equal on every rank but for `held`.
+    """A leaf of the state that ranks hold in pieces. Equal on every rank except `held`.
 
-    * `dtype`, `shape`: of the whole tensor, and `cut`, which says its memory order and its grains;
-    * `held`: this rank's live memory: 1-D, contiguous, hi - lo elements each; spans ascending, apart;
-    * `written`: by writer's place: the spans that it writes, each within one that it holds; over all writers they cover
-      the tensor once. Those of weights (leaves below "model") are cut at grains.
+    * `dtype`, `shape`: of the whole tensor; `cut` defines its memory order and grains;
+    * `held`: this rank's live memory: 1-D, contiguous, hi - lo elements each; spans ascending and disjoint;
+    * `written`: spans by writer, each within one that it holds; together they cover the tensor once. Those of weights
+      (leaves below "model") are cut at grains.
     """
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Pieces:
     cut: Cut | None = None
 
     def memory(self, span: Span) -> Tensor:
-        """Return this rank's live memory of a span, as a view of the held one that contains it."""
+        """Return this rank's live memory of a span, as a view of the held span that contains it."""
         for (lo, hi), tensor in self.held.items():
             if lo <= span[0] and span[1] <= hi:
                 assert tensor.shape == (hi - lo,) and tensor.dtype == self.dtype, "held memory is of another kind"
@@ -47,26 +47,26 @@ class Pieces:
         raise AssertionError(f"elements {span} are in none of the spans that this rank holds")
 
     def overlapping(self, span: Span) -> Iterator[Span]:
-        """Yield what is held of a span."""
+        """Yield the overlaps of a span with the held ones."""
         for lo, hi in self.held:
             if max(lo, span[0]) < min(hi, span[1]):
                 yield max(lo, span[0]), min(hi, span[1])
 
 
 def moved(sizes: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
-    """Return something of every dimension in memory order."""
+    """Return per-dimension values in memory order."""
     dim = 0 if cut is None else cut.dim
     return (*sizes[dim : dim + 1], *sizes[:dim], *sizes[dim + 1 :])
 
 
 def moved_back(sizes: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
-    """Return something of every dimension in the tensor's own order."""
+    """Return per-dimension values in the tensor's own order."""
     dim = 0 if cut is None else cut.dim
     return (*sizes[1 : dim + 1], *sizes[:1], *sizes[dim + 1 :])
 
 
 class Box(NamedTuple):
-    """A box of a tensor, its dimensions in memory order, that is the run `span` of its elements."""
+    """A box of a tensor, dimensions in memory order, that covers the run `span` of elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -74,7 +74,7 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], span: Span) -> list[Box]:
-    """Cut a span of a tensor into boxes, in order: at most 2 * dims - 1, none for an empty span.
+    """Divide a span into boxes, in order: at most 2 * dims - 1, none for an empty span.
 
     `shape` is in memory order.
     """
@@ -84,7 +84,7 @@ def boxes(shape: Sequence[int], span: Span) -> list[Box]:
     if not shape:
         return [Box((), (), span)]
     row = math.prod(shape[1:])
-    first, last = -(-lo // row), hi // row  # the rows [first, last) are in the span as a whole
+    first, last = -(-lo // row), hi // row  # rows [first, last) are entirely in the span
     if first > last:
         return _in_row(shape, last, span)
     found = _in_row(shape, first - 1, (lo, first * row))
@@ -95,7 +95,7 @@ def boxes(shape: Sequence[int], span: Span) -> list[Box]:
 
 
 def _in_row(shape: Sequence[int], number: int, span: Span) -> list[Box]:
-    """Cut a span that lies within one row of a tensor."""
+    """Divide a span that lies within one row of a tensor."""
     start = number * math.prod(shape[1:])
     return [
         Box((number, *box.offsets), (1, *box.sizes), (start + box.span[0], start + box.span[1]))
@@ -104,9 +104,9 @@ def _in_row(shape: Sequence[int], number: int, span: Span) -> list[Box]:
 
 
 def span_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Span | None:
-    """Return the run of elements that a box is, empty if it has none; None if it is in several runs.
+    """Return the run of elements that a box covers, empty if it has none; None if it is not a single run.
 
-    The last element is where the run ends. All are in memory order.
+    All arguments are in memory order.
     """
     if not math.prod(sizes):
         return 0, 0
@@ -117,7 +117,7 @@ def span_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def hollowed(tree: object) -> object:
-    """Return a state with a tensor without memory in place of all pieces, as torch's planner can read it."""
+    """Return a state with a meta tensor in place of all pieces, for torch's planner."""
     if isinstance(tree, Pieces):
         return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
     if isinstance(tree, Mapping):

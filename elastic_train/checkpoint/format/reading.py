@@ -1,8 +1,8 @@
-"""Reading the files of a checkpoint: every byte goes from its file to where it is wanted, checked on the way.
+"""Read checkpoint files: bytes go from the file directly to their destination, checked on the way.
 
-What is stored and what is wanted may be cut in different ways. A tensor that is wanted as a whole is put together by
-torch's planner. Of one that is wanted in pieces, only the elements that this rank holds are read, each straight into
-its memory: a stored box is a run of elements, and so is a held span, and so is what they share.
+Stored and wanted tensors may be cut differently. A whole tensor is assembled by torch's planner. Of a tensor in pieces
+only the elements held by this rank are read, straight into its memory: stored boxes, held spans and their overlaps are
+all runs of elements.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _RUN_BYTES = 32 << 20
 
 
 class Landing(NamedTuple):
-    """Where bytes of a stored item go: views with their places in the file, ascending; what to do once they are there.
+    """Destinations of a stored item's bytes: views with file offsets, ascending, and a final step.
 
-    `finish` may read on in the file that it is given.
+    `finish` may read further from the file it is given.
     """
 
     views: list[tuple[int, memoryview]]
@@ -47,7 +47,7 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """So many bytes of a stored item, from a place in a file on; `land` allocates what they need on their way."""
+    """A range of a stored item in a file; `land` allocates temporary memory when needed."""
 
     file: str
     offset: int
@@ -58,11 +58,10 @@ class Wanted:
 def read_leaves(
     store: Store, attempt: str, files: Mapping[str, FileRecord], wanted: Mapping[StatePath, object]
 ) -> dict[StatePath, object]:
-    """Read every tensor and plain value by its path; tensors among `wanted`, and held pieces, are filled in place.
+    """Read every tensor and plain value by path; wanted tensors and held pieces are filled in place.
 
-    A wanted leaf in pieces is returned as it is; what is not wanted comes as a whole. Raises ConfigError, before
-    anything is changed, if a wanted leaf is not in the files or is of another kind there; CommitError if the bytes do
-    not match their checksums.
+    Wanted leaves in pieces are returned as they are; unwanted ones are read whole. Raise ConfigError, before any
+    change, if a wanted leaf is missing or of another kind; CommitError if bytes do not match their checksums.
     """
     metadata = read_metadata(store, attempt, files)
     paths: dict[str, StatePath] = {name: tuple(path) for name, path in metadata.planner_data.items()}
@@ -77,7 +76,7 @@ def read_leaves(
 def read_named(
     store: Store, attempt: str, files: Mapping[str, FileRecord], metadata: Metadata, wanted: Mapping[str, object]
 ) -> dict[str, object]:
-    """Read some of what is stored, by its names there, where `wanted` has a place for it; None stands for a new one."""
+    """Read some stored items by name into the destinations in `wanted`; None means a new one."""
     pieces = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, Pieces)}
     leaves = {
         name: _destination(metadata.state_dict_metadata[name], leaf)
@@ -95,14 +94,14 @@ def read_named(
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
-    """Read plain values without running what a pickle says."""
+    """Reads plain values without executing pickles."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def read_metadata(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> Metadata:
-    """Unpickle the metadata, once its digest has cleared it."""
+    """Unpickle the metadata after checking its digest."""
     key = f"{attempt}/{METADATA}"
     content = read(store, key)
     if not _record_of(store, key, files).is_digest_of(content):
@@ -120,14 +119,14 @@ def _record_of(store: Store, key: str, files: Mapping[str, FileRecord]) -> FileR
 
 
 def _read_items(store: Store, attempt: str, files: Mapping[str, FileRecord], items: Sequence[Wanted]) -> None:
-    """Read items, every file from its beginning to its end, by a few readers."""
+    """Read items with a few readers, each file front to back."""
 
     def read_run(run: Sequence[Wanted]) -> None:
         key = f"{attempt}/{run[0].file}"
         with open_checked(store, key, _record_of(store, key, files)) as file:
             landings = [item.land() for item in run]
             _fill(file, [view for landing in landings for view in landing.views])
-            for landing in landings:  # nothing is used before all is checked
+            for landing in landings:  # nothing is used before everything is checked
                 landing.finish(file)
 
     with ThreadPoolExecutor(_NUM_READERS, "reading") as readers:
@@ -136,7 +135,7 @@ def _read_items(store: Store, attempt: str, files: Mapping[str, FileRecord], ite
 
 
 def _runs(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Cut items, in the order of their places, into runs of some megabytes of a file."""
+    """Group items, ordered by location, into runs of some megabytes of a file."""
     run: list[Wanted] = []
     num_bytes = 0
     for item in sorted(items, key=lambda item: (item.file, item.offset)):
@@ -150,7 +149,7 @@ def _runs(items: Sequence[Wanted]) -> Iterator[list[Wanted]]:
 
 
 def _fill(file: CheckedFile, views: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill views with the bytes from their places on; a block that several of them touch is read once."""
+    """Fill views with the bytes at their offsets; a block shared by several is read once."""
     spare = memoryview(bytearray())
     stretch: list[memoryview] = []
     start = end = 0
@@ -170,14 +169,14 @@ def _fill(file: CheckedFile, views: Sequence[tuple[int, memoryview]]) -> None:
 
 
 def _wanted_wholes(metadata: Metadata, planner: DefaultLoadPlanner) -> Iterator[Wanted]:
-    """Yield the items that the planner asks for: plain values, and tensors that are wanted as a whole."""
+    """Yield the items requested by the planner: plain values and whole tensors."""
     for item in planner.finish_plan(planner.create_local_plan()).items:
         info = metadata.storage_data[item.storage_index]
         yield Wanted(info.relative_path, info.offset, info.length, partial(_land_whole, info, item, planner))
 
 
 def _land_whole(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner) -> Landing:
-    """Land an item as a whole: a tensor in its own memory if it is complete, in memory order, and on the CPU."""
+    """Read an item whole: directly into a tensor if that is complete, in memory order, and on the CPU."""
     if item.type == LoadItemType.BYTE_IO:
         return _land_all(info, lambda content: planner.load_bytes(item, io.BytesIO(content)))
     target = planner.resolve_tensor(item).detach()
@@ -202,13 +201,13 @@ def _land_whole(info: _StorageInfo, item: ReadItem, planner: DefaultLoadPlanner)
 
 
 def _land_all(info: _StorageInfo, use: Callable[[bytes], None]) -> Landing:
-    """Land all bytes of an item apart from where they are used."""
+    """Read an item's bytes into temporary memory."""
     content = memoryview(bytearray(info.length))
     return Landing([(info.offset, content)], lambda _: use(bytes(content)))
 
 
 def _unpickle(content: bytes, item: ReadItem, target: Tensor) -> None:
-    """Fill a tensor, by way of torch, from the bytes of one that is larger or framed in another way."""
+    """Fill a tensor through torch, from the bytes of a larger or differently framed one."""
     stored = torch.load(io.BytesIO(content), weights_only=True)
     for axis, (lo, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(axis, lo, length)
@@ -216,7 +215,7 @@ def _unpickle(content: bytes, item: ReadItem, target: Tensor) -> None:
 
 
 class _Box(NamedTuple):
-    """A stored box, its dimensions in memory order, and where it is; the run of elements that it is, if it is one."""
+    """A stored box, dimensions in memory order, its location, and its run of elements (None if it is not one run)."""
 
     info: _StorageInfo
     offsets: tuple[int, ...]
@@ -225,7 +224,7 @@ class _Box(NamedTuple):
 
 
 def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator[Wanted]:
-    """Yield what the held spans of tensors in pieces need of every stored box."""
+    """Yield what the held spans of tensors in pieces need from every stored box."""
     for name, leaf in pieces.items():
         stored = metadata.state_dict_metadata[name]
         assert isinstance(stored, TensorStorageMetadata), "it is of the wanted kind"
@@ -238,7 +237,8 @@ def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator
 
 
 def _common(leaf: Pieces, stored: _Box) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Yield what is held of a stored box: memory, shaped as a box, and where in the stored one it comes from."""
+    """Yield the overlaps of held spans with a stored box: memory shaped as a box, and its position in the stored
+    one."""
     shape = moved(leaf.shape, leaf.cut)
     for span in leaf.held:
         for box in boxes(shape, span):
@@ -252,10 +252,10 @@ def _common(leaf: Pieces, stored: _Box) -> Iterator[tuple[Tensor, tuple[slice, .
 
 
 def _land_pieces(leaf: Pieces, box: _Box) -> Landing:
-    """Land spans of a stored box in their own memory, by way of other memory of their size if that is on a device.
+    """Read spans of a stored box into their memory, through temporary memory if that is on a device.
 
-    The box's head comes with them, to see that its elements are where they are expected: if not, all of it is read. So
-    it is if it is no run of the tensor's elements.
+    The box's head is read as well, to verify the location of its elements: if it differs, or the box is not a single
+    run of elements, all of it is read.
     """
     dim = 0 if leaf.cut is None else leaf.cut.dim
 
@@ -294,7 +294,8 @@ def _land_pieces(leaf: Pieces, box: _Box) -> Landing:
 def _mismatches(
     metadata: Metadata, paths: Mapping[str, StatePath], wanted: Mapping[StatePath, object]
 ) -> Iterator[str]:
-    """Describe every wanted leaf that the files lack, or whose kind there is another: copying would convert it."""
+    """Yield a description of every wanted leaf that is missing or of another kind in the files: copying would convert
+    it."""
     names = {path: name for name, path in paths.items()}
     for path, leaf in wanted.items():
         shown = ".".join(str(part) for part in path)
@@ -313,7 +314,7 @@ def _kind_of(leaf: object) -> str:
 
 
 def _destination(stored: object, target: object) -> Tensor | None:
-    """Return the tensor to read into, the wanted one if there is one; None for a plain value."""
+    """Return the tensor to read into, the wanted one if given; None for a plain value."""
     if not isinstance(stored, TensorStorageMetadata):
         return None
     return target.detach() if isinstance(target, Tensor) else torch.empty(stored.size, dtype=stored.properties.dtype)

@@ -1,7 +1,7 @@
-"""A file of safetensors, written tensor by tensor: the bytes that the package's own `save_file` writes.
+"""Write a safetensors file tensor by tensor, with the same bytes as the package's own `save_file`.
 
-That one needs all tensors of a file in memory. The format is made for more: eight bytes with the size of a header, the
-header, JSON with the type, shape and place of every tensor, and then their bytes, one after the other.
+`save_file` needs all tensors in memory. The format does not: the size of the header in eight bytes, the header (JSON
+with type, shape and offset of every tensor), then the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls the types, in the order in which tensors of them are in a file: so each is aligned."""
+"""The format's type names, in file order, which keeps every tensor aligned."""
 _ALIGNMENT = 8
 
 
 def write_safetensors(
     file: IO[bytes], kinds: Mapping[str, Kind], read: ReadTensors, metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors as they are read; ConfigError, before a byte is written, for a type that the format lacks."""
+    """Write tensors as they are read; raise ConfigError, before writing, for an unsupported type."""
     if wrong := [f"{name} ({kind.dtype})" for name, kind in kinds.items() if kind.dtype not in _NAMES]:
         raise ConfigError(f"safetensors has no type for {', '.join(wrong)}: use --to torch, or --format torch")
     order = {dtype: place for place, dtype in enumerate(_NAMES)}
@@ -49,7 +49,7 @@ def write_safetensors(
     file.write(_header({name: kinds[name] for name in names}, metadata))
     for tensor in read(names):
         file.write(bytes_of(tensor))
-        del tensor  # or it would be in memory beside the next one
+        del tensor  # free it before the next one is read
 
 
 def _header(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> bytes:

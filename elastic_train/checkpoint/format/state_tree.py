@@ -1,7 +1,7 @@
-"""The nested state and its leaves: what the file format keeps of a tree, and what has to be kept beside it.
+"""The nested state and its leaves: what the file format keeps of a tree, and what must be recorded in addition.
 
-torch.distributed.checkpoint names a leaf by its path, turns every key of a mapping into text, and forgets mappings
-without entries. So a state of one optimizer step (parameters numbered 0, 1, ...) would come back with other keys, and
+torch.distributed.checkpoint names a leaf by its path, turns mapping keys into text, and drops empty mappings. Without
+the additions, a state after one optimizer step (parameters numbered 0, 1, ...) would come back with other keys, and
 plain SGD's without any.
 """
 
@@ -15,20 +15,20 @@ from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.errors import ConfigError
 
 StatePath = tuple[str | int, ...]
-"""A leaf's place in a nested state: text for a mapping's key, an integer for a list's index."""
+"""Path of a leaf in a nested state: text for mapping keys, integers for list indices."""
 
 
 def survey(tree: object, at: StatePath = ()) -> tuple[tuple[StatePath, ...], tuple[StatePath, ...]]:
-    """Return the paths of the mappings with integer keys, and of those without entries."""
+    """Return the paths of mappings with integer keys, and of empty ones."""
     int_keyed = tuple(path for path, mapping in _mappings(tree, at) if mapping and _is_int_keyed(path, mapping))
     empty = tuple(path for path, mapping in _mappings(tree, at) if not mapping and path)
     return int_keyed, empty
 
 
 def leaves_of(tree: object, at: StatePath = ()) -> Iterator[tuple[StatePath, object]]:
-    """Yield every leaf with its path, as torch does; a list without tensors or mappings, however deep, is one leaf.
+    """Yield every leaf with its path, as torch does; a list without tensors or mappings at any depth is one leaf.
 
-    A tensor in pieces is a leaf, as a tensor is.
+    A tensor in pieces is a leaf.
     """
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -53,7 +53,7 @@ def fill(
     int_keyed: Sequence[StatePath],
     empty: Sequence[StatePath],
 ) -> None:
-    """Put every leaf where its path says, making the mappings and lists on the way; others stay as they are."""
+    """Put every leaf at its path, creating mappings and lists; other entries stay."""
     numbered = frozenset(int_keyed)
     for path in empty:
         _put(tree, path, {}, numbered)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, of which some are read, and of the others not a byte."""
+"""Read some tensors of a checkpoint without reading the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import Store
 
 ReadTensors = Callable[[Sequence[str]], Iterator[Tensor]]
-"""Yields tensors on the CPU by their names, in order."""
+"""Yields tensors on the CPU by name, in order."""
 
 Name = TypeVar("Name")
 _ALIGNMENT = 64
 
 
 class Kind(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Type and shape of a tensor before it is read."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
 
 class StoredTensors:
-    """Knows the tensors of a checkpoint by their paths, in the order of the state."""
+    """The tensors of a checkpoint by path, in state order."""
 
     def __init__(self, store: Store, attempt: str, files: Mapping[str, FileRecord]) -> None:
         self._store, self._attempt, self._files = store, attempt, files
@@ -47,9 +47,9 @@ class StoredTensors:
         }
 
     def read(self, paths: Sequence[StatePath]) -> list[Tensor]:
-        """Read some tensors, each as a whole, on the CPU; a path that is there twice has one tensor.
+        """Read some tensors whole, on the CPU; a repeated path shares one tensor.
 
-        Raises CommitError if bytes do not match their checksums.
+        Raise CommitError if bytes do not match their checksums.
         """
         found = _room_for({path: self.kinds[path] for path in paths})
         wanted = {self._names[path]: tensor for path, tensor in found.items()}
@@ -58,9 +58,9 @@ class StoredTensors:
 
 
 def _room_for(kinds: Mapping[Name, Kind]) -> dict[Name, Tensor]:
-    """Return tensors in pages of their own, which the system has back once the last of them is gone.
+    """Return tensors in separate memory pages, which return to the system when the last of them is freed.
 
-    As many pieces of the heap, of such sizes in turn, would leave gaps of several times their size.
+    The same allocations on the heap would leave gaps of several times their size.
     """
     ends = [0]
     for kind in kinds.values():

@@ -1,8 +1,7 @@
-"""A state dict in a file of `torch.save`, written tensor by tensor.
+"""Write a `torch.save` state dict tensor by tensor.
 
-torch writes the file itself, of tensors without memory, and skips the bytes of each: that is when a tensor is read, and
-its bytes are written there. As with `torch_frame`, the archive's own CRCs of tensors are left at zero; `torch.load`
-ignores them.
+torch writes the file from tensors without memory and skips their bytes; at each skip the tensor is read and written. As
+in `torch_frame`, the archive's CRCs of tensors stay zero; `torch.load` ignores them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from elastic_train.checkpoint.format.torch_frame import bytes_of
 
 
 def write_torch(file: IO[bytes], kinds: Mapping[str, Kind], read: ReadTensors) -> None:
-    """Write a state dict as its tensors are read."""
+    """Write a state dict, reading its tensors one by one."""
     with FakeTensorMode():
         hollow = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in kinds.items()}
     filling = _Filling(file, read([name for name, kind in kinds.items() if kind.num_bytes]))
@@ -32,12 +31,12 @@ def write_torch(file: IO[bytes], kinds: Mapping[str, Kind], read: ReadTensors) -
     except RuntimeError:
         if filling.error is None:
             raise
-    if filling.error is not None:  # torch would only say that its place in the file is wrong
+    if filling.error is not None:  # torch's own error would only mention the position
         raise filling.error
 
 
 class _Filling(io.RawIOBase):
-    """Writes what torch writes, and the next tensor wherever it skips one's bytes."""
+    """Writes what torch writes, and the next tensor wherever torch skips one."""
 
     def __init__(self, file: IO[bytes], tensors: Iterator[Tensor]) -> None:
         self._file, self._tensors = file, tensors
@@ -60,7 +59,7 @@ class _Filling(io.RawIOBase):
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep an error, which would be lost on its way through torch."""
+        """Keep an error that torch would lose."""
         try:
             yield
         except Exception as error:

@@ -1,8 +1,8 @@
-"""Frames: the bytes around a tensor's own in a file, those of a `torch.save` of that tensor alone.
+"""Frames: the bytes before and after a tensor's own, as in a `torch.save` of that tensor alone.
 
-They follow from type and shape, so a file's layout is known before a byte of a tensor is, and a tensor's bytes go from
-its memory to the file, and back, without passing through a pickle. torch writes them itself, with the tensor skipped.
-What a reader must not rely on is the zip archive's own CRC of the tensor: it is left at zero, and torch ignores it.
+They depend on type and shape only, so a file's layout is known before any tensor, and a tensor's bytes move between
+memory and file without a pickle. torch writes the frame with the tensor skipped. Readers must not rely on the zip
+archive's CRC of the tensor: it stays zero, and torch ignores it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What comes before and after the `size` bytes of a tensor that fills its memory."""
+    """The bytes before and after a tensor's `size` bytes."""
 
     head: bytes
     size: int
@@ -31,9 +31,9 @@ class Frame:
 
 @functools.lru_cache(maxsize=65536)
 def frame_of(dtype: torch.dtype, shape: torch.Size, first: int = 0) -> Frame:
-    """Return the frame of a tensor; no memory of its size is touched.
+    """Return the frame of a tensor without allocating its size.
 
-    It is stored contiguously, but that its dimension `first` comes before the others.
+    The tensor is stored contiguously with dimension `first` moved to the front.
     """
     hollow = _Hollow()
     stored = torch.empty([*shape[first : first + 1], *shape[:first], *shape[first + 1 :]], dtype=dtype)
@@ -52,7 +52,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class _Hollow(io.RawIOBase):
-    """Keeps what is written before and after the place that is skipped."""
+    """Collects what is written before and after the skipped range."""
 
     def __init__(self) -> None:
         self.head, self.tail = bytearray(), bytearray()

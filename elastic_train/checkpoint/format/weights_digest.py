@@ -1,7 +1,7 @@
-"""One hash for all weights: equal if and only if every weight and buffer is, to the last bit.
+"""One hash for all weights: equal if and only if every weight and buffer is bit-identical.
 
-It is a hash of the tensors' hashes, and these of their grains' hashes, so that ranks that hold a part each can find
-theirs apart. Commits of formats 1 and 2 have a tensor's bytes hashed at once, and so another hash for equal weights.
+It hashes the tensors' hashes, and these hash their grains' hashes, so that ranks with parts can compute theirs
+separately. In formats 1 and 2 a tensor's bytes are hashed at once, hence differently.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along
 from elastic_train.placement.norm import in_memory_order
 
 GrainRun = tuple[int, str]
-"""Neighbouring grains of a tensor: the number of the first, and the SHA-256s of all, in hex, one after the other."""
+"""Consecutive grains of a tensor: index of the first, and the hex SHA-256s of all, concatenated."""
 
 
 def weights_digest(model: nn.Module, dims: CutDims) -> str:
@@ -30,33 +30,34 @@ def weights_digest(model: nn.Module, dims: CutDims) -> str:
 
 
 def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview, cut: Cut | None = None) -> str:
-    """Return the SHA-256 over dtype, shape and the SHA-256s of one tensor's grains, from its bytes in memory order."""
+    """Return the SHA-256 over dtype, shape and grain SHA-256s of one tensor, from its bytes in memory order."""
     grains = digests_of(content, dtype.itemsize, bounds_of(tuple(shape), cut))
     return join_grains(str(dtype), shape, cut, grains)
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes: enough to tell ranks apart by accident, in a sixth of SHA-256's time."""
+    """Return the CRC-32 of a tensor's bytes: detects accidental differences between ranks in a sixth of SHA-256's
+    time."""
     return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def digest_of(tensor: Tensor, dim: int | None = None) -> str:
-    """Return the digest of one tensor, which may be cut along a dimension."""
+    """Return the digest of one tensor, which may be split along `dim`."""
     cut = cut_along(tensor.shape, dim)
     content = bytes_of(in_memory_order(tensor.detach(), cut).cpu())
     return tensor_digest(tensor.dtype, tensor.shape, content, cut)
 
 
 def join_digests(digests: Mapping[str, str]) -> str:
-    """Return the SHA-256 of named tensors' digests, in the order of their names."""
+    """Return the SHA-256 of named tensor digests, in name order."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class GrainRunHash:
-    """Hashes neighbouring grains of a tensor from their bytes as they come, from that on which begins at element `lo`.
+    """Hashes consecutive grains of a tensor incrementally, from the one that begins at element `lo`.
 
-    `bounds` are those of all of the tensor's grains.
+    `bounds` are the boundaries of all the tensor's grains.
     """
 
     def __init__(self, bounds: Sequence[int], lo: int, itemsize: int) -> None:
@@ -67,7 +68,7 @@ class GrainRunHash:
         self._grain, self._num_hashed = hashlib.sha256(), 0
 
     def update(self, content: memoryview) -> None:
-        """Hash the bytes that follow; they may end anywhere in a grain."""
+        """Hash the next bytes; they may end anywhere in a grain."""
         rest = content.cast("B")
         while len(rest):
             number = self._first + len(self._done)
@@ -80,13 +81,13 @@ class GrainRunHash:
                 self._grain, self._num_hashed = hashlib.sha256(), 0
 
     def digests(self) -> GrainRun:
-        """Return the digests, once all bytes have come."""
+        """Return the digests, once all bytes were given."""
         assert not self._num_hashed, "a grain has ended nowhere"
         return self._first, "".join(self._done)
 
 
 def join_runs(dtype: torch.dtype, shape: torch.Size, cut: Cut | None, runs: Iterable[GrainRun]) -> str:
-    """Return a tensor's digest from those of all of its grains, whoever has hashed which."""
+    """Return a tensor's digest from those of all its grains, whoever hashed them."""
     grains: list[bytes] = []
     for first, digests in sorted(runs):
         assert first == len(grains), f"grain {first} follows {len(grains)} grains"

@@ -1,6 +1,6 @@
-"""When the next commit is due: by steps, by time, or `interval: auto`, by what saves and faults have cost so far.
+"""When the next commit is due: by steps, by time, or with `interval: auto` by measured costs of saves and faults.
 
-By steps every rank decides alike. By time rank 0's clock alone decides, and it alone has measured anything.
+By steps every rank decides alike; by time only rank 0's clock and measurements count.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from elastic_train.checkpoint.interval.young_daly import (
 from elastic_train.config.checkpoints import CheckpointConfig
 
 FIRST_S = 60.0
-"""Before the first save nothing is known of its cost, so it comes early."""
+"""The first save comes early, as its cost is unknown."""
 _WORTH_REPORTING = 1.25
 
 
 class Cadence:
-    """The rule of one process in one world, which begins now; `past` are the faults before it.
+    """The save schedule of one process in one world, starting now; `past` are earlier faults.
 
-    `owed_s` is for how many seconds steps have been applied that no commit contains.
+    `owed_s` is the training time in seconds that no commit contains.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Cadence:
         self._reported_s: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether a commit is due at a step."""
+        """Return True if a commit is due at a step."""
         every = self._config.every_steps
         return isinstance(every, int) and step % every == 0
 
     def is_overdue(self) -> bool:
-        """Whether the time for a commit has come."""
+        """Return True if a commit is due by time."""
         return self._interval_s is not None and self._clock() - self._last_at > self._interval_s
 
     def begin(self) -> None:
-        """Note that a save begins now."""
+        """Record that a save starts now."""
         self._last_at = self._clock()
 
     def measured(self, stall_s: float, publish_s: float) -> str | None:
-        """Learn from a save that was published; return the reason for the interval if it changed by much."""
+        """Learn from a published save; return the reason for a new interval if it changed much."""
         if not self._is_auto:
             return None
         self._costs.append(SaveCost(min(stall_s, publish_s), publish_s))

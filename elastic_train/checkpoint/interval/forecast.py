@@ -1,4 +1,4 @@
-"""What saving often or seldom would cost: waste by interval, for given costs and fault rates. No I/O."""
+"""Forecast the cost of save intervals, for given costs and fault rates. No I/O."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVALS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0, 7200.0, 4
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """One interval: the shares of time without progress, and the most that one fault costs, in seconds."""
+    """One interval: shares of time without progress, and the worst cost of one fault in seconds."""
 
     interval_s: float
     waste: float
@@ -28,7 +28,7 @@ class Outlook:
 
 
 def forecast(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float) -> tuple[Choice, list[Outlook]]:
-    """Return the interval that would be chosen, and the outlook of it, of the optimum, and of usual ones."""
+    """Return the chosen interval, and outlooks of it, of the optimum, and of common ones."""
     choice = choose(cost, mtbf_s, rpo_s, restart_s)
     usual = {interval_s for interval_s in INTERVALS_S if interval_s > cost.publish_s}
     intervals = sorted(usual | {choice.interval_s, max(optimum(cost.stall_s, mtbf_s), choice.interval_s)})

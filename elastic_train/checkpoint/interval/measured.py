@@ -1,4 +1,4 @@
-"""What a run's folder says about its saves: a commit's size, what a save costs, how often a fault costs steps."""
+"""Measure a run's saves from its folder: commit size, cost of a save, time between faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_train.tracking.history_pruning import summarised
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What is known, None where nothing is; `cost` is the median of the `num_saves` newest saves."""
+    """Measurements, None where unknown; `cost` is the median of the `num_saves` newest saves."""
 
     state_gb: float | None
     mtbf_s: float | None
@@ -25,9 +25,9 @@ class Measured:
 
 
 def measure(run: str) -> Measured:
-    """Read a run's newest record and its histories; histories that are kept elsewhere are not found.
+    """Read a run's newest record and local histories.
 
-    Raises ConfigError if the run does not exist.
+    Raise ConfigError if the run does not exist.
     """
     newest = next((record for _, record, _ in records(open_run(run)) if record), None)
     costs = measured_saves(run, NUM_MEASURED)
@@ -41,7 +41,7 @@ def measure(run: str) -> Measured:
 
 
 def faults_before(run_dir: str | Path, before_term: int) -> Faults:
-    """Return how many terms before `before_term` lost applied steps at their start, and how long all of them trained.
+    """Return how many terms before `before_term` lost applied steps, and the training time of all of them.
 
     Reads a summary, and both ends of rank 0's histories of the newest terms.
     """
@@ -50,7 +50,7 @@ def faults_before(run_dir: str | Path, before_term: int) -> Faults:
 
 
 def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
-    """Return the costs of saves whose commits were published, from the newest terms; `num` of them at most."""
+    """Return the costs of at most `num` published saves, newest terms first."""
     costs: list[SaveCost] = []
     for path in itertools.chain.from_iterable(map(reversed, reversed(histories(run_dir, rank=0)))):
         commits = [line for line in lines_of(path.read_bytes()) if line["op"] == "commit"]

@@ -1,11 +1,11 @@
-"""How often to save: the interval that wastes least, within a budget for what a fault may cost. No I/O, no clock.
+"""Choose the save interval with the least waste within a budget for the cost of a fault. No I/O, no clock.
 
-Young (1974) and Daly (2006): with faults at a constant rate, saving too often wastes the saves' stalls, too seldom the
-steps that are computed again. Of Daly's model the exact optimum is taken, of which sqrt(2 * stall * time between
-faults) is the beginning. Saves run in the background here: a commit counts from its publication on, so that time
-adds to what a fault costs, and one save is in flight at a time, so no interval is shorter.
+Young (1974) and Daly (2006): at a constant fault rate, frequent saves waste stalls, rare ones recomputed steps. This is
+the exact optimum of Daly's model, which sqrt(2 * stall * time between faults) approximates. Saves run in the
+background: a commit counts from its publication, so that time adds to a fault's cost; and one save is in flight at a
+time, so no interval is shorter.
 
-The fault rate is the mean of its Gamma posterior: what the run has seen, and before it has seen much, a prior.
+The fault rate is the mean of its Gamma posterior: a prior at first, then what the run has seen.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from elastic_train.system.wording import duration
 
 PRIOR_FAULTS, PRIOR_S = 1.0, 86400.0
-"""As if one fault had been seen in a day of training."""
+"""Prior: one fault in a day of training."""
 NUM_MEASURED = 9
-"""The number of newest saves whose median is the cost of one."""
+"""Number of newest saves whose median is the cost of one."""
 SHORTEST_S = 1.0
 _BISECTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class SaveCost:
-    """What a save costs: seconds for which training stands still, and until the commit is published."""
+    """Cost of a save: seconds that training stalls, and seconds until the commit is published."""
 
     stall_s: float
     publish_s: float
@@ -37,7 +37,7 @@ class SaveCost:
 
 
 def typical(costs: Collection[SaveCost]) -> SaveCost:
-    """Return the medians, so that one slow save does not decide."""
+    """Return the medians, so that one slow save has no effect."""
     return SaveCost(
         statistics.median(cost.stall_s for cost in costs), statistics.median(cost.publish_s for cost in costs)
     )
@@ -45,29 +45,29 @@ def typical(costs: Collection[SaveCost]) -> SaveCost:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """The faults that cost applied steps, and the seconds of training in which they came."""
+    """Faults that cost applied steps, and the training time in which they occurred."""
 
     num: int
     trained_s: float
 
     @property
     def mtbf_s(self) -> float:
-        """Seconds of training between faults, to be expected."""
+        """Expected seconds of training between faults."""
         return (PRIOR_S + self.trained_s) / (PRIOR_FAULTS + self.num)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An interval from one save's begin to the next, and why."""
+    """An interval between the starts of two saves, and its reason."""
 
     interval_s: float
     reason: str
 
 
 def choose(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float = 0.0) -> Choice:
-    """Return the interval that wastes least among those that keep what a fault costs within `rpo_s` seconds.
+    """Return the interval with the least waste among those that keep a fault's cost within `rpo_s` seconds.
 
-    If publishing alone takes longer than the budget allows, saves follow one another without a pause.
+    If publishing alone exceeds the budget, saves follow each other without a pause.
     """
     optimal_s = optimum(cost.stall_s, mtbf_s)
     shortest_s = max(SHORTEST_S, cost.publish_s)
@@ -88,7 +88,7 @@ def choose(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float = 0.0) 
 
 
 def optimum(stall_s: float, mtbf_s: float) -> float:
-    """Return the interval of least waste: the root x = T / mtbf of log(1 - x) + x = -stall / mtbf in [0, 1)."""
+    """Return the interval with the least waste: the root x = T / mtbf of log(1 - x) + x = -stall / mtbf in [0, 1)."""
     lo, hi = 0.0, 1.0
     for _ in range(_BISECTIONS):
         x = (lo + hi) / 2
@@ -100,9 +100,9 @@ def optimum(stall_s: float, mtbf_s: float) -> float:
 
 
 def waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """Return the share of time without progress: stalls, steps computed again, and restarts (Daly 2006, section 4).
+    """Return the share of time without progress: stalls, recomputed steps, restarts (Daly 2006, section 4).
 
-    `restart_s` is the time from a fault to the first step that is computed again.
+    `restart_s` is the time from a fault to the first recomputed step.
     """
     segment, lost = (interval_s + cost.stall_s) / mtbf_s, (cost.publish_s + restart_s) / mtbf_s
     if segment + lost > 700:

@@ -1,1 +1,1 @@
-"""A save beside training: staging, the thread that writes, receipts of parts, and giving up."""
+"""Saves in the background: staging, the writer thread, part receipts, and abandonment."""

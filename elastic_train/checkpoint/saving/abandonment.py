@@ -1,7 +1,7 @@
-"""When a save is abandoned, and what keeps it from being published from then on.
+"""When a save is abandoned, and how its publication is prevented from then on.
 
-Either its world has ended, or it makes no progress: storage that hangs cannot be interrupted, but nobody has to wait
-for it.
+A save is abandoned when its world ends or it makes no progress: storage that hangs cannot be interrupted, but nobody
+has to wait for it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from rendezvous.waiting import GivenUp, begin
 
 T = TypeVar("T")
 TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
-"""How long a save may make no progress: this multiple of the longest that was published, within bounds."""
+"""Limit without progress: this multiple of the longest published save, within bounds in seconds."""
 
 SLOWEST_BYTES_S = 20e6
-"""Storage of this rate is slow, not stuck: an upload, or a sync, of a whole part reports nothing before its end."""
+"""Slowest rate that counts as progress: uploading or syncing a whole part reports nothing before its end."""
 
 
 LOOK_EVERY_S = 0.1
 
 
 class Abandoned(Exception):  # noqa: N818 - not a failure: the world has ended
-    """The save is not wanted any more."""
+    """Raised in a save that is no longer wanted."""
 
 
 class PublishGate:
-    """Whether a save may continue; it is published while `passing` the gate."""
+    """A gate that a save may pass to publish until it is closed."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
@@ -49,41 +49,41 @@ class PublishGate:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Hold the gate open for a publish; Abandoned if it is closed."""
+        """Hold the gate open during a publish; raise Abandoned if it is closed."""
         with self._lock:
             self.check()
             yield
 
     def close(self, patience_s: float) -> None:
-        """Let no publish begin from now on, and wait up to `patience_s` seconds for one that has begun."""
+        """Prevent any new publish, and wait up to `patience_s` seconds for one in progress."""
         self._closed.set()
         if self._lock.acquire(timeout=patience_s):
             self._lock.release()
 
 
 class AdaptiveTimeout:
-    """How long a save may make no progress; each one that is abandoned doubles that, in case storage is only slow."""
+    """The limit on a save without progress; each abandoned save doubles it, in case storage is only slow."""
 
     def __init__(self) -> None:
         self._longest_s = 0.0
         self._num_abandoned = 0
 
     def limit_s(self, num_bytes: int) -> float:
-        """Return the seconds that a save may make no progress if no rank writes more than about `num_bytes`."""
+        """Return the limit in seconds if no rank writes more than about `num_bytes`."""
         learned_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s) * 2.0**self._num_abandoned)
         return max(learned_s, num_bytes / SLOWEST_BYTES_S)
 
     def learn(self, seconds: float) -> None:
-        """Learn from a save that has succeeded."""
+        """Learn from a successful save."""
         self._longest_s, self._num_abandoned = max(seconds, self._longest_s), 0
 
     def lengthen(self) -> None:
-        """Learn that a save was abandoned."""
+        """Double the limit after an abandoned save."""
         self._num_abandoned = min(self._num_abandoned + 1, 10)
 
 
 class LastProgress:
-    """When something last made progress; it begins now."""
+    """Time of the last progress, initially now."""
 
     def __init__(self) -> None:
         self.note()
@@ -99,10 +99,10 @@ class LastProgress:
 
 
 def call_abandonable(act: Callable[[Callable[[], None]], T], limit_s: float) -> T:
-    """Do something with storage on another thread, and return what it returns or raise what it raises.
+    """Run a storage operation on another thread; return its result or raise its error.
 
-    `act` is given a function to call on every sign of progress. Raises StorageError, and leaves the thread behind, when
-    there is none for `limit_s` seconds; what the thread does after that may still take effect.
+    `act` gets a function to call on every sign of progress. Raise StorageError, and leave the thread behind, after
+    `limit_s` seconds without progress; the thread's later actions may still take effect.
     """
     progress = LastProgress()
     call = begin("abandonable", lambda: act(progress.note))

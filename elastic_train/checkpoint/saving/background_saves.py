@@ -1,14 +1,14 @@
-"""Saves in the background: one in flight for each rank, on a thread without collectives that can be abandoned.
+"""Saves in the background: one in flight per rank, on an abandonable thread without collectives.
 
-At a step boundary `begin` fixes what is saved. The thread copies it (`await_staging` returns when it has, and must be
-called before the state changes), writes this rank's part and posts a receipt; on rank 0 it waits for the others' parts
-and publishes. `collect` returns the outcome at a later boundary.
+`begin` fixes what is saved at a step boundary. The thread copies it (`await_staging` waits for that, and must be called
+before the state changes), writes this rank's part and posts a receipt; on rank 0 it waits for the other parts and
+publishes. `collect` returns the outcome at a later boundary.
 
-A world that ends abandons its save: nothing of it is published from then on, except by a publish that has begun, which
-the fence judges. So the next world, which may be in this process, reads a lineage that nobody here extends.
+A world that ends abandons its save: nothing is published from then on, except by a publish in progress, which the fence
+judges. So the next world, possibly in this process, reads a lineage that nobody here extends.
 
-A save that makes no progress is abandoned in the same way, within its world: the thread is left where it is stuck, the
-save counts as failed, and the next one begins. How long that takes is learned from saves that succeeded.
+A save without progress is abandoned within its world: its thread is left behind, the save counts as failed, and the
+next one begins. The limit is learned from successful saves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A rank's part in its world's saves: it writes as `place` of `num_writers`, place 0 being rank 0; None: nothing.
+    """A rank's part in its world's saves: writer `place` of `num_writers`, 0 being rank 0; None writes nothing.
 
-    A rank without a place must hold no pieces that it alone could write.
+    A rank without a place must not be the only holder of any piece.
 
-    `unique` is a word that all ranks of this world share, and no other world has.
+    `unique` is a word shared by all ranks of this world, and no other world.
     """
 
     place: int | None
@@ -48,7 +48,8 @@ class Role:
 
 
 class SaveMemory:
-    """What saves keep over all worlds of a process: plan, staging memory, timeout, and whether one was abandoned."""
+    """State that saves keep across worlds of a process: plan, staging memory, timeout, and whether one was
+    abandoned."""
 
     def __init__(self) -> None:
         self.planner = Planner()
@@ -79,21 +80,21 @@ class Saves:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in flight."""
+        """True if a save is in flight."""
         return self._flight is not None and not self._flight.ended.is_set()
 
     @property
     def is_staging(self) -> bool:
-        """Whether the state may not change yet."""
+        """True if the state may not change yet."""
         return self._flight is not None and not self._flight.staged.is_set()
 
     @property
     def is_owed(self) -> bool:
-        """Whether the last save was abandoned, and none has begun since."""
+        """True if the last save was abandoned, and none has begun since."""
         return self._memory.is_owed
 
     def prepare(self, state: State, dims: CutDims) -> None:
-        """Have staging memory made for such a state, if it is a device's: a second for each 12 GB, beside training."""
+        """Allocate staging memory for such a state in the background if it is on a device: a second per 12 GB."""
         leaves = leaves_by_path(state)
         parts = self._memory.planner.plan(state, leaves, self._role.num_writers, dims).parts
         if self._role.place is None or self._role.place >= len(parts):
@@ -112,11 +113,11 @@ class Saves:
         *,
         is_last: bool = False,
     ) -> None:
-        """Begin to save a state; the last save must have been collected, and no other rank may skip this one.
+        """Start to save a state; the last save must have been collected, and no other rank may skip this one.
 
-        Tensors at paths that `is_still` may be read until `await_staging` has returned. With `is_last` the state does
-        not change before the save is collected: tensors in host memory are written from where they are, not staged.
-        Raises ConfigError if the state holds what cannot be saved.
+        Tensors at paths that are `is_still` may be read until `await_staging` returns. With `is_last` the state does
+        not change before the save is collected: host tensors are written in place, without staging. Raise ConfigError
+        if the state cannot be saved.
         """
         assert self._flight is None, "a save is in flight"
         started = time.perf_counter()
@@ -134,12 +135,12 @@ class Saves:
         self._flight.stall_s = time.perf_counter() - started
 
     def await_staging(self) -> None:
-        """Return when nothing reads the state any more."""
+        """Wait until nothing reads the state any more."""
         if self._flight is not None:
             self._flight.await_staging()
 
     def collect(self) -> SaveOutcome | None:
-        """Return the outcome of a save that has ended, once; one that makes no progress on this rank fails here."""
+        """Return the outcome of a finished save, once; a save without progress on this rank fails here."""
         flight = self._flight
         if flight is None or not (flight.ended.is_set() or self._is_stuck(flight)):
             return None
@@ -154,7 +155,7 @@ class Saves:
     def wait(self, check: Callable[[float], None] = lambda waited_s: None) -> SaveOutcome | None:
         """Wait for the save in flight; return its outcome, None if there is none.
 
-        `check` is called regularly with the seconds waited, and may raise: a rank that is lost never writes its part.
+        `check` is called regularly with the seconds waited, and may raise: a lost rank never writes its part.
         """
         started = time.monotonic()
         while (flight := self._flight) is not None and not flight.ended.wait(LOOK_EVERY_S):
@@ -164,7 +165,7 @@ class Saves:
         return self.collect()
 
     def abandon(self, patience_s: float = 0.0) -> SaveOutcome | None:
-        """Abandon the save in flight if it does not end in `patience_s` seconds; return its outcome if it has ended."""
+        """Abandon the save in flight if it does not end within `patience_s` seconds; return its outcome if it ended."""
         flight, self._flight = self._flight, None
         if flight is None:
             return None
@@ -190,6 +191,6 @@ class Saves:
         )
         why = f"{self._store.url}: the save made no progress for {limit_s:.0f} s ({where}) and was abandoned"
         log.warning("%s; is the storage reachable?", why)
-        if flight.place:  # rank 0 may wait longer than this rank did, and all ranks wait for rank 0 at a job's end
+        if flight.place:  # rank 0 may wait longer than this rank, and at a job's end all ranks wait for rank 0
             flight.report_failure(why)
         return replace(flight.outcome(), error=StorageError(why))

@@ -1,7 +1,7 @@
-"""Part receipts: how rank 0 learns, from the store that the ranks share, that another rank has written its part.
+"""Part receipts: through the shared store, rank 0 learns that another rank has written its part.
 
-A receipt is canonical JSON with a seal, like a commit's record; it says what was written, or why nothing could be. A
-part is complete when its receipt exists, since that is created last.
+A receipt is canonical JSON with a seal, like a commit record; it says what was written, or why not. It is created last,
+so a part with a receipt is complete.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from elastic_train.checkpoint.stores.store import (
 from elastic_train.errors import StorageError
 
 STALLED_S = 600.0
-"""How long rank 0, once its own part is written, waits for another's."""
+"""Seconds that rank 0 waits for another part, once its own is written."""
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PartReceipt:
-    """A part that was written, or why it could not be."""
+    """A written part, or the error that prevented it."""
 
     written: WrittenPart | None
     error: str | None
@@ -39,15 +39,15 @@ _ADAPTER = TypeAdapter(PartReceipt)
 
 
 def post(store: Store, attempt: str, part: int, receipt: PartReceipt) -> None:
-    """Record that a part is in the store, or that it will not be."""
+    """Record that a part is in the store, or will not be."""
     content = _ADAPTER.dump_json(receipt)
     create_once(store, _key(attempt, part), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
 
 def wait_for(store: Store, attempt: str, part: int, pause: Callable[[float], None]) -> WrittenPart:
-    """Wait until another rank has written its part; `pause` sleeps the seconds it is given, or raises to give up.
+    """Wait until another rank has written its part; `pause` sleeps, or raises to give up.
 
-    Raises StorageError if that rank could not write it, or posts no receipt within `STALLED_S`.
+    Raise StorageError if that rank could not write it, or posts no receipt within `STALLED_S`.
     """
     key, waited_s, look_s = _key(attempt, part), 0.0, _FIRST_LOOK_S
     while waited_s < STALLED_S:

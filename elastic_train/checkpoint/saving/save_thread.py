@@ -1,7 +1,7 @@
-"""One save on a thread of its own: it copies the state, writes this rank's part, and on rank 0 publishes all parts.
+"""One save on its own thread: it copies the state, writes this rank's part, and on rank 0 publishes all parts.
 
-It uses no collective, so it can be abandoned at any moment. Its gate says whether it is still wanted: once that is
-closed, no publish begins, and the state is not read any more.
+It uses no collectives, so it can be abandoned at any time: once its gate is closed, no publish begins, and the state is
+not read any more.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rendezvous.waiting import begin
 
 RETRY_PAUSES_S = (0.2, 1.0)
 Contents = Staged | Sequence[memoryview]
-"""The bytes of a part's tensors, in order, for one or more passes."""
+"""Bytes of a part's tensors in order, for one or more passes."""
 PUBLISH_PATIENCE_S = 1.0
-"""How long a world that ends waits for a publish that has begun; after that the fence alone decides."""
+"""Seconds that an ending world waits for a publish in progress; after that the fence alone decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended: with a commit on rank 0, an error on a rank that failed.
+    """The outcome of a save: a commit on rank 0, an error on a rank that failed.
 
-    `seconds` passed from its beginning until it was published, or failed; training waited `stall_s` of them.
-    `awaits` is the place of the rank whose part did not come, None if this rank had no other to wait for; `is_silent`:
-    this rank's part failed, and its receipt could not be written either.
+    `seconds` is from its start to its publication or failure; training waited for `stall_s` of them. `awaits` is the
+    place of the rank whose part is missing, None if no other part was awaited; `is_silent`: this rank's part failed,
+    and its receipt could not be written either.
     """
 
     step: int
@@ -56,9 +56,9 @@ class SaveOutcome:
 
 
 class SaveInFlight:
-    """One save, which begins at once; `num_bytes` are those of the largest part, which rank 0 may have to wait for.
+    """One save, started at once; `num_bytes` is the size of the largest part, which rank 0 may have to wait for.
 
-    Without `staging` the state is written from where it is: it does not change while the save is wanted.
+    Without `staging` the state is written in place: it does not change while the save is wanted.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SaveInFlight:
         threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
 
     def await_staging(self) -> None:
-        """Return when nothing reads the state any more; the time spent here counts as a stall."""
+        """Wait until nothing reads the state any more; the time counts as a stall."""
         if not self.staged.is_set():
             started = time.perf_counter()
             self.awaited.set()
@@ -95,12 +95,12 @@ class SaveInFlight:
             self.stall_s += time.perf_counter() - started
 
     def abandon(self) -> None:
-        """Keep it from being published and from reading the state from here on; the next save may take its memory."""
+        """Prevent it from publishing and from reading the state; the next save may reuse its memory."""
         self.gate.close(PUBLISH_PATIENCE_S)
         self.staged.wait()
 
     def report_failure(self, why: str) -> None:
-        """Let rank 0 know that this part will not be written, as soon as the storage accepts that."""
+        """Tell rank 0 that this part will not be written, as soon as storage accepts that."""
         begin("reporting to rank 0", lambda: self._post(None, why))
 
     def _report(self, why: str) -> None:
@@ -144,18 +144,18 @@ class SaveInFlight:
         except StorageError as error:
             self._report(str(error))
             raise
-        self.gate.check()  # once it is closed, what was written may be another save's bytes
+        self.gate.check()  # after closing, the written bytes may be another save's
         self._post(written)
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Pass the gate; the state is not read any more from here on, nor was it if the commit exists already."""
+        """Pass the gate; from here on the state is not read any more."""
         self.staged.set()
         with self.gate.passing():
             yield
 
     def _write_all(self) -> Sequence[WrittenPart]:
-        """Write this rank's part, and wait for those of the others."""
+        """Write this rank's part, and wait for the others."""
         mine = self._write_mine()
         others = range(1, len(self._draft.plan.parts))
         return [mine, *(self._await_part(part) for part in others)]
@@ -205,7 +205,7 @@ class SaveInFlight:
                 return self._write(contents)
             except StorageError:
                 if isinstance(contents, Staged):
-                    contents.wait()  # a state that cannot be copied is not worth another try
+                    contents.wait()  # a state that cannot be copied is not worth a retry
                 self.gate.pause(pause_s)
         return self._write(contents)
 
@@ -222,7 +222,7 @@ class SaveInFlight:
         )
 
     def _checking(self, contents: Contents) -> Iterator[memoryview]:
-        """Yield the bytes as long as the save is wanted; Abandoned after that."""
+        """Yield the bytes while the save is wanted; then raise Abandoned."""
         for content in contents:
             self.gate.check()
             yield content

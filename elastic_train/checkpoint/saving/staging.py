@@ -1,14 +1,14 @@
-"""Staging: a rank's part of the applied state is copied to host memory, so that training continues while it is written.
+"""Staging: copy a rank's part of the applied state to host memory, so that training continues while it is written.
 
-A state that stays as it is until the save has ended needs no copy: `Snapshot.in_place` has its bytes where they are.
+A state that does not change until the save ends needs no copy: see `Snapshot.in_place`.
 
-The memory is kept from save to save: fresh memory costs several times the copy. There is one buffer, even while the
-writer of an abandoned save is stuck in a store: whatever that reads from it from then on cannot be published.
+The memory is reused from save to save, as fresh memory costs several times the copy. There is one buffer, even while
+the writer of an abandoned save is stuck in a store: whatever that reads cannot be published.
 
-What has been copied may be written while the rest is still being copied: `Staged` hands it out as it comes. While
-training waits for the copy, nothing more is handed out, so that the copy gets the machine.
+Copied parts may be written while the rest is being copied: `Staged` hands them out as they come. While training waits
+for the copy, nothing more is handed out, so that the copy gets the machine.
 
-Only what nothing but an optimizer step changes may be copied beside the next step's forward and backward. The rest
+Only state that nothing but an optimizer step changes is copied during the next forward and backward pass. The rest
 (buffers that a forward pass may change) is cloned at the step boundary.
 """
 
@@ -34,7 +34,7 @@ _RUN_BYTES = 8 << 20
 
 
 class Buffer:
-    """Host memory for one part's tensors, and the views of it that they are copied into, kept with it."""
+    """Host memory for one part's tensors, with typed views of it."""
 
     def __init__(self, num_bytes: int, device: torch.device | None) -> None:
         try:
@@ -54,7 +54,7 @@ class Buffer:
         return self._memory.numel() >= num_bytes and self._memory.is_pinned() == (device is not None)
 
     def views_of(self, part: Part) -> list[Tensor]:
-        """Return where every tensor of a part goes, typed and shaped."""
+        """Return the destinations of a part's tensors, typed and shaped."""
         if part is not self._part:
             self._part, self._views, end = part, [], 0
             for slot in part.slots:
@@ -71,16 +71,16 @@ class Buffer:
 
 
 class Staging:
-    """A process's staging memory, over all of its worlds; several threads may ask for it."""
+    """A process's staging memory, across all its worlds; thread-safe."""
 
     def __init__(self) -> None:
         self._buffer: Buffer | None = None
         self._lock = threading.Lock()
 
     def buffer(self, num_bytes: int, device: torch.device | None) -> Buffer:
-        """Return the buffer, replaced if it is too small; the last save must have ended, or be unable to publish.
+        """Return the buffer, replaced if too small; the last save must have ended, or be unable to publish.
 
-        It is pinned for a device, if one is to copy to it. Raises StorageError if the host's memory is short.
+        It is pinned if a device copies to it. Raise StorageError if host memory is short.
         """
         with self._lock:
             if self._buffer is None or not self._buffer.fits(num_bytes, device):
@@ -89,13 +89,13 @@ class Staging:
             return self._buffer
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory that is kept, if any save needed some; nothing is waited for."""
+        """Yield the retained memory, if there is any, without waiting."""
         if (buffer := self._buffer) is not None:
             yield buffer.memory
 
     def prepare(self, num_bytes: int, device: torch.device) -> None:
-        """Make pinned memory beside what the process does next, so that no save waits for it; one that needs it says
-        what is wrong with it."""
+        """Allocate pinned memory in the background, so that no save waits for it; errors surface in the save that needs
+        it."""
 
         def make() -> None:
             with contextlib.suppress(StorageError):
@@ -117,13 +117,13 @@ class Staged:
         self._changed = threading.Condition()
 
     def __iter__(self) -> Iterator[memoryview]:
-        """Yield each as soon as it is copied; raise the error given to `fail`."""
+        """Yield each tensor's bytes once copied; raise the error given to `fail`."""
         for place, content in enumerate(self._contents):
             self._wait_for(place + 1)
             yield content
 
     def advance(self, num_there: int) -> None:
-        """Record that the first `num_there` have been copied."""
+        """Record that the first `num_there` tensors have been copied."""
         with self._changed:
             self._num_there = num_there
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class Staged:
 
 
 class Snapshot:
-    """A part's tensors as they are at a step boundary; created there, and copied by `copy` before the next update."""
+    """A part's tensors at a step boundary; created there, and copied by `copy` before the next update."""
 
     def __init__(self, part: Part, leaves: Leaves, is_still: Callable[[StatePath], bool]) -> None:
         self.part = part
@@ -165,9 +165,9 @@ class Snapshot:
         return self.device is not None
 
     def copy(self, buffer: Buffer, check: Callable[[], None], advance: Callable[[int], None]) -> None:
-        """Copy the tensors and drop them; `advance` is called with how many are copied, `check` may raise.
+        """Copy and release the tensors; `advance` gets the number copied, `check` may raise.
 
-        Raises StorageError if a tensor has changed since the boundary.
+        Raise StorageError if a tensor has changed since the boundary.
         """
         views = buffer.views_of(self.part)
         with self._asking() as asked:
@@ -180,7 +180,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[list[memoryview]]:
-        """Yield the bytes of host tensors without a copy; StorageError at the end if one has changed meanwhile."""
+        """Yield the bytes of host tensors without a copy; raise StorageError at the end if one has changed."""
         assert not self.is_on_device, "files are written from host memory"
         yield [bytes_of(tensor.contiguous()) for tensor in self._tensors]
         self._check_unchanged(0, len(self._tensors))
@@ -193,7 +193,7 @@ class Snapshot:
                 raise StorageError(f"state '{name}' changed while it was read; only an update may change it")
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """Cut the slots into half-open runs [lo, hi) of some megabytes."""
+        """Group the slots into half-open runs [lo, hi) of some megabytes."""
         lo = num_bytes = 0
         for place, slot in enumerate(self.part.slots):
             num_bytes += slot.frame.size
@@ -205,10 +205,10 @@ class Snapshot:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[Callable[[Sequence[Tensor]], Iterable[tuple[int, int, Callable[[], object]]]]]:
-        """Yield what copies to views, run by run, and returns what waits for each: a device is asked for all at once.
+        """Yield a function that copies to views run by run, with a wait for each; a device gets all copies at once.
 
-        Then it copies at its full rate, whatever else this process does. All is copied on a stream of its own, after
-        what was launched before the boundary, and at the end nothing is being copied any more.
+        The device then copies at full rate, whatever else this process does, on a separate stream, after everything
+        launched before the boundary; on exit no copy is in progress.
         """
         if self._event is None:
             yield lambda views: ((lo, hi, partial(self._copy_run, views, lo, hi)) for lo, hi in self._runs())
@@ -236,7 +236,7 @@ class Snapshot:
 
 
 def staged_bytes(part: Part) -> int:
-    """Return how many bytes of staging memory a part takes."""
+    """Return the staging memory of a part in bytes."""
     return sum(_aligned(slot.frame.size) for slot in part.slots)
 
 

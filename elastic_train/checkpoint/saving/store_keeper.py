@@ -1,9 +1,9 @@
-"""Keeps the store of a world complete: what is removed while a job trains is noticed, and written again.
+"""Keep a world's store complete: detect removed files during training, and write them again.
 
-A folder that is deleted, moved or cleaned leaves no error behind: the next write makes it again, without the keys by
-which others recognise the store and the term. So before a save writes anything, rank 0 opens these keys, and the commit
-that the save continues. What is missing is said and written again, unless the file system is another one by now (it was
-unmounted, or another is mounted over it): a commit there would be in the wrong place, so the save fails.
+A folder that is deleted, moved or cleaned raises no error: the next write recreates it, without the keys that identify
+store and term. So before a save writes anything, rank 0 opens these keys, and the parent commit. Missing keys are
+reported and written again, unless the file system has changed (unmounted, or mounted over): a commit there would be in
+the wrong place, so the save fails.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class StoreKeeper:
-    """Looks after `keys`, with their content, in the store that was at a `location` when the world began.
+    """Checks `keys` and their content in the store that was at `location` when the world began.
 
-    `files` writes the history and such; `texts` are other files of the run's folder, with theirs.
+    `files` writes histories and logs; `texts` are further files of the run's folder, with their content.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class StoreKeeper:
         self._known_lost: str | None = None
 
     def look(self, parent: CommitRecord | None) -> None:
-        """Write again what is missing; StorageError if the store is not the one that the world began with.
+        """Write missing keys again; raise StorageError if the store is not the one with which the world began.
 
-        A store that does not answer is left to the save, which tries again.
+        A store that does not answer is left to the save, which retries.
         """
         try:
             missing = [key for key, content in self._keys.items() if not self._has(key, content)]
@@ -79,7 +79,7 @@ class StoreKeeper:
         return True
 
     def _lost_of(self, commit: CommitRecord) -> str | None:
-        """Say what is lost of a commit; None if its record and files are there."""
+        """Return what is lost of a commit; None if record and files are there."""
         if not exists(self._store, commit.key):
             return f"{commit.key} is missing"
         return "; ".join(wrong_sizes(commit, sizes_of(self._store, commit.attempt, commit.files))) or None
@@ -94,26 +94,26 @@ class StoreKeeper:
         )
 
     def take_said(self) -> list[str]:
-        """Return what has been noticed since the last time."""
+        """Return what was noticed since the last call."""
         said, self._said = self._said, []
         return said
 
     def keep_files(self) -> None:
-        """Have the files of the run's folder begun again if they are gone; returns at once."""
+        """Restart removed files of the run's folder, in the background."""
         self._files.reopen_removed()
         for path, text in self._texts.items():
             self._files.attempt(path, lambda path=path, text=text: _write_again(path, text))  # type: ignore[misc]
 
 
 def _moved(began: Location | None, here: Location | None) -> str:
-    """Say what is another about a place by now: a folder that links lead to, or the file system."""
+    """Return what changed about a location: the folder that links lead to, or the file system."""
     if began is not None and here is not None and began[2] != here[2]:
         return f"leads to {here[2]}, and led to {began[2]} when this job began"
     return "is on another file system than when this job began"
 
 
 class _OtherContentError(Exception):
-    """A key that was written once holds something else."""
+    """Raised if a key that was written once has other content."""
 
 
 def _write_again(path: Path, text: str) -> None:

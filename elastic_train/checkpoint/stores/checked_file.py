@@ -1,4 +1,4 @@
-"""Reading a commit's files against their records: no byte is used whose block does not match its checksum."""
+"""Read a commit's files: no byte is used whose block does not match its checksum."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from elastic_train.errors import CommitError
 
 
 class CheckedFile:
-    """Read parts of a file, each touched block of which is compared with its checksum before a byte of it is used.
+    """Reads parts of a file, comparing each touched block with its checksum before any of its bytes are used.
 
-    Bytes go straight to where they are wanted, and are compared there, while they are still in the processor's cache.
+    Bytes go straight to their destination, and are compared there while still in the processor's cache.
     """
 
     def __init__(self, file: BinaryIO, record: FileRecord, where: str) -> None:
@@ -29,10 +29,10 @@ class CheckedFile:
         self._file.close()
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill the views, one after the other, with the bytes from `offset` on.
+        """Fill the views consecutively with the bytes from `offset` on.
 
-        Raises CommitError if the file is too short, or if a block that they touch does not match its checksum; the
-        views' contents must not be used then.
+        Raise CommitError if the file is too short, or a touched block does not match its checksum; the views are then
+        invalid.
         """
         end = offset + sum(len(view) for view in views)
         if end > self._record.size:
@@ -53,7 +53,7 @@ class CheckedFile:
                     checksum = 0
 
     def _spared(self, num_bytes: int) -> memoryview:
-        """Return scratch memory for bytes that only their block's checksum needs."""
+        """Return scratch memory for bytes needed only for a block's checksum."""
         if len(self._spare) < num_bytes:
             self._spare = memoryview(bytearray(BLOCK_BYTES))
         return self._spare[:num_bytes]
@@ -75,17 +75,17 @@ class CheckedFile:
 
 
 def open_checked(store: Store, key: str, record: FileRecord) -> CheckedFile:
-    """Open a file of a commit so that reading damaged bytes raises CommitError."""
+    """Open a commit's file such that reading damaged bytes raises CommitError."""
     return CheckedFile(store.open(key), record, f"{store.url}/{key}")
 
 
 def find_damage(
     store: Store, key: str, record: FileRecord, on_progress: Callable[[], None] = no_listener
 ) -> str | None:
-    """Read a whole file and say what is wrong with it, None if size, digest and blocks are as recorded.
+    """Read a whole file and return what is wrong with it; None if size, digest and blocks match.
 
-    The blocks are compared, too: what passes here must not be refused later by a reader of a part. `on_progress` is
-    called for each block.
+    Blocks are compared as well: a file that passes must not be refused later by a partial read. `on_progress` is called
+    for each block.
     """
     digest, size, blocks = HASHES[record.algorithm](), 0, []
     with store.open(key) as file:

@@ -1,8 +1,8 @@
-"""Checksums of files: what a commit records of each.
+"""Checksums of files, as recorded in commits.
 
-A file has one digest, which covers it as a whole, and a CRC-32 for every block of 1 MiB, so that a reader that needs a
-part can check that part alone. The digest is BLAKE3, a cryptographic hash that takes a quarter of SHA-256's time; older
-commits have SHA-256, and the field's name says which. The CRC-32 is zlib's, computed by ISA-L in a sixth of the time.
+A file has one digest over the whole, and a CRC-32 per block of 1 MiB, so that parts can be checked alone. The digest is
+BLAKE3, a cryptographic hash in a quarter of SHA-256's time; older commits have SHA-256, as the field's name says. The
+CRC-32 is zlib's, computed by ISA-L in a sixth of the time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HASHES: Mapping[str, Callable[[], Hash]] = {"blake3": blake3, "sha256": hashlib.
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a commit records of one of its files: size in bytes, digest, and the CRC-32 of every block of `BLOCK_BYTES`.
+    """Record of one file: size in bytes, digest, and the CRC-32 of every block of `BLOCK_BYTES`.
 
     The last block may be shorter. The digest is `sha256` in commits of format 1, `blake3` in later ones.
     """
@@ -48,7 +48,7 @@ class FileRecord:
 
     @property
     def algorithm(self) -> str:
-        """The name of the hash that made the digest, as in HASHES."""
+        """Name of the digest's hash, as in HASHES."""
         return "sha256" if self.blake3 is None else "blake3"
 
     @property
@@ -56,7 +56,7 @@ class FileRecord:
         return str(getattr(self, self.algorithm))
 
     def is_digest_of(self, content: bytes) -> bool:
-        """Whether a complete file's bytes have this digest."""
+        """Return True if a complete file's bytes have this digest."""
         digest = HASHES[self.algorithm]()
         digest.update(content)
         return digest.hexdigest() == self.digest

@@ -1,8 +1,8 @@
 """A store with deadlines: it answers or raises, and reports progress.
 
-A file system whose server is away, or a disk that has frozen, answers neither yes nor no, and a call that hangs in it
-cannot be ended, not even by killing the process. So short calls run on threads that can be abandoned. Long ones, a
-file's reading and writing, report every piece instead: a watchdog sees when they stop making progress.
+A file system whose server is away, or a frozen disk, does not answer, and a call that hangs there cannot be ended, not
+even by killing the process. So short calls run on abandonable threads; long ones, reading and writing files, report
+every piece: a watchdog sees when progress stops.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rendezvous.waiting import GivenUp, begin
 
 T = TypeVar("T")
 ANSWER_S = 20.0
-"""Much longer than a disk or an object store that works takes, even a slow one."""
+"""Deadline in seconds, far above any working disk or object store, even a slow one."""
 
 
 class DeadlineStore:
-    """Another store whose short calls raise StorageError after `ANSWER_S` seconds without an answer.
+    """A store whose short calls raise StorageError after `ANSWER_S` seconds without an answer.
 
-    `on_progress` is called for every answer and for every piece of a file, on the thread that got it.
+    `on_progress` is called for every answer and piece of a file, on the thread that got it.
     """
 
     def __init__(self, store: Store, on_progress: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class DeadlineStore:
         return self._store.url
 
     def create(self, key: str, content: bytes) -> None:
-        """Create a key; Uncertain without an answer, since the key may still come to exist."""
+        """Create a key; raise Uncertain without an answer, since the key may still appear."""
         self._ask(f"create {key}", lambda: self._store.create(key, content), Uncertain)
 
     @contextlib.contextmanager

@@ -1,9 +1,8 @@
 """A new file whose writes bypass the page cache (O_DIRECT), where new pages cost more than all hashing of a save.
 
-Bytes are gathered in aligned memory, run by run, which is kept from file to file; a thread writes runs while the next
-is gathered, so the disk is busy from the first run on. Ordinary writes are used for what does not fill a page, for a
-file shorter than a run, and where the file system does not support direct ones. An error of the thread is raised by a
-later call, at the latest by `flush`.
+Bytes are gathered in aligned, reused memory, run by run; a thread writes runs while the next is gathered, so the disk
+is busy from the first run on. Ordinary writes are used for partial pages, for files shorter than a run, and where the
+file system does not support direct ones. The thread's errors are raised by a later call, at the latest by `flush`.
 """
 
 from __future__ import annotations
@@ -49,14 +48,14 @@ class Runs:
 
 
 class DirectFile:
-    """A file open for writing; its bytes have been handed to the kernel after `flush`, or once it is closed."""
+    """A file open for writing; after `flush` or close the kernel has its bytes."""
 
     def __init__(self, path: Path, runs: Runs) -> None:
-        """Create the file; FileExistsError if there is one."""
+        """Create the file; raise FileExistsError if it exists."""
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._runs = runs
         self._run, self._num_gathered = runs.take(), 0
-        self._offset = 0  # in the file, of the run that is being gathered
+        self._offset = 0  # file offset of the current run
         self._thread: Bystander | None = None
         self._writing: deque[tuple[Call[None], Run]] = deque()
         self._is_direct, self._is_open = False, True
@@ -103,14 +102,14 @@ class DirectFile:
 
     def _let_go(self) -> None:
         self._is_open = False
-        if self._thread is not None:  # what it is writing ends first; what it has not begun is not written
+        if self._thread is not None:  # wait for the current write; later ones are dropped
             self._thread.begin(lambda: None).result()
             self._thread.leave()
         os.close(self._descriptor)
         self._runs.give(self._run)
 
     def _hand_on(self) -> None:
-        """Pass a full run to the thread, and begin another."""
+        """Pass a full run to the thread, and start another."""
         if self._thread is None:
             self._thread = Bystander("writing")
             self._set_direct(True)
@@ -119,7 +118,7 @@ class DirectFile:
         self._run = self._runs.take() if len(self._writing) < MOST_RUNS else self._await_one()
 
     def _await_one(self) -> Run:
-        """Return the memory of the oldest run in flight, once it is written."""
+        """Return the memory of the oldest run in flight, once written."""
         writing, run = self._writing.popleft()
         writing.result()
         return run
@@ -136,7 +135,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._set_direct(False)  # this file system supports direct writes, but not this one
+                self._set_direct(False)  # direct writes work on this file system, but not for this one
 
     def _set_direct(self, is_direct: bool) -> None:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT

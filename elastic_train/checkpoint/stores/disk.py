@@ -1,8 +1,8 @@
-"""The disk under a local store: five operations, so that a simulated disk can replace it and lose what was not synced.
+"""The disk under a local store: five operations, so that tests can replace it by one that loses unsynced data.
 
-The store relies on what POSIX promises: bytes are durable after `sync` of their file, a name after `sync` of its
-directory, and `link` gives a name to a complete file or fails because the name is taken. What one call syncs is synced
-in parallel: a file system's journal takes all of it in about the time of one.
+The store relies on POSIX: bytes are durable after `sync` of their file, a name after `sync` of its directory, and
+`link` names a complete file or fails because the name is taken. One call syncs in parallel: a journal takes all of it
+in about the time of one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rendezvous.waiting import begin
 
 
 class Disk(Protocol):
-    """What a local store does to a file system; every method may raise OSError."""
+    """The file system operations of a local store; every method may raise OSError."""
 
     def create(self, path: Path) -> BinaryIO:
-        """Open a new file for writing; FileExistsError if the name is taken."""
+        """Open a new file for writing; raise FileExistsError if the name is taken."""
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
-        """Make the bytes written so far to the files, and the names in the directories, durable; in any order."""
+        """Make the files' bytes written so far, and the directories' names, durable; in any order."""
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name; FileExistsError if that name is taken."""
+        """Give a file a second name; raise FileExistsError if that is taken."""
 
     def unlink(self, path: Path) -> None:
-        """Remove a name; FileNotFoundError if there is none."""
+        """Remove a name; raise FileNotFoundError if there is none."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory below an existing one; FileExistsError if there is one."""
+        """Make one directory in an existing one; raise FileExistsError if it exists."""
 
 
 class RealDisk:
@@ -50,7 +50,7 @@ class RealDisk:
         reach("sync")
         acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
         syncing = [begin("syncing", act) for act in acts]
-        for call in syncing:  # all, even if one fails: the caller closes or removes them next
+        for call in syncing:  # all, even after an error: the caller closes or removes them next
             call.ended.wait()
         for call in syncing:
             call.result()

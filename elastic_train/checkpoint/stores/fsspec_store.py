@@ -1,9 +1,8 @@
-"""A store at any fsspec URL: files are streamed there, appear whole, and are looked at before they count.
+"""A store at any fsspec URL: files are streamed, appear whole, and are verified before they count.
 
-S3 (and `memory://`) create conditionally, S3 by `If-None-Match: *`. No other file system is known to; there a create
-first claims its key: it writes a marker of its own, and continues only if it then sees no other marker and no key. A
-writer that sees another gives up, so at most one wins (perhaps none), provided that a listing sees what was written
-before it.
+S3 (`If-None-Match: *`) and `memory://` create conditionally. For other file systems a create first claims its key: it
+writes a unique marker, and proceeds only if it then sees no other marker and no key. A writer that sees another gives
+up, so at most one wins (perhaps none), provided that listings show earlier writes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _S3 = {"s3", "s3a"}
 _CONDITIONAL = {"memory", *_S3}
 _CONFLICT, _PRECONDITION_FAILED = 409, 412
 _CONFLICT_TRIES = 5
-_MEMORY_LOCK = threading.Lock()  # fsspec's memory file system looks and then writes
+_MEMORY_LOCK = threading.Lock()  # fsspec's memory file system checks before it writes, not atomically
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -90,7 +89,7 @@ class FsspecStore:
         raise Uncertain(f"{self._url}/{key}: create met a conflict {_CONFLICT_TRIES} times")
 
     def _create_claimed(self, key: str, content: bytes) -> None:
-        """Create without the store's help; see the module's docstring for why at most one caller can win."""
+        """Create without the store's help; the module docstring explains why at most one caller wins."""
         marker = f"claims/{key}/{uuid.uuid4().hex}"
         with self._translating("create", key):
             self._fs.pipe_file(self._path(marker), b"")
@@ -105,7 +104,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
-        """Stream a file; what fails on the way is given up, and what is there in the end is compared by its size."""
+        """Stream a file; a failed upload is discarded, and a finished one is compared by size."""
         with self._translating("write", key):
             sink = _Counting(self._upload(self._fs, self._path(key)))
             try:
@@ -162,7 +161,7 @@ class FsspecStore:
 
     @contextlib.contextmanager
     def _translating(self, act: str, key: str) -> Iterator[None]:
-        """Turn anything that the file system's SDK raises into a StorageError."""
+        """Turn errors of the file system's SDK into StorageError."""
         try:
             yield
         except FileNotFoundError as error:
@@ -174,7 +173,7 @@ class FsspecStore:
 
 
 class _Counting:
-    """Counts the bytes that an upload is given."""
+    """Counts the bytes given to an upload."""
 
     def __init__(self, upload: Upload) -> None:
         self.upload, self.size = upload, 0
@@ -186,7 +185,7 @@ class _Counting:
 
 
 def _modified_at(details: Mapping[str, object]) -> float | None:
-    """Return unix seconds from a listing's entry; each file system has its own name and type for them."""
+    """Return unix seconds from a listing's entry; file systems differ in name and type of the field."""
     moment = next((details[name] for name in _TIMES if details.get(name)), None)
     if isinstance(moment, str):
         moment = datetime.fromisoformat(moment)
@@ -196,7 +195,7 @@ def _modified_at(details: Mapping[str, object]) -> float | None:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """Return the HTTP status under an error that came from botocore, if there is one."""
+    """Return the HTTP status of an error from botocore, if there is one."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return None

@@ -1,7 +1,7 @@
-"""Hashing while writing: every checksum of a file is computed on the bytes' way to the store.
+"""Compute a file's checksums while it is written.
 
-Bytes pass in runs of some megabytes, which all their readers find in the processor's cache: a block's checksum is
-computed just before the block is written, and the file's digest right after, on a thread of its own. Small pieces
+Bytes pass in runs of some megabytes, which stay in the processor's cache for all readers: a block's checksum is
+computed just before the block is written, and the file's digest right after, on a separate thread. Small pieces
 (frames, plain values) are copied together; large ones are passed on without a copy.
 """
 
@@ -20,7 +20,7 @@ from elastic_train.checkpoint.stores.store import Sink, no_listener
 from rendezvous.waiting import Bystander, Call
 
 T = TypeVar("T")
-_RUN_BYTES = 4 * BLOCK_BYTES  # passed on at once, so that threads synchronise rarely
+_RUN_BYTES = 4 * BLOCK_BYTES  # large, so that threads synchronise rarely
 _SMALL_BYTES = 64 << 10
 _MOST_BEHIND = 2
 
@@ -28,7 +28,7 @@ _MOST_BEHIND = 2
 class HashingThread:
     """A thread that hashes while the caller writes, at most `most_behind` calls behind; neither holds the GIL.
 
-    The bytes that it is given must neither change nor be freed until it has ended.
+    The bytes must neither change nor be freed until it has ended.
     """
 
     def __init__(self, most_behind: int) -> None:
@@ -46,7 +46,7 @@ class HashingThread:
                 call.ended.wait()
 
     def do(self, act: Callable[[], T]) -> Call[T]:
-        """Do something after everything given before; wait while too much of that is left."""
+        """Queue a call after all earlier ones; wait while too many are pending."""
         self._thread = self._thread or Bystander("hashing")
         result = self._thread.begin(act)
         self._behind.append(result)
@@ -60,10 +60,10 @@ class HashingThread:
 
 
 class HashingSink:
-    """Pass bytes on in runs and keep their checksums; `close` passes on the last.
+    """Passes bytes on in runs and keeps their checksums; `close` passes on the last.
 
-    What is written must not change until `close` has returned, since a long file is hashed on another thread.
-    `on_progress` is called for every piece that the sink has taken.
+    Written bytes must not change until `close` has returned, since a long file is hashed on another thread.
+    `on_progress` is called for every piece.
     """
 
     def __init__(self, sink: Sink, on_progress: Callable[[], None] = no_listener) -> None:
@@ -104,7 +104,7 @@ class HashingSink:
         self._is_closed = True
 
     def record(self) -> FileRecord:
-        """Return the file's checksums, once it is closed."""
+        """Return the file's checksums, once closed."""
         assert self._is_closed, "the last block is still pending"
         return FileRecord(self._size, tuple(self._blocks), blake3=self._digest.hexdigest())
 

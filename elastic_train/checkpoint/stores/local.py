@@ -1,4 +1,4 @@
-"""A store in a local or shared folder: whole files by link, durable by syncing them and the folders down to them.
+"""A store in a local or shared folder: whole files by link, made durable by syncing them and their parent folders.
 
 All folders from the root down are synced with every file, even those that another writer made: it may have died before
 its sync.
@@ -31,7 +31,7 @@ from elastic_train.checkpoint.stores.store import (
 )
 from elastic_train.errors import StorageError
 
-_UNFINISHED = ".unfinished"  # the suffix of a record that is being created; no key ends so
+_UNFINISHED = ".unfinished"  # suffix of a record being created; no key ends so
 
 
 class LocalStore:
@@ -46,7 +46,7 @@ class LocalStore:
         return str(self._root)
 
     def create(self, key: str, content: bytes) -> None:
-        """Write a temporary neighbour, then link it to its key: the link is the moment of creation."""
+        """Write a temporary file next to it, then link it to its key: the link is the moment of creation."""
         path = self._root / key
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
         with self._translating("create", key), contextlib.ExitStack() as undo:
@@ -72,10 +72,10 @@ class LocalStore:
             return cast(BinaryIO, ReadFile(file, lambda: self._translating("read", key)))
 
     def _opened(self, path: Path) -> BinaryIO:
-        """Open a file; one that is not there is looked for once more after its folder was opened.
+        """Open a file; if it is missing, open its folder and try once more.
 
-        A client of NFS remembers for up to a minute which names it has not found, and asks again what changed when the
-        folder is opened (close-to-open consistency).
+        An NFS client caches missing names for up to a minute, and revalidates when the folder is opened (close-to-open
+        consistency).
         """
         try:
             return path.open("rb")
@@ -89,7 +89,7 @@ class LocalStore:
             return sorted(self._entries_in(self._root / prefix), key=lambda entry: entry.key)
 
     def _entries_in(self, folder: Path) -> Iterator[Entry]:
-        """Yield the files below a folder; only what is deleted while it is listed is left out."""
+        """Yield the files below a folder, except those deleted during the listing."""
         try:
             with os.scandir(folder) as found:
                 names = list(found)
@@ -105,7 +105,7 @@ class LocalStore:
                     yield Entry(key, status.st_size, status.st_mtime)
 
     def delete(self, key: str) -> None:
-        """Remove the file, and the folders that it leaves empty."""
+        """Remove the file, and folders that become empty."""
         path = self._root / key
         with self._translating("delete", key), contextlib.suppress(FileNotFoundError):
             self._disk.unlink(path)
@@ -114,18 +114,18 @@ class LocalStore:
                 try:
                     (self._root / folder).rmdir()
                 except OSError:
-                    break  # not empty, or in use by another writer again
+                    break  # not empty, or in use again by another writer
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
         return self
 
     def _name(self, unfinished: Path, path: Path) -> None:
-        """Link a file to its name, durably; after an error the name is durably not ours, or Uncertain is raised."""
+        """Link a file to its name durably; after an error the name is durably not ours, or Uncertain is raised."""
         try:
             try:
                 self._disk.link(unfinished, path)
             finally:
-                self._disk.sync([], [path.parent])  # that a name is taken is as durable an answer as that it is not
+                self._disk.sync([], [path.parent])  # that a name is taken must be as durable as that it is free
         except FileExistsError:
             raise
         except OSError as error:
@@ -134,7 +134,7 @@ class LocalStore:
             raise
 
     def _is_taken_back(self, unfinished: Path, path: Path) -> bool:
-        """Remove a name that may exist, unless it is another writer's; return whether it is durably gone."""
+        """Remove a name that may exist, unless it is another writer's; return True if it is durably gone."""
         try:
             if path.exists():
                 if not path.samefile(unfinished):
@@ -146,7 +146,7 @@ class LocalStore:
         return True
 
     def _make_directory(self, path: Path) -> Sequence[Path]:
-        """Make a directory and those above it; return what was made."""
+        """Make a directory and its parents; return those made."""
         if path.is_dir():
             return []
         made = self._make_directory(path.parent)
@@ -155,12 +155,12 @@ class LocalStore:
         return [*made, path]
 
     def _folders_above(self, path: Path, made: Sequence[Path]) -> Sequence[Path]:
-        """Return the folders whose sync makes a folder durable: all above it, to the root, or as far as was made."""
+        """Return the folders to sync to make a folder durable: all parents up to the root, or those just made."""
         within = [above for above in path.parents if above.is_relative_to(self._root)]
         return within + [folder.parent for folder in made if not folder.parent.is_relative_to(self._root)]
 
     def _advice(self, number: int) -> str:
-        """Return what to do about an error of the file system; a disk may be full of files, with bytes to spare."""
+        """Return advice on a file system error; a disk may be out of inodes with bytes to spare."""
         if number == errno.ENOSPC:
             with contextlib.suppress(OSError):
                 place = next(path for path in (self._root, *self._root.parents) if path.exists())
@@ -181,7 +181,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _translating(self, act: str, key: str) -> Iterator[None]:
-        """Turn an OSError into a StorageError that says where and what to do."""
+        """Turn an OSError into a StorageError with location and advice."""
         where = f"{self._root / key}"
         try:
             yield
@@ -195,7 +195,8 @@ class LocalStore:
 
 
 def has_no_inodes(found: os.statvfs_result) -> bool:
-    """Whether a file system that has bytes left takes no more files; one that counts no files (Btrfs) always may."""
+    """Return True if a file system with free bytes has no free inodes; one that does not count them (Btrfs) always
+    has."""
     return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
 
 

@@ -25,11 +25,11 @@ from elastic_train.errors import StorageError
 log = logging.getLogger(__name__)
 
 NUM_KEPT = 2
-"""Attempts kept on the node: the newest commit's, and the one that is being written."""
+"""Attempts kept on the node: the newest commit's, and the one being written."""
 
 
 class NodeCopyStore:
-    """The far store, with copies on this node of the files written through it; `matching` keys are read from them."""
+    """The far store, with copies on this node of files written through it; `matching` keys are read from these."""
 
     def __init__(self, far: Store, folder: str | Path, matching: Collection[str] = ()) -> None:
         self._far, self._folder, self._matching = far, Path(folder), matching
@@ -63,7 +63,7 @@ class NodeCopyStore:
         self._far.delete(key)
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
-        """Return this store for reading: of these files, by key, the intact copies on this node are read."""
+        """Return this store for reading, using the intact copies of these files on this node."""
         matching = {key for key, record in files.items() if self._has(key, record, on_progress)}
         return NodeCopyStore(self._far, self._folder, matching)
 
@@ -74,7 +74,7 @@ class NodeCopyStore:
             return False
 
     def _make_room(self, attempt: str) -> None:
-        """Delete the copies of all but the newest attempts; the one given is about to be the newest."""
+        """Delete the copies of all but the newest attempts, given the one about to be the newest."""
         try:
             entries = self._near.list(ATTEMPTS)
         except StorageError:
@@ -97,7 +97,7 @@ class NodeCopyStore:
 
 
 class _Copy:
-    """The copy of one file, renamed to its key when it is complete; the first error disables it and is logged."""
+    """The copy of one file, renamed to its key when complete; the first error is logged and disables it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(f"{path.name}.partial")

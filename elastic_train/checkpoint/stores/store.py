@@ -36,20 +36,20 @@ class Unreadable(StorageError):  # noqa: N818 - as above
 
 
 CHANGES = ("create", "write", "delete")
-"""What changes a store, as its messages have it."""
+"""Operations that change a store, as named in messages."""
 
 
 class NotAllowed(StorageError):  # noqa: N818 - as above
-    """The store lets this process write nothing, and will not by itself: read-only, permissions, credentials."""
+    """Raised if the store refuses all writes of this process permanently: read-only, permissions, credentials."""
 
 
 class Uncertain(StorageError):  # noqa: N818 - as above
-    """It is unknown whether the key was created."""
+    """Raised if it is unknown whether the key was created."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key, its size in bytes, and its last change in unix seconds if the store knows (for clean-up only)."""
+    """A key, its size in bytes, and its last change in unix seconds if known (for clean-up only)."""
 
     key: str
     size: int
@@ -60,11 +60,11 @@ class Sink(Protocol):
     """Takes the bytes of one file."""
 
     def write(self, content: bytes | memoryview, /) -> int:
-        """Take all of the bytes; return their number."""
+        """Write all of the bytes; return their number."""
 
 
 class ReadFile:
-    """What readers use of a file; every access runs inside a `guard()`, which may translate errors."""
+    """The read interface of a file; every access runs inside a `guard()`, which may translate errors."""
 
     def __init__(self, file: BinaryIO, guard: Callable[[], AbstractContextManager[None]]) -> None:
         self._file, self._guard = file, guard
@@ -95,7 +95,7 @@ class ReadFile:
 
 
 def no_listener() -> None:
-    """Ignore progress."""
+    """Do nothing: a default progress callback."""
 
 
 class Store(Protocol):
@@ -103,39 +103,39 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """The store's location, for messages and for `open_store`."""
+        """Location of the store, for messages and `open_store`."""
 
     def create(self, key: str, content: bytes) -> None:
-        """Create a key durably and all at once; KeyTaken if it exists."""
+        """Create a key durably and atomically; raise KeyTaken if it exists."""
 
     def write(self, key: str) -> AbstractContextManager[Sink]:
-        """Write a file of a fresh key; durable when the context ends, removed if it ends with an error."""
+        """Write a file under a fresh key; durable when the context ends, removed if it ends with an error."""
 
     def open(self, key: str) -> BinaryIO:
-        """Open a key for reading, seekable; KeyMissing if there is none. Reading raises StorageError, too."""
+        """Open a key for seekable reading; raise KeyMissing if there is none. Reads may raise StorageError."""
 
     def list(self, prefix: str) -> list[Entry]:
-        """Return every key below a folder (a prefix that ends with a slash), sorted; sees every finished create."""
+        """Return every key below a folder (a prefix ending in a slash), sorted, including every finished create."""
 
     def delete(self, key: str) -> None:
-        """Remove a key, durably; nothing happens if there is none."""
+        """Remove a key durably, if it exists."""
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
-        """Return the store to read these files from, by key: this one, or one that reads intact copies on this node.
+        """Return the store to read these files from: this one, or one that reads intact copies on this node.
 
-        To find out which copies are intact they are read to their ends; `on_progress` is called for every piece.
+        Finding intact copies reads them to their ends; `on_progress` is called for every piece.
         """
 
 
 @runtime_checkable
 class KeepsUnfinished(Protocol):
-    """A store that keeps what a killed process has sent of a file, where no listing shows it."""
+    """A store that keeps a killed process's partial uploads, which listings do not show."""
 
     def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
-        """Remove files below a folder that were begun before a time (unix seconds) and never finished; return keys.
+        """Remove unfinished files below a folder that were begun before a time (unix seconds); return their keys.
 
-        Whoever still writes one of them fails. A rehearsal removes nothing. StorageError if the store does not say
-        what it keeps.
+        A writer still at work on one fails. A rehearsal removes nothing. Raise StorageError if the store cannot list
+        them.
         """
 
 
@@ -148,9 +148,9 @@ def read(store: Store, key: str) -> bytes:
 def create_once(store: Store, key: str, content: bytes) -> bool:
     """Create a key whose content is unique to this call; return False if another writer's content is there.
 
-    A store that retries by itself may refuse the retry because its own first try got through, and so may an
-    unanswered create: it is sent a second time, and the content decides. Only looking would not do: what can be seen
-    need not be durable. Raises Uncertain if it stays unknown whether the key was created.
+    A store's own retry may be refused because its first try got through, as may the retry of an unanswered create: it
+    is sent a second time, and the content decides. Reading alone would not do: visible content need not be durable.
+    Raise Uncertain if the outcome stays unknown.
     """
     unknown: Uncertain | None = None
     for _ in range(2):

@@ -1,8 +1,7 @@
-"""Uploads: the bytes of a file leave for object storage while they are made, and the object appears when all are there.
+"""Uploads to object storage: a file's bytes leave while they are produced; the object appears when complete.
 
-Nothing is staged on the local disk, whose fullness would fail saves, and a bounded number of pieces is held in memory:
-`MOST_UNANSWERED` that are on their way, and the one that is being filled. A file that fits into one piece is sent at
-once, when it is complete.
+Nothing is staged on the local disk, which might be full, and memory is bounded: `MOST_UNANSWERED` pieces in flight, and
+the one being filled. A file that fits into one piece is sent when complete.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.system.sdk_errors import sdk_errors
 
 PIECE_BYTES = 16 << 20
-"""Well above the least that S3 takes, 5 MiB."""
+"""Well above S3's minimum of 5 MiB."""
 MOST_UNANSWERED = 8
 _PIECES_OF_A_SIZE = 1000
-"""S3 takes 10,000 pieces of an object: each thousand are larger by `PIECE_BYTES`, which makes 860 GiB in all."""
+"""S3 allows 10,000 pieces per object: each further thousand are larger by `PIECE_BYTES`, for 860 GiB in all."""
 
 
 class Upload(Sink, Protocol):
-    """A file on its way; either `finish` or `discard` is called at its end."""
+    """A file being uploaded; `finish` or `discard` must be called at its end."""
 
     def finish(self) -> None:
-        """Return when the object is there."""
+        """Return when the object exists."""
 
     def discard(self) -> None:
-        """Give it up: no object appears, and what has arrived is removed as far as the storage lets itself be asked."""
+        """Give up: no object appears, and received pieces are removed as far as the storage allows."""
 
 
 class S3Upload:
-    """An object of S3 in pieces, several of which are on their way at a time; `file_system` is s3fs's."""
+    """A multipart upload to S3 with several pieces in flight; `file_system` is s3fs's."""
 
     def __init__(self, file_system: Any, path: str) -> None:
         self._fs = file_system
@@ -81,7 +80,7 @@ class S3Upload:
         return PIECE_BYTES * (1 + self._num_sent // _PIECES_OF_A_SIZE)
 
     def _send(self) -> None:
-        """Begin to send the piece that was filled, once few enough are on their way."""
+        """Start to send the filled piece, once few enough are in flight."""
         if self._upload_id is None:
             self._upload_id = str(self._begin("create_multipart_upload").result()["UploadId"])
         while len(self._unanswered) >= MOST_UNANSWERED:
@@ -99,13 +98,13 @@ class S3Upload:
         self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": answer["ETag"], **checksums})
 
     def _begin(self, method: str, **arguments: object) -> Future[dict[str, Any]]:
-        """Ask the storage on the thread of s3fs, which tries again by itself what is worth it."""
+        """Call the storage on s3fs's thread, which retries what is worth it."""
         call = self._fs._call_s3(method, Bucket=self._bucket, Key=self._key, **arguments)
         return asyncio.run_coroutine_threadsafe(call, self._fs.loop)
 
 
 def abort_uploads(file_system: Any, folder: str, before: float, *, is_rehearsal: bool = False) -> list[str]:
-    """Abort the uploads to S3, below a folder, that were begun before a time; return the paths of their objects."""
+    """Abort S3 uploads below a folder that were begun before a time; return their objects' paths."""
     bucket, prefix, _ = file_system.split_path(folder)
 
     def ask(method: str, **arguments: object) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def abort_uploads(file_system: Any, folder: str, before: float, *, is_rehearsal:
             if not upload["Key"].startswith(prefix) or upload["Initiated"].timestamp() >= before:
                 continue
             if not is_rehearsal:
-                with contextlib.suppress(FileNotFoundError):  # it has been finished or aborted meanwhile
+                with contextlib.suppress(FileNotFoundError):  # finished or aborted meanwhile
                     ask("abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
             aborted.append(f"{bucket}/{upload['Key']}")
         if not page.get("IsTruncated"):
@@ -156,7 +155,7 @@ class FileUpload:
             return
         with contextlib.suppress(*sdk_errors(OSError)):
             if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # to close it, now or when it is collected, would publish what it has
+                self._file.closed = True  # closing it, now or when collected, would publish its content
                 self._file.discard()
             else:
                 self._file.close()
