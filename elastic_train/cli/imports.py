@@ -21,13 +21,13 @@ from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
 from elastic_train.data.packing import pack as packing
 from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.tables import digits, hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
-from elastic_train.data.tables.splitting import SHARE, TRAIN
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted
@@ -35,6 +35,10 @@ from elastic_train.system.wording import counted
 app = App(name="import", help="Make a dataset, OUT/train and OUT/validation, of text, rows or images.")
 
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
+Held = Annotated[
+    tuple[Path, ...],
+    Parameter(consume_multiple=True, help="Your own files for validation; default: a share of FILES."),
+]
 
 
 @Parameter(name="*")
@@ -65,7 +69,7 @@ class Split:
     """Options of imports that keep a share of the rows for validation."""
 
     validation_share: float = SHARE
-    "Share of the rows to keep for validation, by their content; 0 for none. Ignored where the source has a split."
+    "Share of the rows to keep for validation, by their content; 0 for none. Ignored if validation rows are given."
     seed: int = 7
     "Decides the split, and the order of images."
     replace: Flag = False
@@ -190,11 +194,18 @@ def import_docstrings(
 
 @app.command(name="text")
 def import_text(
-    out: Path, files: list[Path], *, chosen: Chosen | None = None, text_key: str = "text", label_key: str = "label"
+    out: Path,
+    files: list[Path],
+    *,
+    validation: Held = (),
+    chosen: Chosen | None = None,
+    text_key: str = "text",
+    label_key: str = "label",
 ) -> int:
     """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after the label."""
     options = (chosen or Chosen()).options()
-    imported = corpora.import_text(out, files, options, text_key=text_key, label_key=label_key, track=shown)
+    parts = {TRAIN: files, **({VALIDATION: validation} if validation else {})}
+    imported = corpora.import_text(out, parts, options, text_key=text_key, label_key=label_key, track=shown)
     return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
 
 
@@ -203,6 +214,7 @@ def import_rows(
     out: Path,
     files: list[Path],
     *,
+    validation: Held = (),
     columns: Columns | None = None,
     chats: Chats | None = None,
     split: Split | None = None,
@@ -216,7 +228,14 @@ def import_rows(
     source = next((kind for kind, suffixes in _KINDS.items() if files[0].suffix.lower() in suffixes), None)
     if source is None:
         raise ConfigError(f"{files[0]}: must be .jsonl, .json, .csv or .tsv")
-    return _import_files(out, files, source, _KINDS[source], columns, chats, split)
+    wrong = [path for path in (*files, *validation) if path.suffix.lower() not in _KINDS[source]]
+    if wrong:
+        raise ConfigError(*(f"{path}: must be {' or '.join(_KINDS[source])}" for path in wrong))
+    options = (columns or Columns()).options((split or Split()).checked())
+    parts = {TRAIN: files, **({VALIDATION: validation} if validation else {})}
+    if (done := _import_chats(out, parts, source, columns or Columns(), chats, split)) is not None:
+        return done
+    return _report_new(out, importing.import_rows(out, parts, source, options, track=shown))
 
 
 @app.command(name="hf-folder")
@@ -301,25 +320,6 @@ def pack(
         length, tokenizer, column, end, chosen.validation_share, chosen.seed, open_rows, chosen.replace
     )
     return _report_packed(out, packing.pack(out, sources, options, track=shown), is_json=json_)
-
-
-def _import_files(
-    out: Path,
-    files: Sequence[Path],
-    source: str,
-    suffixes: Sequence[str],
-    columns: Columns | None,
-    chats: Chats | None,
-    split: Split | None,
-) -> int:
-    wrong = [path for path in files if path.suffix.lower() not in suffixes]
-    if wrong:
-        raise ConfigError(*(f"{path}: must be {' or '.join(suffixes)}" for path in wrong))
-    options = (columns or Columns()).options((split or Split()).checked())
-    parts = {TRAIN: files}
-    if (done := _import_chats(out, parts, source, columns or Columns(), chats, split)) is not None:
-        return done
-    return _report_new(out, importing.import_rows(out, parts, source, options, track=shown))
 
 
 def _import_chats(

@@ -26,11 +26,19 @@ from elastic_train.data.chats.layouts import (
 from elastic_train.data.chats.rendering import ChatTokenizer, Rendered, last_turn_of, open_tokenizer
 from elastic_train.data.chats.rows import Rows, read_rows
 from elastic_train.data.corpora import origin
+from elastic_train.data.dataset.splitting import SHARE
 from elastic_train.data.packing.bins import Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS
 from elastic_train.data.tables.files import Chunk, shown_chunks
-from elastic_train.data.tables.importing import TOKENS, Parts, Table, Written, contents_of, load_parts, write_table
-from elastic_train.data.tables.splitting import SHARE
+from elastic_train.data.tables.importing import (
+    TOKENS,
+    Parts,
+    Table,
+    Written,
+    contents_of_parts,
+    load_parts,
+    write_table,
+)
 from elastic_train.data.tables.unfit_rows import UnfitRows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError
@@ -128,7 +136,7 @@ def import_chats(
         "rows_per_group": options.rows_per_group,
         "pyarrow": pa.__version__,
         "transformers": version_of("transformers"),
-        "content": contents_of([path for paths in parts.values() for path in paths]),
+        **contents_of_parts(parts),
         **({"skip_unfit": True} if options.skips else {}),
     }
     if origin.is_finished(out, made_from, replace=options.replace):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elastic_train.data.corpora.sample import Sample, measure
+from elastic_train.data.corpora.sample import Sample
 from elastic_train.errors import ConfigError
 
 _ENCODING = "utf-8-sig"
@@ -27,7 +27,7 @@ def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sam
     samples: list[Sample] = []
     for path in files:
         before = len(samples)
-        samples += [Sample(text, label, measure(text)) for text, label in _read(path, text_key, label_key)]
+        samples += [Sample(text, label) for text, label in _read(path, text_key, label_key)]
         if len(samples) == before:
             raise ConfigError(f"{path}: holds no rows")
     return samples

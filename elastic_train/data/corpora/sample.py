@@ -18,7 +18,7 @@ class Sample:
 
     text: str
     label: str
-    numeric: tuple[float | None, ...]
+    numeric: tuple[float | None, ...] = ()
     categorical: tuple[str | None, ...] = ()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,7 @@ from elastic_train.data.corpora.sample import Sample
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
+from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 ROWS_PER_GROUP = 512
 ROWS_PER_FILE = 8192
 MIN_FILES = 4
-VALIDATION_SHARE = 0.1
 MISSING_SHARE = 0.07
 _CHUNK = 1024
 
@@ -77,21 +77,24 @@ def import_docstrings(
     if origin.is_finished(out, made_from, replace=options.replace):
         return _load(out)
     samples = docstrings.read_docstrings(folder, options.num_samples, options.seed, track=track)
-    return _write(out, samples, POLICY, made_from, options, track)
+    return _write(out, {TRAIN: samples}, POLICY, made_from, options, track)
 
 
 def import_text(
     out: Path,
-    files: Sequence[Path],
+    parts: Mapping[str, Sequence[Path]],
     options: Options = DEFAULTS,
     *,
     text_key: str = "text",
     label_key: str = "label",
     track: Track = silent,
 ) -> Imported:
-    """Make a dataset of a user's own files: every row of them, whatever `options.num_samples` says."""
-    samples = plain_text.read_files(files, text_key, label_key)
-    content = [(sample.text, sample.label) for sample in samples]
+    """Make a dataset of a user's own files: every row of them, whatever `options.num_samples` says.
+
+    Of `parts` without 'validation', a tenth of the texts validates.
+    """
+    samples = {name: plain_text.read_files(files, text_key, label_key) for name, files in parts.items()}
+    content = [(name, sample.text, sample.label) for name, of_part in samples.items() for sample in of_part]
     made_from = _origin("text", options, content_sha256=hashlib.sha256(repr(content).encode()).hexdigest())
     if origin.is_finished(out, made_from, replace=options.replace):
         return _load(out)
@@ -118,19 +121,33 @@ def _load(out: Path) -> Imported:
 
 
 def _write(
-    out: Path, samples: Sequence[Sample], schema: Schema, made_from: origin.Origin, options: Options, track: Track
+    out: Path,
+    parts: Mapping[str, Sequence[Sample]],
+    schema: Schema,
+    made_from: origin.Origin,
+    options: Options,
+    track: Track,
 ) -> Imported:
+    samples = parts[TRAIN]
     labels = tuple(label for label, _ in sorted(Counter(s.label for s in samples).items(), key=lambda i: (-i[1], i[0])))
     if len(labels) < 2:
         raise ConfigError(f"the texts have {len(labels)} labels ({', '.join(labels)}); a classifier needs at least 2")
-    train, validation = split(samples, options.seed)
+    if VALIDATION in parts:
+        train, validation = samples, parts[VALIDATION]
+        if unknown := sorted({sample.label for sample in validation} - {*labels}):
+            raise ConfigError(
+                f"the validation texts have labels that no training text has: {', '.join(unknown)}; correct them, or "
+                "add training texts with these labels"
+            )
+    else:
+        train, validation = split(samples, options.seed)
     if not train or not validation:
-        raise ConfigError(f"{len(samples)} texts are too few to keep {VALIDATION_SHARE:.0%} of them for validation")
+        raise ConfigError(f"{len(samples)} texts are too few to keep {SHARE:.0%} of them for validation")
     stages = iter(track(("tokeniser", "train", "validation"), "tokenising and writing, stages", 3))
     next(stages)
     tokenizer = tokenise.train_tokenizer((sample.text for sample in train), options.vocabulary)
     with origin.filled(out, made_from) as folder:
-        for name, part in (("train", train), ("validation", validation)):
+        for name, part in ((TRAIN, train), (VALIDATION, validation)):
             next(stages)
             _write_part(folder / name, part, labels, schema, tokenizer, options)
     next(stages, None)
@@ -148,7 +165,7 @@ def split(samples: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Samp
     train: list[Sample] = []
     validation: list[Sample] = []
     for texts in by_label.values():
-        num_validation = max(1, round(len(texts) * VALIDATION_SHARE)) if len(texts) > 1 else 0
+        num_validation = max(1, round(len(texts) * SHARE)) if len(texts) > 1 else 0
         for place, key in enumerate(sorted(texts)):
             (validation if place < num_validation else train).extend(texts[key])
     return train, validation

@@ -47,8 +47,8 @@ def _text_schema(name: str, label: str, numeric: tuple[str, ...], categorical: t
 
 
 POLICY = _text_schema("policy", POLICY_LABEL, POLICY_NUMERIC, POLICY_CATEGORICAL)
-# A user's own text: what can be measured on any text, and the user's label.
-PLAIN = _text_schema("custom", "label", POLICY_NUMERIC[:3], ())
+# A user's own text, and the user's label.
+PLAIN = _text_schema("custom", "label", (), ())
 QUALITY = Schema(
     "quality",
     pa.schema(

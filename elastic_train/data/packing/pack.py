@@ -26,11 +26,11 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer
 from elastic_train.data.dataset.manifest import build_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
+from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.packing.bins import BestFit, Row, Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS, Documents, sources_of, tokenizer_for
 from elastic_train.data.tables.files import read_files, shown_chunks
 from elastic_train.data.tables.importing import contents_of
-from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.corpora import origin
+from elastic_train.data.dataset.splitting import TRAIN
 from elastic_train.data.tables.files import Chunk
 from elastic_train.data.tables.image_folder import SCHEMA
 from elastic_train.data.tables.images import COLUMN
 from elastic_train.data.tables.importing import Table, Written, load_parts, write_table
 from elastic_train.data.tables.labels import COLUMN as LABEL
-from elastic_train.data.tables.splitting import TRAIN
 from elastic_train.system.extras import needed_for
 
 LABELS = tuple(str(digit) for digit in range(10))

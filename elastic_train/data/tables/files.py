@@ -55,13 +55,16 @@ class Chunk:
         return self.first + row + (2 if has_header(self.path) else 1)
 
 
-def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Chunk]:
+def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | None = None) -> Iterator[Chunk]:
     """Yield the rows of files, one after the other; `types` of columns take the place of guessed ones.
 
-    Raises ConfigError, which names file and row, at the first that cannot be read.
+    All files must have the columns and types of the file `like` (default: of the first). Raises ConfigError, which
+    names file and row, at the first that cannot be read.
     """
     sizes = [size_of(path) for path in paths]
     known, total, before = dict(types or {}), sum(sizes) or 1, 0
+    if like is not None:
+        known |= _types_of(like, known)
     for path, size in zip(paths, sizes, strict=True):
         first = 0
         for rows, share in _batches(path, known, frozenset(types or {})):
@@ -69,6 +72,11 @@ def read_files(paths: Sequence[Path], types: Types | None = None) -> Iterator[Ch
                 names = rows.schema.names
                 if twice := sorted({name for name in names if names.count(name) > 1}):
                     raise ConfigError(f"{path}: has several columns named {', '.join(twice)}; rename or remove them")
+                if like is not None and set(names) != set(known):
+                    raise ConfigError(
+                        f"{path}: has the columns {', '.join(names)}, but {like} has {', '.join(known)}; both must "
+                        "have the same"
+                    )
                 known |= {field.name: field.type for field in rows.schema if field.name not in known}
             yield Chunk(path, first, plain(rows), (before + share * size) / total)
             first += rows.num_rows
@@ -138,6 +146,13 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def _kind_of(path: Path) -> str:
     return path.suffix.lower()
+
+
+def _types_of(path: Path, types: Types) -> Types:
+    """Return the types of a file's columns, read from its first rows."""
+    for rows, _ in _batches(path, types, frozenset(types)):
+        return {field.name: field.type for field in rows.schema}
+    raise ConfigError(f"{path}: holds no rows")
 
 
 def _batches(path: Path, types: Types, given: frozenset[str]) -> Batches:

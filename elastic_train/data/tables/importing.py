@@ -18,10 +18,10 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer, tokenizer_file
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
+from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
 from elastic_train.data.tables.images import ImageCheck, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
-from elastic_train.data.tables.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.unfit_rows import UnfitRows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError
@@ -79,14 +79,14 @@ def import_rows(
     out: Path, parts: Parts, source: str, options: RowOptions, named: Labels | None = None, track: Track = silent
 ) -> Written:
     """Make a dataset of files; of a single part, a share validates. `named` are labels that are known."""
-    paths = [path for of_part in parts.values() for path in of_part]
-    if not paths:
+    if not any(parts.values()):
         raise ConfigError("name at least one file to import")
-    made_from = {"source": source, **_origin_of(options), "content": contents_of(paths)}
+    made_from = {"source": source, **_origin_of(options), **contents_of_parts(parts)}
     if origin.is_finished(out, made_from, replace=options.replace):
         return load_parts(out)
-    chunks_of = {name: _reader(of_part, options.types) for name, of_part in parts.items()}
-    labels = named or survey((chunk for chunks in chunks_of.values() for chunk in chunks()), options.label_key)
+    like = parts[TRAIN][0] if len(parts) > 1 else None
+    chunks_of = {name: _reader(of_part, options.types, like) for name, of_part in parts.items()}
+    labels = named or survey(chunks_of[TRAIN](), options.label_key)
     finish = Finisher(labels, options)
     table = Table(
         {name: finish.all(shown_chunks(read(), f"writing {name}", track)) for name, read in chunks_of.items()},
@@ -142,6 +142,12 @@ def contents_of(paths: Sequence[Path]) -> list[list[object]]:
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error}") from error
     return found
+
+
+def contents_of_parts(parts: Parts) -> dict[str, object]:
+    """Return what tells the files of one dataset from those of another: names and digests of each part's."""
+    content = contents_of([path for paths in parts.values() for path in paths])
+    return {"content": content, **({"validation_files": len(parts[VALIDATION])} if VALIDATION in parts else {})}
 
 
 class Finisher:
@@ -220,8 +226,8 @@ def texts_of(chunk: Chunk, name: str) -> list[str]:
     return texts
 
 
-def _reader(paths: Sequence[Path], types: Types) -> Chunks:
-    return lambda: read_files(paths, types)
+def _reader(paths: Sequence[Path], types: Types, like: Path | None) -> Chunks:
+    return lambda: read_files(paths, types, like)
 
 
 def _origin_of(options: RowOptions) -> dict[str, object]:

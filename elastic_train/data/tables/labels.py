@@ -26,11 +26,17 @@ class Labels:
     names: tuple[str, ...] | None = None
 
     def codes(self, chunk: Chunk) -> pa.Array:
-        """Return the classes of the rows, int32; ConfigError names a row without one."""
+        """Return the classes of the rows, int32; ConfigError names a row without one, or with an unknown one."""
         column = labels_of(chunk, self.column)
         if self.names is None or pa.types.is_integer(column.type):
             return column.cast(pa.int32())
-        return pc.index_in(column, pa.array(self.names, pa.string()))
+        codes = pc.index_in(column, pa.array(self.names, pa.string()))
+        if (row := pc.index(pc.is_null(codes), True).as_py()) >= 0:
+            raise ConfigError(
+                f"{chunk.place_of(row)}: has the label {column[row].as_py()}, which no training row has; correct it, "
+                "or add training rows with this label"
+            )
+        return codes
 
 
 def survey(chunks: Iterable[Chunk], wanted: str | None) -> Labels | None:

@@ -83,6 +83,24 @@ def test_text_is_imported_once(tmp_path: Path, call: Call) -> None:
     assert snapshot(out) == before
 
 
+def test_files_of_ones_own_validate(tmp_path: Path, call: Call) -> None:
+    """`--validation` names them for texts, rows and chats; another kind of file is refused."""
+    path, held = write_texts(tmp_path / "a.jsonl"), tmp_path / "b.jsonl"
+    held.write_text(path.read_text().partition("\n")[0])
+    for kind in ("text", "rows"):
+        done = call("import", kind, tmp_path / kind, path, "--validation", held)
+        assert (done.code, f"{tmp_path / kind}/validation: 1 rows in 1 file" in done.output) == (0, True), done.output
+    (tmp_path / "b.csv").write_text("text,label\na,b\n")
+    wrong = call("import", "rows", tmp_path / "wrong", path, "--validation", tmp_path / "b.csv")
+    assert (wrong.code, "b.csv: must be .jsonl or .json" in wrong.output) == (2, True)
+    pytest.importorskip("transformers")
+    model, chats = save_tokenizer(tmp_path / "model", CHATML), tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is."}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    done = call("import", "rows", tmp_path / "chats", chats, "--tokenizer", model, "--validation", chats)
+    assert (done.code, f"{tmp_path / 'chats'}/validation: 1 rows" in done.output) == (0, True), done.output
+
+
 def test_synth_is_written_once(tmp_path: Path, call: Call) -> None:
     """Like an import: there already, refused if different, replaced with --replace."""
     out = tmp_path / "out"

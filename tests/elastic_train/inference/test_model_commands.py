@@ -17,6 +17,7 @@ from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.cli.main import app
 from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
+from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.decoder.as_transformers import llama_name
 from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed
@@ -42,7 +43,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"text": text, "label": str(number % 2)} for number, text in enumerate(TEXTS)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    import_text(folder / "rows", [folder / "rows.jsonl"], Options(vocabulary=512))
+    import_text(folder / "rows", {"train": [folder / "rows.jsonl"]}, Options(vocabulary=512))
     return folder / "rows"
 
 
@@ -113,12 +114,17 @@ def test_predict_gives_classes_without_labels(
     tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rows whose labels were never known get the classes of those that have some; absent metadata is missing."""
+    rows = [{"text": text, "label": str(number % 2), "size": len(text)} for number, text in enumerate(TEXTS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = RowOptions(tokenizer=texts / "train", numeric=("size",))
+    texts = tmp_path / "sized"
+    import_rows(texts, {"train": [tmp_path / "rows.jsonl"]}, "jsonl", options)
     task = {"path": "elastic_train.tasks.text_classifier:TextClassifier", "params": {"dim": 16, "depth": 1, "heads": 2}}
     succeed(start([config(tmp_path, texts, {**CLASSIFIER, "task": task, "max_steps": 4})]))
     bare = pq.ParquetDataset(sorted((texts / "train").glob("*.parquet"))).read().drop_columns("label")
-    absent = bare.drop_columns("num_lines")
+    absent = bare.drop_columns("size")
     tables = {"bare": bare, "absent": absent}
-    tables["missing"] = absent.append_column("num_lines", pa.nulls(len(bare), pa.float64()))
+    tables["missing"] = absent.append_column("size", pa.nulls(len(bare), pa.int64()))
     for name, table in tables.items():
         (tmp_path / name).mkdir()
         pq.write_table(table, tmp_path / name / "rows.parquet")
@@ -129,7 +135,7 @@ def test_predict_gives_classes_without_labels(
         assert said(capsys, "predict", tmp_path / "run", "--data", data, "--out", out)["rows"] == len(bare)
         found[name] = pq.read_table(out)
     assert found["with"].equals(found["bare"]) and found["absent"].equals(found["missing"])
-    assert "lacks num_lines, which the model was trained with" in caplog.text
+    assert "lacks size, which the model was trained with" in caplog.text
     row = found["with"].to_pylist()[0]
     labels = load_manifest(str(texts / "train")).labels
     assert labels is not None and row["prediction"] == labels[int(np.argmax(row["probabilities"]))]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.corpora.plain_text import read_files
-from elastic_train.data.corpora.sample import measure
+from elastic_train.data.corpora.sample import Sample
 from elastic_train.errors import ConfigError
 
 filled_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: bool(text.strip()))
@@ -76,14 +76,12 @@ def test_only_a_line_break_ends_a_line_of_text(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt", "one\u2028two\x85\x0bthree\n") == [("one\u2028two\x85\x0bthree", "a")]
 
 
-def test_files_are_read_in_their_order_and_measured(tmp_path: Path) -> None:
-    """Samples follow the order in which files are named, and carry the measures of their text."""
+def test_files_are_read_in_their_order(tmp_path: Path) -> None:
+    """Samples follow the order in which files are named, and have no metadata that the user did not give."""
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
     samples = read_files([tmp_path / "b.txt", tmp_path / "a.txt"], "text", "label")
-    assert [(sample.label, sample.numeric) for sample in samples] == [
-        (name, measure(f"text of {name}")) for name in ("b", "a")
-    ]
+    assert samples == [Sample(f"text of {name}", name) for name in ("b", "a")]
 
 
 BAD: dict[str, tuple[str, str]] = {

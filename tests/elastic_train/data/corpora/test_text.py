@@ -69,7 +69,7 @@ def texts_of(manifest: Manifest) -> list[tuple[str, str]]:
 def test_text_becomes_rows(tmp_path: Path) -> None:
     """Every text comes back from its ids under its own label; labels are numbered by frequency; both parts agree."""
     path = write_texts(tmp_path / "a.jsonl")
-    imported = corpora.import_text(tmp_path / "out", [path], Options(seed=3, vocabulary=600, max_tokens=100))
+    imported = corpora.import_text(tmp_path / "out", {"train": [path]}, Options(seed=3, vocabulary=600, max_tokens=100))
     for manifest in (imported.train, imported.validation):
         check_part(manifest, PLAIN)
         assert manifest.labels == ("a", "b", "c")
@@ -82,27 +82,29 @@ def test_text_becomes_rows(tmp_path: Path) -> None:
 
 def test_texts_are_cut_at_max_tokens(tmp_path: Path) -> None:
     """No row holds more tokens than were asked for."""
-    imported = corpora.import_text(tmp_path / "out", [write_texts(tmp_path / "a.jsonl")], Options(max_tokens=4))
+    imported = corpora.import_text(
+        tmp_path / "out", {"train": [write_texts(tmp_path / "a.jsonl")]}, Options(max_tokens=4)
+    )
     assert {len(ids) for ids in table_of(imported.train).column("input_ids").to_pylist()} == {4}
 
 
 def test_the_same_import_has_the_same_bytes(tmp_path: Path) -> None:
     """Two imports of the same texts have equal files; asked again, the second is there already."""
     path = write_texts(tmp_path / "a.jsonl")
-    first, second = (corpora.import_text(tmp_path / name, [path], OPTIONS) for name in ("x", "y"))
+    first, second = (corpora.import_text(tmp_path / name, {"train": [path]}, OPTIONS) for name in ("x", "y"))
     assert (first.train.digest, first.validation.digest) == (second.train.digest, second.validation.digest)
-    again = corpora.import_text(tmp_path / "y", [path], OPTIONS)
+    again = corpora.import_text(tmp_path / "y", {"train": [path]}, OPTIONS)
     assert again == Imported(second.train, second.validation, is_new=False)
 
 
 def test_another_import_does_not_overwrite(tmp_path: Path) -> None:
     """Other options over a finished dataset are refused by name; `replace` takes its place."""
     path = write_texts(tmp_path / "a.jsonl")
-    before = corpora.import_text(tmp_path / "out", [path], OPTIONS)
+    before = corpora.import_text(tmp_path / "out", {"train": [path]}, OPTIONS)
     with pytest.raises(ConfigError, match=r"made differently \(seed\)"):
-        corpora.import_text(tmp_path / "out", [path], Options(200, 4, 600, 16))
+        corpora.import_text(tmp_path / "out", {"train": [path]}, Options(200, 4, 600, 16))
     assert load_manifest(str(tmp_path / "out" / "train")) == before.train
-    after = corpora.import_text(tmp_path / "out", [path], Options(200, 4, 600, 16, replace=True))
+    after = corpora.import_text(tmp_path / "out", {"train": [path]}, Options(200, 4, 600, 16, replace=True))
     assert (after.is_new, after.train.digest == before.train.digest) == (True, False)
 
 
@@ -122,11 +124,31 @@ def test_docstrings_become_policy_rows(tmp_path: Path) -> None:
 
 def test_some_metadata_is_dropped_as_in_practice(tmp_path: Path) -> None:
     """Of values that are all known 7 % are dropped; their rows stay."""
-    imported = corpora.import_text(tmp_path / "out", [write_texts(tmp_path / "a.jsonl", 4000)], OPTIONS)
+    for library in ("torch", "sympy"):
+        write_functions(tmp_path / "packages", library, 1200)
+    options = Options(num_samples=2400, seed=3, vocabulary=600, max_tokens=16)
+    imported = corpora.import_docstrings(tmp_path / "out", options, site_packages=tmp_path / "packages")
     rows = table_of(imported.train)
-    missing = {name: rows.column(name).null_count / rows.num_rows for name in PLAIN.numeric}
-    assert [name for name, share in missing.items() if not 0.055 <= share <= 0.085] == []
-    assert rows.num_rows + imported.validation.num_rows == 4000
+    missing = {name: rows.column(name).null_count / rows.num_rows for name in ("num_chars", "num_lines", "code_share")}
+    assert rows.num_rows > 1000
+    assert [name for name, share in missing.items() if not 0.05 <= share <= 0.09] == []
+
+
+def test_texts_of_ones_own_validate(tmp_path: Path) -> None:
+    """Each file becomes its part; the tokenizer and the numbers of labels are those of the training texts."""
+    train, held = write_texts(tmp_path / "a.jsonl"), tmp_path / "b.csv"
+    held.write_text("text,label\ntext number 1 of 1 words,c\nnever seen,a\n")
+    options = Options(seed=3, vocabulary=600, max_tokens=100)
+    imported = corpora.import_text(tmp_path / "out", {"train": [train], "validation": [held]}, options)
+    assert (imported.train.num_rows, imported.validation.num_rows) == (60, 2)
+    assert imported.validation.labels == imported.train.labels == ("a", "b", "c")
+    assert imported.validation.tokenizer_sha256 == imported.train.tokenizer_sha256
+    assert sorted(texts_of(imported.validation)) == [("never seen", "a"), ("text number 1 of 1 words", "c")]
+    with pytest.raises(ConfigError, match="made differently"):
+        corpora.import_text(tmp_path / "out", {"train": [train, held]}, options)
+    held.write_text("text,label\na text,d\n")
+    with pytest.raises(ConfigError, match="validation texts have labels that no training text has: d"):
+        corpora.import_text(tmp_path / "other", {"train": [train], "validation": [held]}, options)
 
 
 labelled = st.lists(st.tuples(st.sampled_from("tuvwxyz"), st.sampled_from("abc")), min_size=1, max_size=40)
@@ -161,5 +183,5 @@ def test_too_little_text_is_refused(tmp_path: Path, rows: list[tuple[str, str]],
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in rows))
     with pytest.raises(ConfigError, match=message):
-        corpora.import_text(tmp_path / "out", [path], OPTIONS)
+        corpora.import_text(tmp_path / "out", {"train": [path]}, OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]

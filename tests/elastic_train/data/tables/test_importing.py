@@ -72,6 +72,35 @@ def test_rows_become_a_dataset_of_two_parts(tmp_path: Path) -> None:
     assert not import_rows(tmp_path / "out", {"train": [path]}, "jsonl", options).is_new
 
 
+def test_rows_of_ones_own_validate(tmp_path: Path) -> None:
+    """Each file becomes its part, in order; types and labels are those of the training rows."""
+    train = write_lines(tmp_path / "a.jsonl", [{"label": "ab"[row % 2], "size": row + 0.5} for row in range(9)])
+    held = write_lines(tmp_path / "b.jsonl", [{"label": "b", "size": 1}, {"label": "a", "size": 2}])
+    parts = {"train": [train], "validation": [held]}
+    made = import_rows(tmp_path / "out", parts, "jsonl", RowOptions())
+    assert [manifest.num_rows for manifest in made.manifests] == [9, 2]
+    assert made.manifests[0].labels == made.manifests[1].labels == ("a", "b")
+    assert made.manifests[0].columns == made.manifests[1].columns
+    assert rows_in(tmp_path / "out" / "validation") == [{"label": 1, "size": 1.0}, {"label": 0, "size": 2.0}]
+    assert not import_rows(tmp_path / "out", parts, "jsonl", RowOptions()).is_new
+    with pytest.raises(ConfigError, match=r"made differently \(validation_files\)"):
+        import_rows(tmp_path / "out", {"train": [train, held]}, "jsonl", RowOptions())
+
+
+def test_rows_of_ones_own_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Otherwise the task would refuse the finished validation set when training starts."""
+    train, held = tmp_path / "a.csv", tmp_path / "b.csv"
+    train.write_text("text,label\n" + "x,a\ny,b\n" * 4)
+    for content, message in (
+        ("text,kind\nx,a\n", r"b\.csv: has the columns text, kind, but .*a\.csv has text, label"),
+        ("text,label\nx,c\n", r"b\.csv: row 2: has the label c, which no training row has"),
+    ):
+        held.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            import_rows(tmp_path / "out", {"train": [train], "validation": [held]}, "csv", RowOptions())
+    assert not (tmp_path / "out").exists()
+
+
 def test_text_becomes_tokens_of_any_tokenizer(tmp_path: Path) -> None:
     made = train_tokenizer(["a text, number"], 300)
     made.save(str(tmp_path / "own.json"))
