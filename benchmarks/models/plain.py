@@ -49,8 +49,8 @@ class PlainLoop:
         decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        rates = {key: options[key] for key in ("lr", "betas", "weight_decay")}
-        self.optimizer = torch.optim.AdamW(groups, **rates)
+        rates = {key: options[key] for key in ("lr", "weight_decay")}
+        self.optimizer = torch.optim.AdamW(groups, **rates, **options["options"])
         self.scheduler = LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
         self.losses: list[float] = []
 

@@ -40,7 +40,6 @@ class Peer:
         self.optimizer = torch.optim.AdamW(
             [matrices, vectors],
             lr=OPTIMIZER.lr,
-            betas=OPTIMIZER.betas,
             weight_decay=OPTIMIZER.weight_decay,
         )
         self.scheduler = LambdaLR(self.optimizer, lambda step: rate_factor(step, OPTIMIZER, TOTAL_STEPS))

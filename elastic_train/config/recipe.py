@@ -29,13 +29,20 @@ def _ema_decay(old: Mapping[str, Any]) -> Mapping[str, object]:
     return {"ema_decay": ema.get("decay", 0.999) if isinstance(ema, Mapping) else ema}
 
 
+def _betas(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the options of a section that has a key for AdamW's decay rates; others have none."""
+    options = old.get("options") or {}
+    return {"options": {**options, "betas": old["betas"]}} if old.get("name", "adamw") in ("adamw", "muon") else {}
+
+
 class OptimizerConfig(Section):
     name: str = "adamw"
     """Optimizer: adamw, sgd, adafactor, muon (AdamW updates everything but hidden matrices), or a torch optimizer's
     class as module:Class."""
     options: dict[str, Value] = Field(default_factory=dict)
-    """Other keyword arguments of the optimizer's class, such as {momentum: 0.9, nesterov: true} for sgd. muon also
-    takes adamw_names: patterns of matrices that AdamW updates."""
+    """Other keyword arguments of the optimizer's class, such as {betas: [0.9, 0.95]} for adamw, or {momentum: 0.9,
+    nesterov: true} for sgd. muon also takes betas, of its AdamW, and adamw_names: patterns of matrices that AdamW
+    updates."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
@@ -43,8 +50,6 @@ class OptimizerConfig(Section):
     decay_norms_and_biases: bool = False
     """Also apply weight decay to biases, norms and other one-dimensional parameters. A task's parameter groups
     override it."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moments."""
     clip_norm: PositiveFloat | None = 1.0
     """Maximum norm of a step's whole gradient. null: no clipping."""
     warmup_steps: int = Field(default=20, ge=0)
@@ -66,6 +71,7 @@ class OptimizerConfig(Section):
     0.999, which spans about 1 / (1 - 0.999) steps. null: none."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
+        "betas": Old(tuple[float, float], [0.9, 0.999], "is now options: {betas: [B1, B2]}", _betas),
         "nonfinite_limit": Old(int, 10, "is ignored: ten steps in a row end training"),
         "cooldown_share": Old(
             float,
@@ -110,13 +116,6 @@ class OptimizerConfig(Section):
     def cooldown_share(self) -> float:
         """The share of the steps after the warm-up in which wsd falls."""
         return float(self.schedule.partition(":")[2] or 0.2) if self.schedule.startswith("wsd") else 0.2
-
-    @field_validator("betas")
-    @classmethod
-    def _decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both must be at least 0 and less than 1")
-        return betas
 
 
 class EarlyStoppingConfig(Section):

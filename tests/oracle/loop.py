@@ -56,7 +56,7 @@ def train(config: dict[str, Any], dims: dict[str, int]) -> torch.nn.Module:
     decays = {name: p.ndim > 1 and not name.endswith("bias") for name, p in model.named_parameters()}
     groups = [{"params": [p for name, p in model.named_parameters() if decays[name] is kind]} for kind in (True, False)]
     groups[1]["weight_decay"] = 0.0
-    adamw = torch.optim.AdamW(groups, betas=settings["betas"], weight_decay=settings["weight_decay"])
+    adamw = torch.optim.AdamW(groups, weight_decay=settings["weight_decay"], **settings["options"])
     for t in range(steps):
         epoch, at = t // epoch_steps, t % epoch_steps * micro_batch
         gradients, weights = [], []

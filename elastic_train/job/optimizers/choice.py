@@ -26,6 +26,8 @@ _NAMED = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muo
 _FUSED = ("adamw", "sgd", "muon")
 """Optimizers with a fused update (AdamW's part of Muon, too). Not the default on CPUs, where cuts change its bits."""
 ADAMW_NAMES = "adamw_names"
+_BETAS = (0.9, 0.999)
+"""Of AdamW, as torch has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,13 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
     Raises ConfigError if there is no such optimizer or option, or it refuses a value.
     """
     kind = _kind_of(config.name)
-    options = dict(config.options)
+    options: dict[str, Any] = dict(config.options)
+    if isinstance(betas := options.get("betas"), list):
+        options["betas"] = tuple(betas)  # as torch has them in its state
     patterns = options.pop(ADAMW_NAMES, []) if config.name == "muon" else None
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)):
         raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
-    _check_options(config.name, kind, options, [ADAMW_NAMES] if patterns is not None else [])
+    _check_options(config.name, kind, options, [ADAMW_NAMES, "betas"] if patterns is not None else [])
     if is_fp16 and options.get("fused") and config.ema_decay is not None:
         raise refused("fused updates in fp16", "optimizer.options.fused")
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
@@ -106,7 +110,7 @@ def _takes(kind: type[Optimizer], name: str) -> bool:
 
 
 def _check_options(name: str, kind: type[Optimizer], options: Mapping[str, object], others: list[str]) -> None:
-    own = {"params", "lr", "weight_decay"} | ({"betas"} if name == "adamw" else set())
+    own = {"params", "lr", "weight_decay"}
     known = [*(key for key in inspect.signature(kind).parameters if key not in own), *others]
     unknown = [key for key in options if key not in known and (key in own or not _takes(kind, key))]
     has = f"; it has {', '.join(known)}"
@@ -120,12 +124,12 @@ def _maker(
     config: OptimizerConfig, kind: type[Optimizer], options: Mapping[str, Any], fused: Mapping[str, bool]
 ) -> MakeOptimizer:
     if config.name == "muon":
-        adamw, rates = {"betas": config.betas, **fused}, (config.lr, config.weight_decay)
-        return lambda groups: MuonWithAdamW(groups, *rates, adamw=adamw, muon=dict(options))
+        muon, rates = dict(options), (config.lr, config.weight_decay)
+        adamw = {"betas": muon.pop("betas", _BETAS), **fused}
+        return lambda groups: MuonWithAdamW(groups, *rates, adamw=adamw, muon=dict(muon))
     takes_decay = _takes(kind, "weight_decay")
     if config.weight_decay and not takes_decay:
         raise ConfigError(f"optimizer.weight_decay: '{config.name}' takes none; set it to 0")
     both = {"lr": config.lr, **({"weight_decay": config.weight_decay} if takes_decay else {})}
-    betas = {"betas": config.betas} if config.name == "adamw" else {}
     make: Callable[..., Optimizer] = kind
-    return lambda groups: make(groups, **{**both, **betas, **fused, **options})
+    return lambda groups: make(groups, **{**both, **fused, **options})

@@ -74,11 +74,11 @@ def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps:
 
 def test_a_changed_rate_applies_from_the_next_step() -> None:
     """Also a changed decay and a longer schedule; moments and the schedule's place are those that were saved."""
-    before = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), warmup_steps=2)
+    before = OptimizerConfig(lr=0.1, weight_decay=0.5, options={"betas": (0.8, 0.9)}, warmup_steps=2)
     state = built(before)
     for _ in range(5):
         step(state)
-    after = OptimizerConfig(lr=0.004, weight_decay=0.0, betas=(0.7, 0.95), warmup_steps=2)
+    after = OptimizerConfig(lr=0.004, weight_decay=0.0, options={"betas": (0.7, 0.95)}, warmup_steps=2)
     again, never_stopped = restored(state, after, total_steps=50), built(after, total_steps=50)
     for _ in range(5):
         step(never_stopped)

@@ -63,6 +63,8 @@ def groups_of(state: AppliedState, key: str) -> dict[object, set[str]]:
     ("name", "options", "kind"),
     [
         ("adamw", {"amsgrad": True}, torch.optim.AdamW),
+        ("adamw", {"betas": (0.9, 0.95)}, torch.optim.AdamW),
+        ("muon", {"betas": (0.9, 0.95)}, MuonWithAdamW),
         ("sgd", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
         ("adafactor", {"beta2_decay": -0.7}, torch.optim.Adafactor),
         ("muon", {"ns_steps": 3}, MuonWithAdamW),
@@ -80,7 +82,8 @@ def test_an_optimizer_is_chosen_by_name_or_path(name: str, options: dict[str, ob
     ("values", "message"),
     [
         ({"name": "sgd", "options": {"momentun": 0.9}}, "'sgd' has no 'momentun'; did you mean 'momentum'?"),
-        ({"name": "adamw", "options": {"betas": [0.9, 0.95]}}, "'adamw' has no 'betas'"),
+        ({"name": "adamw", "options": {"betas": [1.0, 0.9]}}, "'adamw' refuses them: Invalid beta"),
+        ({"name": "sgd", "options": {"betas": [0.9, 0.95]}}, "'sgd' has no 'betas'"),
         ({"name": "sgd", "options": {"nesterov": True}}, "'sgd' refuses them: Nesterov momentum requires a momentum"),
         ({"name": "muon", "options": {"adamw_names": "head"}}, "adamw_names: write a list of patterns"),
         ({"name": "torch.optim:AdamX"}, r"optimizer\.name: 'torch\.optim:AdamX' cannot be imported"),

@@ -84,7 +84,7 @@ def test_without_groups_nothing_changes(name: str) -> None:
     plain = (
         torch.optim.SGD(alone.parameters(), lr=0.1, weight_decay=0.5)
         if name == "sgd"
-        else torch.optim.AdamW(alone.parameters(), lr=0.1, betas=config.betas, weight_decay=0.5)
+        else torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
     )
     step(state, times=3)
     for _ in range(3):
