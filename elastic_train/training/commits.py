@@ -1,7 +1,7 @@
-"""The commits of a session: when one is due, how it begins, how it ended, and what a job ends with.
+"""The commits of a session: when one is due, its start and outcome, and the last commit of a job.
 
-Saves run beside the steps. A save that fails is counted and shown, and training continues until so many in a row have
-failed that it should not; the last commit of a job is tried again before the job fails.
+Saves run concurrently with the steps. A failed save is counted and reported, and training continues until too many in a
+row have failed. The last commit of a job is retried before the job fails.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 LAST_COMMIT_TRIES = 3
 LAST_COMMIT_PAUSE_S = 2.0
 LAST_SAVE_PATIENCE_S = 5.0
-"""How long a process that ends with its world waits for a save in flight: the job resumes from it."""
+"""Seconds that a process whose world ends waits for a save in flight, because the job resumes from it."""
 MOST_FAILED = 10
-"""Commits that fail in a row before training may end, which then takes `checkpoint.give_up_after_s`."""
+"""Consecutive failed commits before training may end, which also takes `checkpoint.give_up_after_s`."""
 
 
 @dataclass(slots=True)
 class Commits:
-    """The commits that one process takes part in while it is in one world.
+    """The commits that one process takes part in during one world.
 
-    Rank 0 alone knows how saves ended: `head` is the newest commit that it knows of, and the counters are its own.
-    `num_skipped` is the same on every rank. Ranks whose machines do not round alike (`rounds_alike`) drift apart in the
-    last bits, and take rank 0's state before a commit.
+    Only rank 0 knows the outcome of saves: `head` is the newest commit that it knows of, and the counters are its own.
+    `num_skipped` is equal on every rank. Ranks whose machines round differently (`rounds_alike` is False) diverge in
+    the last bits, and take rank 0's state before a commit.
     """
 
     plan: Plan
@@ -58,56 +58,56 @@ class Commits:
     rounds_alike: bool = True
     switches: KeptSwitches | None = None
     looked_at: int = 0
-    """The step at which the switches were last as they should be."""
+    """Last step at which the switches were verified."""
     is_confirming_writable: bool = False
     is_pin_due: bool = False
-    """Whether the commit that is being saved is to be pinned, or the head if it comes to nothing."""
+    """True if the commit being saved is to be pinned, or the head if that save fails."""
     is_asked: bool = False
-    """Whether rank 0 is asked to have a commit made, whenever the next is due."""
+    """True if rank 0 was asked for a commit before the next regular one."""
     has_prepared: bool = False
     last_stall_s: float = 0.0
     num_failed: int = 0
     num_failed_in_a_row: int = 0
     failing_since_s: float = 0.0
-    """When the first of these was found to have failed (monotonic)."""
+    """Time (monotonic) at which the first of these failures was found."""
     num_skipped: int = 0
 
     @property
     def is_busy(self) -> bool:
-        """Say whether this rank's part of the last save is still being written."""
+        """True if this rank's part of the last save is still being written."""
         return self.saves.is_busy
 
     def has_head_at(self, step: int) -> bool:
-        """Say whether the newest commit is of a step; alike on every rank until this world's first commit."""
+        """Return True if the newest commit is of this step; equal on every rank until this world's first commit."""
         return self.head is not None and self.head.step == step
 
     def is_due(self) -> bool:
-        """Say whether the step that was just applied is one that the configuration commits; alike on every rank."""
+        """Return True if the configuration commits at the step just applied; equal on every rank."""
         return self.cadence.is_due(self.state.step)
 
     def is_overdue(self) -> bool:
-        """Say whether the time for a commit has come: by rank 0's clock, or since an earlier world's was given up."""
+        """Return True if a commit is overdue: by rank 0's clock, or because an earlier world's was abandoned."""
         if self.saves.is_busy:
             return False
         return self.saves.is_owed or (self.world.is_leader and (self.is_asked or self.cadence.is_overdue()))
 
     def is_hopeless(self) -> bool:
-        """Say whether saves have failed so often, and for so long, that training should end; only rank 0 knows."""
+        """Return True if saves have failed so often, and for so long, that training should end; only rank 0 knows."""
         keys = self.plan.config.checkpoint
         if keys.give_up_after_s is None or self.num_failed_in_a_row < MOST_FAILED:
             return False
         return time.monotonic() - self.failing_since_s >= keys.give_up_after_s
 
     def is_unable(self) -> bool:
-        """Say whether this rank cannot write its part of the commits, or, as rank 0, their records."""
+        """Return True if this rank cannot write its part of commits or, as rank 0, their records."""
         return self.use.num_unwritten >= MOST_UNWRITTEN
 
     def confirm_writable(self, *, is_asked: bool) -> None:
-        """Find out beside training whether this rank can write, if it is asked because another one cannot."""
+        """Check in the background if this rank can write, when asked because another rank cannot."""
         self.is_confirming_writable = is_asked and self.use.confirm_writable()
 
     def begin(self, *, is_any_busy: bool) -> None:
-        """Begin to save the applied state, if no rank is busy with the last save; else do what the policy says."""
+        """Begin to save the applied state; if a rank is still busy with the last save, wait or skip as configured."""
         if is_any_busy and self.plan.config.checkpoint.when_busy == "skip":
             self.num_skipped += 1
             self.world.announce(
@@ -116,31 +116,31 @@ class Commits:
             )
             return
         if is_any_busy:
-            with self.watchdog.resting():  # a store has deadlines of its own
+            with self.watchdog.resting():  # a store has its own deadlines
                 self._take(self.saves.wait(self.world.group.check))
         self._check_weights()
         self._begin(is_last=False)
 
     def await_staging(self) -> None:
-        """Return when the state may change: a save in flight has its own copy."""
+        """Wait until the state may change: a save in flight has its own copy."""
         if self.saves.is_staging:
             with self.watchdog.copying():
                 self.saves.await_staging()
 
     def collect(self) -> None:
-        """Record a save that has ended, if one has; raise its error unless the storage caused it."""
+        """Record a save that has ended, if any; raise its error unless the storage caused it."""
         self._take(self.saves.collect())
 
     def prepare(self) -> None:
-        """Have a GPU's staging memory made, once a world: after a step, before which many optimizers have no state."""
+        """Allocate a GPU's staging memory, once per world and after a step, as many optimizers have no state before."""
         if self.plan.device.type == "cuda" and not self.has_prepared:
             self.has_prepared = True
             self.saves.prepare(self.state.pieces.tree(), self.state.layout.dims)
 
     def pin_newest(self) -> None:
-        """Keep the newest commit, or the one that is being saved, from being deleted; rank 0 alone does.
+        """Protect the newest commit, or the one being saved, from deletion; done by rank 0 only.
 
-        A save in flight may delete the head that is known here, as soon as its own commit exists.
+        A save in flight may delete the current head as soon as its own commit exists.
         """
         if not self.world.is_leader:
             return
@@ -150,10 +150,10 @@ class Commits:
             self._pin(self.head)
 
     def finish(self) -> None:
-        """Commit what a job ends with: tries again for a while, and raises StorageError on every rank if it fails.
+        """Commit the final state: retry for a while, and raise StorageError on every rank if it fails.
 
-        Where etcd is away for longer the store's word is enough: after the last commit none makes up for it. Until
-        then rank 0 alone tries again, for what exists need not be written again.
+        If etcd is unreachable for longer, the store's record is enough, because no later commit can follow. Until then
+        only rank 0 retries, since parts that exist need not be written again.
         """
         self._check_weights()
         for num_left in range(LAST_COMMIT_TRIES, -1, -1):
@@ -167,7 +167,7 @@ class Commits:
             self._begin(is_last=True, writes=self.world.is_leader or not is_there)
 
     def abandon(self, *, is_live: bool) -> None:
-        """Give up the save in flight; where the job resumes from commits, not from live members, wait for it first."""
+        """Abandon the save in flight; if the job resumes from commits rather than live members, wait for it first."""
         ended = self.saves.abandon(0.0 if is_live else LAST_SAVE_PATIENCE_S)
         if ended is not None and ended.commit is not None and self.world.is_leader:
             self._record_commit(ended, ended.commit)
@@ -192,7 +192,7 @@ class Commits:
         check_same_weights(self.world.group, self.state.shards, self.state.step)
 
     def _set_back_switches(self) -> None:
-        """Set back switches that something has changed since the last look, and say which, on the rank where it was."""
+        """Restore switches that have changed since the last check, and report them on the rank where they changed."""
         for line in () if self.switches is None else self.switches.set_back():
             log.warning(
                 "%s after step %d, by the task or a library, and is set back at step %d: the bits of the steps between "
@@ -204,7 +204,7 @@ class Commits:
         self.looked_at = self.state.step
 
     def _begin(self, *, is_last: bool, writes: bool = True) -> None:
-        """Begin to save what all ranks have put together, those that do not write it, too."""
+        """Begin to save the state that all ranks have assembled, including those that do not write it."""
         pieces = self.state.pieces
         if not writes:
             pieces.tree()
@@ -219,7 +219,7 @@ class Commits:
         self.saves.begin(held, facts, self.state.reached.intervals, still, is_last=is_last)
 
     def _take(self, ended: SaveOutcome | None) -> None:
-        """Record how a save ended, on rank 0, which learns of every rank's failure; raise what is not the storage's."""
+        """Record a save's outcome, on rank 0 for all ranks; raise errors that the storage did not cause."""
         if ended is None:
             return
         if ended.error is None:
@@ -256,7 +256,7 @@ class Commits:
         if ended.commit is not None:
             self._record_commit(ended, ended.commit)
         elif isinstance(ended.error, FenceNotUpdated):
-            self.num_failed_in_a_row = 0  # the store has taken it
+            self.num_failed_in_a_row = 0  # it exists in the store
             self.world.announce(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
         elif isinstance(ended.error, StorageError):
             if self.num_failed_in_a_row == 0:
@@ -269,7 +269,7 @@ class Commits:
         if self.tracker is not None:
             counts = {"failed": self.num_failed, "skipped": self.num_skipped}
             times = {"seconds": ended.seconds, "stall_s": ended.stall_s}
-            # At the step that was saved: two saves may be recorded at one, and MLflow is sent one value a step.
+            # At the saved step: two saves may be recorded in one step, and MLflow takes one value per step.
             self.tracker.log(ended.step, {f"commit/{name}": value for name, value in {**counts, **times}.items()})
 
     def _record_commit(self, ended: SaveOutcome, commit: CommitRecord) -> None:
@@ -292,7 +292,7 @@ class Commits:
             self.world.announce(f"old commits could not be deleted: {ended.tidying_error}")
 
     def _look(self, ended: SaveOutcome | None, num_left: int) -> tuple[bool, bool]:
-        """Say whether the applied state is committed, and whether its commit exists, if only by the store."""
+        """Return two flags: the applied state is committed; its commit exists, if only in the store."""
         self._take(ended)
         if self.head is not None and self.head.step == self.state.step:
             return True, True

@@ -1,10 +1,10 @@
-"""Validation over all ranks: each sample once, and the same numbers, to the last bit, at any world size.
+"""Validation over all ranks: each sample once, with bit-identical results at any world size.
 
-The validation set is cut into the run's lanes in file order. Losses are summed by lane and then along the lanes' tree;
-metric states are integers: counts, which add up exactly, or lists of rows, which are put in order. Random numbers begin
-anew for each micro-batch, by its place.
+The validation set is split into the run's lanes in file order. Losses are summed by lane and then along the lanes'
+tree. Metric states are integers: counts, which add exactly, or lists of rows, which are sorted. Random numbers are
+seeded per micro-batch, by its position.
 
-A value without a target to judge by is no number, None: it is not best, and no early stopping goes by it.
+A value without any target is None: it is never the best, and early stopping ignores it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Judged(NamedTuple):
-    """The value of a metric, a sentence about it, and more numbers by their names."""
+    """The value of a metric, an optional remark about it, and further values by name."""
 
     value: float
     remark: str | None
@@ -44,7 +44,7 @@ class Judged(NamedTuple):
 
 
 class Ranks(Protocol):
-    """Who evaluates: all ranks, and those that have a replica's part of the lanes; a `World` is one."""
+    """The ranks that evaluate, and those that own lanes; a `World` is one."""
 
     @property
     def group(self) -> Group:
@@ -52,7 +52,7 @@ class Ranks(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """Who is who among them."""
+        """The ranks' positions in replicas."""
 
     @property
     def owners(self) -> Group:
@@ -74,11 +74,10 @@ def evaluate(
 ) -> dict[str, float | None]:
     """Return {"loss": ..., "samples": ..., metric: ...} over the whole validation set, equal on every rank.
 
-    Without a target, loss and metrics are None; so is a metric that is undefined though the loss is a number. `remark`
-    gets a sentence for each. A metric is NaN where predictions are. `metrics` are the task's, of a caller who reads
-    more of them than their values.
+    Without a target, loss and metrics are None; so is an undefined metric. `remark` gets a sentence for each such case.
+    A metric is NaN if predictions are. `metrics` are the task's, for callers that need more than their values.
 
-    In a pipeline the last stage alone learns of losses, and tells the others what they come to.
+    In a pipeline only the last stage knows the losses, and it sends the results to the others.
     """
     cut = stage if stage is not None and stage.is_cut else None
     metrics = {name: metric.to(device) for name, metric in (metrics or task.metrics()).items()}
@@ -126,9 +125,9 @@ def losses(
     device: torch.device,
     cut: Stage | None = None,
 ) -> Iterator[Iterator[tuple[LaneBatch, LaneLoss | None]]]:
-    """Give each micro-batch and its loss, None without samples, by a model that is in eval mode meanwhile.
+    """Yield each micro-batch and its loss, None without samples, with the model in eval mode.
 
-    `cut` is this rank's stage of a pipeline, whose last one alone gives losses.
+    `cut` is this rank's pipeline stage; only the last stage yields losses.
     """
     modes, was_training = TrainingModes(model), model.training
     model.eval()
@@ -156,7 +155,7 @@ def _losses(
 
 
 def _told(world: Ranks, judged: dict[str, Judged]) -> dict[str, Judged]:
-    """Return what the rank has found that knows of its cell's losses."""
+    """Return the values from the rank that knows its cell's losses."""
     first = world.mesh.replica * world.mesh.cell.size
     by_rank = world.group.all_gather_objects(judged)
     found: dict[str, Judged] = by_rank[first + world.mesh.cell.speaker]
@@ -165,7 +164,7 @@ def _told(world: Ranks, judged: dict[str, Judged]) -> dict[str, Judged]:
 
 @contextlib.contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Leave deterministic mode: counts are integers, exact in any order, and its bincount takes quadratic memory."""
+    """Leave deterministic mode: counts are exact in any order, and deterministic bincount takes quadratic memory."""
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:
@@ -175,7 +174,7 @@ def _plain_kernels() -> Iterator[None]:
 
 
 def _merge(metrics: Mapping[str, Metric], owners: Group, *, is_nan: bool) -> dict[str, Judged]:
-    """Put the metrics' states of all owners of lanes together and compute their values; NaN if predictions are."""
+    """Merge the metric states of all lane owners and compute the values; NaN if predictions are."""
     judged: dict[str, Judged] = {}
     for name, metric in metrics.items():
         check_states(name, metric)

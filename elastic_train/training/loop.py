@@ -1,8 +1,8 @@
-"""The training loop: lane by lane to a sum, one update, one record, and at every boundary the same three questions.
+"""The training loop: sum over lanes, one update, one record, and the same checks at every step boundary.
 
-Everything that depends on where the run happens (ranks, files, storage, tracker) is in the `Session` that the loop is
-given. A fault before the ranks meet over a step's gradient leaves the applied state at s; one after that finds every
-rank able to move it to s+1. What may be dropped when there is no time left to finish it is marked `droppable`.
+Everything that depends on the environment (ranks, files, storage, tracker) is in the `Session`. A fault before the
+ranks meet over a step's gradient leaves the applied state at s; after that, every rank can move it to s+1. Work that
+may be dropped if there is no time to finish it is marked `droppable`.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, 
 
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
 MOST_NONFINITE = 10
-"""Steps in a row, not finite, that end training with `on_nonfinite: fail`."""
-"""How long nobody else may have been asked to leave before some of a world's ranks leave the others, and how often that
-is looked for."""
+"""Consecutive non-finite steps that end training with `on_nonfinite: fail`."""
+"""Seconds without further requests to leave before some ranks leave the others, and how often to check."""
 
 
 HEARD_S = 0.1
-"""How long it takes until all ranks have the result of a collective that one of them has."""
+"""Seconds until all ranks have the result of a collective that one rank has."""
 
 
 class Outcome(enum.Enum):
-    """How a loop ended; the value is what histories and results call it.
+    """How a loop ended; histories and results contain the value.
 
-    PREEMPTED: all ranks were asked to leave, or the world cannot continue without those that were. LEFT: this rank was,
-    and the others continue. REGROUP: the world ends to make room, or because a rank left it.
+    PREEMPTED: all ranks were asked to leave, or the world cannot continue without those that were. LEFT: this rank was
+    asked to, and the others continue. REGROUP: the world ends to grow, or because a rank left it.
     """
 
     DONE = "done"
@@ -49,7 +48,7 @@ class Outcome(enum.Enum):
 
 
 def train_steps(session: Session) -> Outcome:
-    """Train from the session's state to its last step, or until the world ends; a job that ends is committed."""
+    """Train from the session's state to its last step, or until the world ends; a finished job is committed."""
     clock = session.clock
     if (end := _end_before(session)) is not None:
         return end
@@ -94,7 +93,7 @@ def train_steps(session: Session) -> Outcome:
 
 
 def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, started: float) -> None:
-    """Move the state to the next step, and record it; raise what was lost of the world meanwhile."""
+    """Move the state to the next step and record it; raise an error of the world that was deferred until then."""
     state, clock, sums = session.state, session.clock, computed.sums
     clock.mark("rest")
     session.commits.await_staging()
@@ -125,7 +124,7 @@ def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, sta
 
 
 def _facts_of(session: Session, computed: Computed) -> StepFacts:
-    """Return what a step changes beside the weights."""
+    """Return the changes of a step besides the weights."""
     state, sums = session.state, computed.sums
     cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
     account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
@@ -136,7 +135,7 @@ def _facts_of(session: Session, computed: Computed) -> StepFacts:
 
 
 def _check_ends(session: Session, facts: StepFacts) -> None:
-    """Raise CoverageError if an epoch that a step ends, or one of a mixture's source, has not had each sample once."""
+    """Raise CoverageError if an epoch that ends with this step, or a mixture's source, did not get each sample once."""
     plan, state = session.plan, session.state
     if facts.cursor.epoch > state.cursor.epoch:
         check_epoch(state.cursor.epoch, plan.manifest.coverage, facts.account, state.coverage + facts.coverage)
@@ -146,9 +145,9 @@ def _check_ends(session: Session, facts: StepFacts) -> None:
 
 
 def _catch_up(session: Session) -> None:
-    """Do what a fault may have kept ranks from after the step that this world begins with, if its end depends on it.
+    """Repeat the validation or commit that a fault prevented after this world's first state, if the end depends on it.
 
-    So training ends after the same step as without the fault, with the same best commit.
+    Training then ends after the same step, with the same best commit, as without the fault.
     """
     if session.is_validation_missed():
         with session.leave.droppable():
@@ -158,17 +157,17 @@ def _catch_up(session: Session) -> None:
 
 
 def _end_before(session: Session) -> Outcome | None:
-    """Say how a world ends whose ranks were asked to leave before its first step; None if it trains.
+    """Return the outcome of a world whose ranks were asked to leave before its first step; None if it trains.
 
-    There may be no time for a step: this is where ranks meet that have dropped one.
+    There may be no time for a step: ranks that have dropped one meet here.
     """
     return _departure(session) if not session.is_over and any(session.leaving()) else None
 
 
 def _departure(session: Session) -> Outcome:
-    """Say how a world ends of which some ranks have been asked to leave, alike on every rank.
+    """Return the outcome of a world in which ranks were asked to leave, equal on every rank.
 
-    What nobody has after them is committed before they go.
+    State that no remaining rank has is committed first.
     """
     leaving = _leaving_together(session)
     is_end = all(leaving) or not session.worlds.is_live
@@ -178,15 +177,15 @@ def _departure(session: Session) -> Outcome:
         return Outcome.PREEMPTED
     if leaving[session.world.group.rank]:
         return Outcome.LEFT
-    time.sleep(HEARD_S)  # to those that leave, a peer that is gone already is a lost one, and costs them another world
+    time.sleep(HEARD_S)  # if a peer left first, the leaving ranks would count it as lost and form another world
     return Outcome.REGROUP
 
 
 def _leaving_together(session: Session) -> list[bool]:
-    """Return, by rank, which ranks leave the world, alike on every rank.
+    """Return the ranks that leave the world, as flags by rank, equal on every rank.
 
-    Whatever ends a whole job asks its nodes one after another. So those that were not asked yet have a moment in which
-    they may be: then all leave together, with one commit, and not one world for each.
+    A job's nodes are usually asked one after another. A short wait lets all of them leave together, with one commit,
+    instead of one world for each.
     """
     leaving = session.leaving()
     for _ in range(MOST_LOOKS):
@@ -200,12 +199,12 @@ def _leaving_together(session: Session) -> list[bool]:
 
 
 def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
-    """Say whether a commit is due after this step; one that is overdue stays so until no rank is busy."""
+    """Return True if a commit is due after this step; an overdue one stays due until no rank is busy."""
     return session.commits.is_due() or session.is_best or sums.any_flags & (COMMIT | BUSY) == COMMIT
 
 
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
-    """Say how the world ends after this step, alike on every rank; None if it continues."""
+    """Return the outcome if the world ends after this step, equal on every rank; None if it continues."""
     session.commits.confirm_writable(is_asked=bool(sums.any_flags & UNABLE))
     if sums.any_flags & UNABLE and sums.any_flags & ABLE and session.step_back(is_unable=bool(flags & UNABLE)):
         return Outcome.REGROUP
@@ -223,10 +222,10 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
 
 
 def _report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSums, norm: float) -> None:
-    """Report the step that was just applied; raise NoProgressError, on every rank, after too many in a row.
+    """Report a non-finite step that was just applied; raise NoProgressError, on every rank, after too many in a row.
 
-    Its loss or gradient is NaN or infinite, so its update was left out, and commits stay finite.
-    Where no lane's loss says which lanes did it, because the gradient alone is not finite, all lanes are listed.
+    Its loss or gradient is NaN or infinite, so its update was skipped, and commits stay finite. If only the gradient is
+    not finite, no lane can be blamed, and all lanes are listed.
     """
     state, config = session.state, session.plan.config.optimizer
     suspects = set(sums.nonfinite_lanes) or set(range(session.plan.num_lanes))

@@ -1,4 +1,4 @@
-"""Opening a session: a world is entered, the state brought to its furthest step, the gradients bound; in this order."""
+"""Open a session: enter a world, bring the state to its furthest step, and bind the gradients, in this order."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ _PRECISION = "precision"
 _KERNELS = "kernels"
 log = logging.getLogger(__name__)
 TRIAL_EVERY = 3
-"""How many worlds in a row have to end at one step before the next one's samples are tried, and tried again."""
+"""Number of worlds that must end at one step before its samples are tried for crashes, and between such trials."""
 TRIAL_SHARE = 0.5
-"""How much of the time that peers wait for a silent one a trial may take."""
+"""Fraction of the peer timeout that such a trial may take."""
 
 
 def open_session(process: Process, formed: Formed) -> Session:
-    """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients to it."""
+    """Enter a world that has formed, bring its state to the furthest applied step, and bind the gradients."""
     world = enter_world(
         process.plan.config, formed, process.started_at, process.files, process.watchdog.moved, process.use
     )
@@ -134,9 +134,9 @@ def _open_in(process: Process, world: World) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """The state that a world begins with: the commit that it continues, and what its ranks differ in.
+    """The state that a world begins with: its commit, and the differences between its ranks.
 
-    `differing` are lines of what makes ranks round differently; `stuck` is how often worlds ended without a step.
+    `differing` has a line for each reason why ranks round differently; `stuck` counts worlds that ended without a step.
     """
 
     head: CommitRecord | None
@@ -145,7 +145,7 @@ class _Entered:
 
 
 def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
-    """Bring this rank to where the world begins, and check what is not known before; return the world with its groups.
+    """Bring this rank to the world's first state and check everything not checked before; return the world with groups.
 
     Raises ConfigError and DataError.
     """
@@ -157,14 +157,14 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     take_place(plan, state, world.mesh, world.cell, world.holders)
     head = restore(plan, world, state, before)
     stuck = check_progress(world, plan)
-    if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may end whoever looks at it
+    if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may crash the rank that inspects it
         inspect_rows(process, world)
         plan.feed.try_collate(plan.order)
     return world, _Entered(head, differing, stuck)
 
 
 def _announce(process: Process, world: World) -> None:
-    """Say what begins, where, and how much may be lost before applied steps are."""
+    """Announce what begins, where, and how many steps a fault may lose."""
     plan, state = process.plan, process.state
     if process.page is not None:
         facts, num_ranks = process.page.facts, world.group.size
@@ -187,7 +187,7 @@ def _announce(process: Process, world: World) -> None:
 
 
 def _say_of_rates(process: Process, world: World) -> None:
-    """Say once where the schedule ends before the job does."""
+    """Announce once if the schedule ends before the job does."""
     state = process.state
     said = None if state.recipe is None else say_end_of_rates(state.recipe, state.step)
     if said is not None and _RATES not in process.warned:
@@ -196,7 +196,7 @@ def _say_of_rates(process: Process, world: World) -> None:
 
 
 def _say_of_tests(process: Process, world: World) -> None:
-    """Say once what was never run on hardware such as this."""
+    """Announce once what was never tested on such hardware."""
     said = describe_tests(process.plan.config, process.plan.device)
     if said is not None and said not in process.warned:
         process.warned.add(said)
@@ -204,7 +204,7 @@ def _say_of_tests(process: Process, world: World) -> None:
 
 
 def _say_of_kernels(process: Process, world: World) -> None:
-    """Say once which kernels were chosen, and which of the task's own a process may choose otherwise."""
+    """Announce once the chosen kernels, and the task's own kernels whose choice may vary between processes."""
     if _KERNELS in process.warned:
         return
     process.warned.add(_KERNELS)
@@ -224,7 +224,7 @@ def _say_of_kernels(process: Process, world: World) -> None:
 
 
 def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | None:
-    """Return what computes a rank's first loss twice; None within a cell, whose ranks compute it together."""
+    """Return the check that computes a rank's first loss twice; None within a cell, whose ranks compute it together."""
     if FIRST_LOSS in process.done or kind == "fast" or world.cell is not None:
         return None
     process.done.add(FIRST_LOSS)
@@ -232,7 +232,7 @@ def _first_loss(process: Process, world: World, kind: Reduction) -> FirstLoss | 
 
 
 def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage:
-    """Return what this rank runs of its lanes: a stage of the model, or all of it."""
+    """Return this rank's stage: a part of the model, or all of it."""
     parallel, task, context = plan.config.parallel, plan.task, _open_context(plan, world)
     cut = state.shards.cut
     if parallel.pipeline == 1:
@@ -242,7 +242,7 @@ def _open_stage(plan: Plan, world: World, state: AppliedState) -> Stage:
 
 
 def _open_context(plan: Plan, world: World) -> Context | None:
-    """Return this rank's part of rows that its cell computes together, None where each rank computes whole ones."""
+    """Return this rank's part of rows under context parallelism; None if it computes whole rows."""
     if plan.config.parallel.context == 1:
         return None
     assert isinstance(plan.task, Running) and world.cell is not None, "it was checked"
@@ -258,7 +258,7 @@ def _open_auditor(
     assigned: Assignment,
     stage: Stage,
 ) -> Auditor | None:
-    """Return what has lanes computed twice; None where none is to be, or ranks may round differently."""
+    """Return the auditor of lanes; None if audits are off, or ranks may round differently."""
     every = plan.config.run.audit_lanes
     if every is not None and kind == "fast":
         world.announce("no lanes are audited in this world: its ranks may have different bits")
@@ -268,7 +268,7 @@ def _open_auditor(
 
 
 def _saving_of(offloaded: Offloaded, device: torch.device) -> str:
-    """Say what this rank has in host memory in place of its device's."""
+    """Describe the state that this rank keeps in host memory instead of on its device."""
     if device.type == "cpu":
         return f"parallel.offload saves nothing on {device}, whose memory is the host's"
     return (
@@ -278,7 +278,7 @@ def _saving_of(offloaded: Offloaded, device: torch.device) -> str:
 
 
 def _warn_of_file_system(process: Process, world: World) -> None:
-    """Say once what is dangerous about where the commits go; one rank of each node does, for mounts may differ."""
+    """Warn once about hazards of the commits' file system; on one rank of each node, as mounts may differ."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     for hazard in hazards(process.plan.config.checkpoint_url):
@@ -291,7 +291,7 @@ def _warn_of_file_system(process: Process, world: World) -> None:
 
 
 def _warn_of_precision(process: Process, world: World) -> None:
-    """Say in a process's first world, where nobody waits for it to recover, that updates are lost in rounding."""
+    """Warn in a process's first world, which is no recovery, if updates are lost in rounding."""
     if _PRECISION in process.warned:
         return
     process.warned.add(_PRECISION)
@@ -301,9 +301,9 @@ def _warn_of_precision(process: Process, world: World) -> None:
 
 
 def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...]:
-    """Return the holes that a world begins with; where no world gets past a step, its samples are tried first.
+    """Return the holes that a world begins with; if no world gets past a step, try its samples for crashes first.
 
-    Each rank tries its own lanes, so it takes no longer than the slowest; a second time where the first found nothing.
+    Each rank tries its own lanes, in parallel; again after TRIAL_EVERY more worlds if the first trial found nothing.
     """
     plan, state = process.plan, process.state
     holes = known_holes(world, plan, state)
@@ -320,14 +320,14 @@ def _holes(process: Process, world: World, stuck: Stagnation) -> tuple[Hole, ...
 
 
 def open_buffers(plan: Plan, world: World, state: AppliedState, kind: Reduction, assigned: Assignment) -> BufferMean:
-    """Return the buffers that forward passes may change; the task says which of the integer ones count."""
+    """Return the buffers that forward passes may change; the task names the integer ones to sum."""
     summed = plan.task.summed_buffers() if isinstance(plan.task, Counting) else ()
     owners = world.owners
     return BufferMean(state.model, summed, owners, lambda flats: make_sum(kind, flats, owners, assigned))
 
 
 def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction:
-    """Return the reduction that is configured, or the one that the ranks' devices allow."""
+    """Return the configured reduction, or `fast` if the ranks' devices differ."""
     if plan.config.reduction == "canonical" and differing:
         world.announce(f"bits may not be equal, so `reduction: fast` is used in this world: {'; '.join(differing)}")
         return "fast"
@@ -335,17 +335,17 @@ def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction
 
 
 def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_lanes: int) -> GradientSum:
-    """Bind the gradients to the sum of a kind; a canonical one leaves them where they are held."""
+    """Bind the gradients to a sum; a canonical one leaves each mean on the ranks that hold it."""
     return state.shards.sum_of(replicas, num_lanes, kind)
 
 
 def make_repeatable(config: Config) -> None:
-    """Make kernels repeatable: one thread count in all worlds, deterministic algorithms unless rounding may vary."""
+    """Make kernels reproducible: one thread count in all worlds, deterministic algorithms unless rounding may vary."""
     torch.set_num_threads(config.threads_per_rank)
     if config.reduction == "canonical":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # The same switch as use_deterministic_algorithms(True), which imports the compiler: a second of every recovery.
+        # Equal to use_deterministic_algorithms(True), without its import of the compiler: a second of every recovery.
         torch.set_deterministic_debug_mode("error")
-        # Filling fresh memory costs time, and nothing here reads memory that it has not written.
+        # Filling fresh memory costs time, and nothing here reads uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

@@ -1,7 +1,6 @@
-"""The end of a run on disk: result.json, written by rank 0 after the last commit, before which every rank was found to
-hold the same weights.
+"""The result of a run: result.json, written by rank 0 after the last commit, once all ranks' weights were equal.
 
-The last commit exists before: a disk that takes no result costs the result, and never the job.
+The last commit exists before: if result.json cannot be written, only the result is lost, not the job.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:
-    """What was trained on of one source of a mixture.
+    """The training on one source of a mixture.
 
-    `num_samples` is its size, `share` how many of the places that all shares add up to it has, `applied` how many of
-    its samples were applied, repeats in later epochs included, and `epochs` how often all of it was.
+    `num_samples` is its size, `share` its number of places among those of all shares, `applied` the number of its
+    applied samples, repeats in later epochs included, and `epochs` its number of complete passes.
     """
 
     name: str
@@ -50,21 +49,21 @@ class SourceResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What training ended with, equal on every rank; result.json holds the same fields, and a few of the run's own.
+    """The end of training, equal on every rank; result.json has the same fields, and a few more about the run.
 
-    `status` is 'done' where all steps are applied, and 'closed' where the other members finished the job while this
-    process was not among them: then the rest describes the state that this process holds, which may be older.
-    Its `weights_sha256` is empty then if this process held but a share of the weights.
-    (result.json may also say 'preempted': all ranks were asked to leave before the end, and `train` raised Preempted.)
+    `status` is 'done' if all steps are applied, and 'closed' if the other members finished the job without this
+    process: then the other fields describe the state of this process, which may be older, and `weights_sha256` is empty
+    if it held only a part of the weights. (result.json may also say 'preempted': all ranks were asked to leave before
+    the end, and `train` raised Preempted.)
 
-    `step` counts applied steps. `metrics` are those of the last validation by name, empty if there was none. `coverage`
-    sums all applied samples, over all epochs. `num_samples` is the size of the training set, `epochs` how often all of
-    it was applied; of a mixture, all of every source, of each of which `sources` says as much. `holes` are the row
-    groups that could not be read, `num_left_out` the samples lost with them, `num_truncated` the rows that were cut to
-    the task's length. `fast_steps` and `skipped_steps` are half-open ranges of steps, counted from 0: those whose
-    rounding depended on the world, and those whose update was skipped because loss or gradient was not finite.
-    `ended_by` says why the job is done, 'last step' or 'early stopping', None if it is not; `improvement` what early
-    stopping went by, such as the best value and its step, None without it.
+    `step` is the number of applied steps. `metrics` are those of the last validation by name, empty if there was none.
+    `coverage` sums all applied samples, over all epochs. `num_samples` is the size of the training set, and `epochs`
+    its number of complete passes; for a mixture, of all sources together, and `sources` has the numbers of each.
+    `holes` are the unreadable row groups, `num_left_out` is the number of samples lost with them, `num_truncated` the
+    number of rows cut to the task's length. `fast_steps` and `skipped_steps` are half-open ranges of steps, counted
+    from 0: those whose rounding depended on the world, and those whose update was skipped because loss or gradient was
+    not finite. `ended_by` is 'last step' or 'early stopping', None if the job is not done; `improvement` is the state
+    of early stopping, e.g. the best value and its step, None without it.
     """
 
     status: str
@@ -85,7 +84,7 @@ class TrainResult:
 
 
 def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str) -> TrainResult:
-    """Describe the state that training ended with, whose weights have this digest."""
+    """Describe the state at the end of training, whose weights have this digest."""
     account, sources = state.reached.account, source_results(plan, state)
     return TrainResult(
         status=status,
@@ -107,7 +106,7 @@ def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str)
 
 
 def source_results(plan: Plan, state: AppliedState) -> tuple[SourceResult, ...]:
-    """Describe what was trained on of each source of a mixture; nothing of one training set."""
+    """Describe the training on each source of a mixture; empty for a single training set."""
     if not isinstance(plan.order, Mixture):
         return ()
     passes, sums = plan.order.num_passes(state.cursor.offset).tolist(), state.reached.sources
@@ -123,7 +122,7 @@ def _ended_by(plan: Plan, state: AppliedState) -> str:
 
 
 def last_line(session: Session, result: TrainResult) -> str:
-    """Say what a job that is done has made, and what to do with it."""
+    """Return a finished job's last line: what it produced and how to use it."""
     config, head = session.plan.config, session.commits.head
     early = ""
     if result.ended_by == EARLY_STOPPING and result.improvement is not None:
@@ -144,9 +143,9 @@ def last_line(session: Session, result: TrainResult) -> str:
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:
-    """Write result.json on rank 0, and let the task leave its own results.
+    """Write result.json on rank 0, and let the task write its own results.
 
-    Nothing in here waits for peers. Returns what is wrong if some of it could not be written.
+    Waits for no peers. Returns an error if something could not be written, else None.
     """
     session.say_rest()  # before the history's last line
     session.world.history.end(
@@ -161,7 +160,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
             session.plan.task.finish(session.state.model, folder)
     found = {**asdict(result), "holes": [hole.to_dict() for hole in result.holes]}
     if not result.sources:
-        del found["sources"]  # of a mixture alone
+        del found["sources"]  # only for a mixture
     fields = {
         "status": found.pop("status"),
         "step": found.pop("step"),
@@ -187,7 +186,7 @@ def write_result(session: Session, result: TrainResult) -> ResultError | None:
 
 
 def _phases_of(session: Session) -> dict[str, object]:
-    """Say where the time of the steps went that this process has led."""
+    """Return where this process's steps, as leader, spent their time."""
     if session.watch is None:
         return {}
     phases = session.watch.totals.summary()
@@ -196,7 +195,7 @@ def _phases_of(session: Session) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _noting(unwritten: list[str], what: str) -> Iterator[None]:
-    """Note what cannot be written, and why, and continue."""
+    """Collect write errors as text, and continue."""
     try:
         yield
     except GivenUp:

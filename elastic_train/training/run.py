@@ -1,6 +1,6 @@
-"""Where training starts: `train` for programs, `run` for the command; both end in the one supervisor.
+"""Entry points of training: `train` for programs, `run` for the command; both use the one supervisor.
 
-Every error of the command ends here, in a message and an exit code.
+The command's errors all end here, as a message and an exit code.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from rendezvous.errors import RendezvousError
 from rendezvous.orphans import die_with_parent
 
 TURN_S = 1e-4
-"""For how long a thread may keep the interpreter while the one that trains waits for it, as after many an operation of
-torch. With Python's own 5 ms a step takes three times as long beside a thread that imports a tracker."""
+"""Seconds after which a thread must yield the interpreter to the training thread, e.g. after torch operations.
+
+With Python's default of 5 ms, a step takes three times as long while another thread imports a tracker.
+"""
 
 
 def train(config: Config | str | Path) -> TrainResult:
-    """Train as `elastic-train train` does, or resume from the newest valid commit in `run.dir`; return the result.
+    """Train like `elastic-train train`, or resume from the newest valid commit in `run.dir`; return the result.
 
-    `config` is a checked configuration (`load_config`) or the path of a YAML file, over which the environment's
-    ELASTIC_TRAIN__* variables are laid.
+    `config` is a checked configuration (`load_config`) or the path of a YAML file, which the environment's
+    ELASTIC_TRAIN__* variables override.
 
-    The result is equal on every rank. `run.dir` holds the same in result.json, and the weights in its commits
-    (`discover`, `read_state`).
+    The result is equal on every rank. `run.dir` has it in result.json, and the weights in its commits (`discover`,
+    `read_state`).
 
     Call it in the main thread: until it returns, SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 ask it to commit and
     leave at the next step, and a second Ctrl-C, or a second SIGTERM more than 3 s later, ends the process at once. It
     sets torch's thread count, Python's switch interval and, unless `reduction: fast`, torch's deterministic mode for
-    the whole process, also for what follows.
+    the whole process, permanently.
 
-    Under torchrun call it on every rank, before any process group is made: it joins the world by itself, one world
-    after another with `recovery=live`. End such a process as the command does: flush, then `os._exit(0)`, or
-    `os._exit(error.exit_code)`, by which the launcher knows leaving from failing. A thread in a collective or in a call
-    to etcd that does not return would hold up or abort a normal exit of the interpreter.
+    Under torchrun call it on every rank, before any process group is made: it joins the world by itself, and with
+    `recovery=live` one world after another. End such a process as the command does: flush, then `os._exit(0)`, or
+    `os._exit(error.exit_code)`, which tells the launcher if the process left or failed. A thread stuck in a collective
+    or a call to etcd would delay or abort a normal exit of the interpreter.
 
-    Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError where commits cannot be
-    written; Preempted (exit code 75) if asked to leave, after the state is committed or the other members have it: call
-    it again to resume; ResultError if the job is done and committed but result.json could not be written. Raises
-    ValueError outside of the main thread.
+    Raises ElasticTrainError: ConfigError, DataError before the first step; StorageError if commits cannot be written;
+    Preempted (exit code 75) if asked to leave, after the state is committed or the other members have it: call it again
+    to resume; ResultError if the job is done and committed but result.json could not be written. Raises ValueError
+    outside the main thread.
     """
     refuse_unguarded()
     started_at = time.time()
@@ -68,7 +70,7 @@ def train(config: Config | str | Path) -> TrainResult:
         raise ElasticTrainError(str(error)) from error
     finally:
         flush_streams()
-        if not (leave.is_set and _is_launched()):  # an agent may pass on what the process has got already
+        if not (leave.is_set and _is_launched()):  # an agent may forward a signal that the process already has
             leave.release()
     if isinstance(ended, ElasticTrainError):
         raise ended
@@ -76,7 +78,7 @@ def train(config: Config | str | Path) -> TrainResult:
 
 
 def run(path: Path, overrides: Sequence[str]) -> int:
-    """Train as the configuration says and return the process's exit code; under torchrun, one of its ranks."""
+    """Train as configured and return the process's exit code; under torchrun, as one of its ranks."""
     started_at = time.time()
     leave = _begin()
     try:
@@ -94,25 +96,28 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     except RendezvousError as error:
         _say(f"error: {error}")
         code = 1
-    except Exception:  # noqa: BLE001 - the last resort: an unforeseen error must still be shown and end the process
+    except Exception:  # noqa: BLE001 - last resort: an unexpected error must be shown and end the process
         traceback.print_exc()
         code = 1
     flush_streams()
     leave.hear_no_more()
     if _is_launched():
-        os._exit(code)  # a stuck collective's thread must not keep the process from leaving
+        os._exit(code)  # a stuck collective's thread must not keep the process alive
     return code
 
 
 def _say(text: str) -> None:
-    """Write a line to standard error, which may be a terminal that is gone."""
+    """Write a line to standard error, which may be a closed terminal."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
 
 
 def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended:
-    """Train to the end, and declare the work finished if the job is done; until then it may not exit in good order."""
+    """Train to the end, and declare the work finished if the job is done.
+
+    Until then a normal exit counts as failure.
+    """
     config, how_far = config.anchored(), HowFar()
     announce(how_far.__str__)
     try:
@@ -120,7 +125,7 @@ def _supervised(config: Config, leave: LeaveRequest, started_at: float) -> Ended
         if isinstance(ended, TrainResult):
             declare_finished()
     except Exception as error:
-        if not isinstance(error, Preempted | OtherJobError):  # the folder is another job's
+        if not isinstance(error, Preempted | OtherJobError):  # the folder belongs to another job
             _note(error, config, how_far, started_at)
         raise
     finally:
@@ -139,7 +144,7 @@ def _ended(config: Config, leave: LeaveRequest, started_at: float, how_far: HowF
 
 
 def _note(error: Exception, config: Config, how_far: HowFar, started_at: float) -> None:
-    """Leave in the run's folder why this process ends: `status` says it when logs are gone."""
+    """Record in the run's folder why this process ends, so that `status` shows it without logs."""
     is_own = isinstance(error, ElasticTrainError | RendezvousError)
     why = str(error) if is_own else f"{type(error).__name__}: {error} ({_place_of(error)})"
     code = error.exit_code if isinstance(error, ElasticTrainError) else 1
@@ -148,13 +153,13 @@ def _note(error: Exception, config: Config, how_far: HowFar, started_at: float) 
 
 
 def _place_of(error: BaseException) -> str:
-    """Return where an error was raised, in code that is not Python's own."""
+    """Return the location where an error was raised, outside Python's own code."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]
     return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
 
 
 def _begin() -> LeaveRequest:
-    """Tie a launched process to its launcher's life, listen for requests to leave, and let threads take short turns."""
+    """Tie a launched process to its launcher, listen for requests to leave, and shorten threads' switch interval."""
     sys.setswitchinterval(TURN_S)
     if _is_launched():
         die_with_parent()

@@ -1,4 +1,4 @@
-"""One process's part in a run: what the loop needs, and the few things it asks for at a step boundary."""
+"""One process's session in a world: what the loop needs, and its requests at a step boundary."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
 MOST_REPEATS = 3
-"""How often in a row a rank may say that it can read now what it could not read for its step, or compute it wrongly."""
+"""Consecutive repeats of a step that a rank may ask for, after unreadable samples or wrong gradients."""
 
 
 Unfit = tuple[int, int, str]
-"""The number of a dataset, a sample, and what is wrong with it."""
+"""Number of a data set, a sample, and the reason why it is unfit."""
 
 
 class Inspected(NamedTuple):
-    """How many rows a process has had inspected, the first unfit one, the error that ended it, and other unfit rows.
+    """Result of a process's row inspection: number of rows, first unfit one, error (name, text), and other unfit rows.
 
-    Of the error it has the name and the text. `num_cut` of the rows are longer than the task takes.
+    `num_cut` is the number of rows that are longer than the task takes.
     """
 
     num_rows: int
@@ -78,7 +78,7 @@ class Inspected(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a process keeps over all of its worlds."""
+    """State that a process keeps across its worlds."""
 
     plan: Plan
     state: AppliedState
@@ -91,20 +91,20 @@ class Process:
     save_memory: SaveMemory = field(default_factory=SaveMemory)
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
     page: Page | None = None
-    """What it serves for Prometheus."""
+    """The page it serves for Prometheus."""
     traces: RecoveryTraces | None = None
     totals: PhaseTotals = field(default_factory=PhaseTotals)
-    """Of the worlds that it has led."""
+    """Phase totals of the worlds that it has led."""
     utilisation: Utilisation | None = None
-    """None where the FLOPs of a sample or the device's peak are unknown."""
+    """None if the FLOPs of a sample or the device's peak are unknown."""
     warned: set[str] = field(default_factory=set)
-    """What it has said once, about the file system of its commits and about rates."""
+    """Warnings that are given once, e.g. about the commits' file system and about rates."""
     switches: KeptSwitches | None = None
-    """Those of this process, and its model's training modes, as they were before the first forward pass."""
+    """This process's switches and its model's training modes before the first forward pass."""
     done: set[str] = field(default_factory=set)
-    """What it has done once, and need not do again."""
+    """One-time work that is done."""
     inspected: list[Inspected] = field(default_factory=list)
-    """What came of its part of the rows, once it has had that inspected before the run's first step."""
+    """Result of its row inspection before the run's first step."""
 
 
 @dataclass(slots=True)
@@ -115,11 +115,11 @@ class Session:
     world: World
     state: AppliedState
     stage: Stage
-    """What this rank runs of its lanes."""
+    """This rank's stage."""
     gradients: GradientSum
     buffers: BufferMean
     assigned: Assignment
-    """The lanes of every replica, or of every rank that computes its own."""
+    """Lanes of every owner."""
     leave: LeaveRequest
     worlds: Worlds
     watchdog: Watchdog
@@ -127,42 +127,42 @@ class Session:
     tracker: Tracker | None
     reduction: Reduction = "canonical"
     auditor: Auditor | None = None
-    """Has lanes computed twice, if some are to be."""
+    """Audits lanes, if configured."""
     clock: StepClock = field(default_factory=StepClock)
     watch: Watch | None = None
-    """Rank 0's."""
+    """On rank 0 only."""
     page: Page | None = None
     utilisation: Utilisation | None = None
     tracer: Tracer | None = None
-    """Takes traces of this rank, if its steps are to be traced."""
+    """Traces this rank's steps, if configured."""
     holes: tuple[Hole, ...] = ()
     num_repeats: int = 0
-    """How often a step has to come again because samples of it could not be read."""
+    """Number of times that a step was repeated, after unreadable samples or wrong gradients."""
     unread: tuple[int, int] = (0, 0)
-    """The last such step, and how often."""
+    """Last step with unreadable samples, and number of its repeats."""
     wrong: tuple[int, int] = (0, 0)
-    """The last step of which a gradient was wrong, and how often."""
+    """Last step with a wrong gradient, and number of its repeats."""
     memory: MemoryWatch | None = None
     first: FirstLoss | None = None
-    """Computes this rank's next loss twice, if that was not done."""
+    """Computes this rank's next loss twice, unless done before."""
     lane: int | None = None
-    """The lane that is being computed."""
+    """Lane being computed."""
     num_untargeted: int = 0
-    """Steps of this session of which no sample has a target."""
+    """Number of this session's steps without any target."""
     remarks: set[str] = field(default_factory=set)
-    """What was said of the validation set."""
+    """Remarks made about the validation set."""
     loss: float | None = None
-    """Of the step that was applied last in this world."""
+    """Loss of the last step applied in this world."""
 
     @property
     def lanes(self) -> range:
-        """The lanes that this rank has a part in."""
+        """Lanes that this rank helps to compute."""
         return self.assigned[self.world.mesh.owner]
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:
         """Yield the lanes' micro-batches of every step from the state's cursor to the last.
 
-        When samples could not be read, the step that was not applied comes again, without those of holes.
+        A step that was not applied because samples could not be read is repeated without those in holes.
         """
         plan, state = self.plan, self.state
         while not self.is_over:
@@ -177,7 +177,7 @@ class Session:
                     break
 
     def leaving(self) -> list[bool]:
-        """Return, by rank, which processes of the world have been asked to leave; equal on every rank."""
+        """Return the processes that were asked to leave, as flags by rank; equal on every rank."""
         mine = torch.tensor(int(self.leave.is_set))
         return [bool(asked) for asked in self.world.group.all_gather(mine).flatten().tolist()]
 
@@ -186,17 +186,17 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether no step follows: all are applied, or validations do not improve any more; alike on every rank."""
+        """True if no step follows: all are applied, or early stopping has ended training; equal on every rank."""
         return self.state.step >= self.plan.total_steps or self.is_exhausted
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether so many validations in a row were no better that training ends."""
+        """True if early stopping has ended training."""
         return is_exhausted(self.plan.config.validation.early_stopping, self.state.reached.improvement)
 
     @property
     def is_best(self) -> bool:
-        """Whether the validation of this very step was the best so far; known with early stopping alone."""
+        """True if the validation of the current step was the best so far; only known with early stopping."""
         improvement = self.state.reached.improvement
         return improvement is not None and self.state.step == improvement.best_step > 0
 
@@ -205,9 +205,9 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def is_validation_missed(self) -> bool:
-        """Say whether a rank lacks a validation of this step, on which it depends when training ends: a fault came.
+        """Return True if a fault left a rank without a validation of this step, and early stopping depends on it.
 
-        Alike on every rank.
+        Equal on every rank.
         """
         stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
         if stopping is None or self.state.step == 0 or not self.is_validation_due():
@@ -217,10 +217,10 @@ class Session:
         return not bool(self.world.group.all_gather(torch.tensor(int(has_it))).all())
 
     def quarantine(self, lanes: Sequence[LaneBatch]) -> None:
-        """Make holes of the row groups of the next step that nobody can read; `steps` then repeats it.
+        """Make holes of row groups of the next step that no rank can read; `steps` then repeats the step.
 
-        Raises UnreadableError where others can read what this rank cannot, and PeerLostError on those. A hole that was
-        found at a later step before, and given up with that step, begins here now.
+        Raises UnreadableError if other ranks can read what this rank cannot, and PeerLostError on those. A hole found
+        earlier at a later step, which was abandoned with that step, begins at this step instead.
         """
         step = self.state.step
         self.unread = (step, self.unread[1] + 1 if self.unread[0] == step else 1)
@@ -237,9 +237,9 @@ class Session:
             self.world.announce(f"QUARANTINED: {hole}: {hole.why}")
 
     def repeat(self, found: Sequence[WrongGradient]) -> None:
-        """Say whose gradients are wrong in a step, which `steps` then repeats, as nothing has changed yet.
+        """Report the ranks whose gradients of a step are wrong; `steps` then repeats the step, as nothing has changed.
 
-        Raises WeightsDifferError where that has come too often in a row.
+        Raises WeightsDifferError after too many repeats in a row.
         """
         step = self.state.step
         self.wrong = (step, self.wrong[1] + 1 if self.wrong[0] == step else 1)
@@ -255,10 +255,10 @@ class Session:
             )
 
     def step_back(self, *, is_unable: bool) -> bool:
-        """Let the ranks that cannot write the commits, as others can, step back; say whether another world is to form.
+        """Exclude ranks that cannot write commits while others can; return True if another world should form.
 
-        Where this process has one world only, they end, and the others continue: with ConfigError where they may not
-        write, with StorageError, after which their launcher starts them again, where it may have been an accident.
+        If this process has only one world, these ranks end and the others continue: with ConfigError if access is
+        refused, or with StorageError, after which their launcher restarts them, if it may be temporary.
         """
         group, use = self.world.group, self.commits.use
         unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
@@ -284,7 +284,7 @@ class Session:
         use.exclude()
 
     def record_step(self, sums: StepSums, norm: float, seconds: float, *, standing: Standing) -> None:
-        """Write the step that was just applied, or is pending, to the history; to tracker and progress on rank 0."""
+        """Write the step just applied, or pending, to the history and, on rank 0, to tracker and progress."""
         state, loss, rate = self.state, sums.mean, sums.coverage.count / seconds
         done = state.step - (standing != "pending")
         before = self.plan.order.cursor_at(done, self.plan.micro_batch)
@@ -345,7 +345,7 @@ class Session:
             )
 
     def _show(self, facts: Facts, sums: StepSums, norm: float, seconds: float) -> None:
-        """Put the step that was just applied on the node's page."""
+        """Show the step that was just applied on the node's page."""
         facts.add_step(self.state.step, sums.mean, norm, seconds, sums.coverage.count)
         facts.add_row(sums.ranks[self.world.group.rank])
         facts.samples_left_out = self.state.reached.account.left_out
@@ -357,14 +357,14 @@ class Session:
                 facts.last_commit_step, facts.last_commit_at = commits.head.step, commits.head.created_at
 
     def validate(self) -> None:
-        """Validate over all ranks and record the values; nothing without a validation set."""
+        """Validate over all ranks and record the values; does nothing without a validation set."""
         reach("validate")
         mesh = self.world.mesh
         batches = self.plan.feed.validation(mesh.assigned(self.plan.num_lanes)[mesh.owner])
         if batches is None:
             return
         self.world.history.validate(step=self.state.step)
-        with self.watchdog.resting():  # the first time a process asks, it imports them, for seconds
+        with self.watchdog.resting():  # the first call in a process imports the metrics, which takes seconds
             higher = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
         shards, shows = self.state.shards, self.plan.config.validation.weights
         averaged = shards.averaged(self.world.group) if shows == "ema" else contextlib.nullcontext()
@@ -391,18 +391,18 @@ class Session:
         shown = ", ".join(
             f"{name} is no number" if value is None else f"{name} {value:.4f}"
             for name, value in values.items()
-            if name != "samples" and "/" not in name  # those of classes are logged
+            if name != "samples" and "/" not in name  # values per class are only logged
         )
         self.world.announce(f"validation at step {self.state.step}: {shown}")
 
     def _remark(self, text: str) -> None:
-        """Say once what is wrong with the validation set."""
+        """Announce a problem of the validation set once."""
         if text not in self.remarks:
             self.remarks.add(text)
             self.world.announce(f"WARNING: data.validation {self.plan.config.data.validation}: {text}")
 
     def note_targets(self, sums: StepSums) -> None:
-        """Say that no sample of the step that was applied has a target: the first time, and after every tenfold."""
+        """Announce a step whose samples have no target: the first time, and at every tenfold number."""
         if sums.mean is not None or not sums.coverage.count:
             return
         self.num_untargeted += 1
@@ -415,7 +415,7 @@ class Session:
             )
 
     def _note(self, values: Mapping[str, float | None]) -> None:
-        """Keep what a validation has found, and say so if training ends by it."""
+        """Store a validation's values, and announce it if early stopping ends training."""
         stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
         improvement = improvement_for(stopping, reached.improvement)
         if stopping is not None and improvement is not None:
@@ -436,9 +436,9 @@ class Session:
         self.world.close()
 
     def close(self, status: str, *, goes_on: bool = False) -> None:
-        """End the saves, the displays, and the tracker's run truthfully: FINISHED, FAILED or KILLED.
+        """End the saves, the displays, and the tracker's run with its true status: FINISHED, FAILED or KILLED.
 
-        `goes_on` says that another process may take this one's place.
+        `goes_on` is True if another process may replace this one.
         """
         self._end_saves_and_views()
         if self.tracker is not None:
@@ -446,7 +446,7 @@ class Session:
         self.world.close()
 
     def say_rest(self) -> None:
-        """Say what the steps since the last time have taken, of time and memory."""
+        """Report the time and memory of the steps since the last report."""
         if self.memory is not None:
             self.memory.say()
         if self.watch is not None:

@@ -1,6 +1,7 @@
-"""One step's sums: run this replica's lanes, share the results with all ranks, and leave the step's mean gradient.
+"""One step's sums: run this replica's lanes, exchange the results with all ranks, and leave the step's mean gradient.
 
-`run_lanes` is the seam: what makes a gradient out of lanes (`turns`). Nothing of the applied state changes here.
+`run_lanes` is the interface to the code that turns lanes into a gradient (`turns`). The applied state does not change
+here.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ from elastic_train.training.turns import run_turns
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step that is ready to be applied, unless it is unreadable or wrong; `flags` are this rank's own."""
+    """A step ready to be applied, unless it is unreadable or wrong; `flags` are this rank's own."""
 
     sums: StepSums
     flags: int
     buffers: Sequence[tuple[Tensor, Tensor]]
     wrong: Sequence[WrongGradient] = ()
-    """What audits have found, alike on all ranks."""
+    """Findings of audits, equal on all ranks."""
 
 
 def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
     """Run forward and backward of this replica's lanes and leave the whole step's mean gradient in the parameters.
 
-    Where a rank cannot read a sample of the step, all learn of it together, and the gradient is left unfinished. Where
-    a forward pass has changed a buffer for the first time, all ranks run their lanes once more, the buffers in the sum.
+    If a rank cannot read a sample, all ranks learn of it together, and the gradient stays unfinished. If a forward pass
+    has changed a buffer for the first time, all ranks run their lanes again, with the buffers in the sum.
     """
     if session.plan.config.run.forensic and session.world.mesh.speaks:
         _keep_ids(session, lanes)
@@ -66,7 +67,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
         session.auditor.begin()
     while True:
         results = run_lanes(session, lanes)
-        # As late as can be: a request to leave or to join, in the midst of a long step, need not wait for the next one.
+        # As late as possible: a request to leave or join during a long step need not wait for the next one.
         flags = _flags(session, lanes)
         reach("reduce")
         sums = fold(_gather(session, lanes, results, flags))
@@ -81,7 +82,7 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
 
 
 def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor]]:
-    """Finish the sums over all replicas; return what the buffers become."""
+    """Finish the sums over all replicas; return the buffers' new values."""
     reach("exchange")
     session.gradients.finish(sums.divisor)
     buffers = session.buffers.finish(sums.buffers)
@@ -90,13 +91,13 @@ def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor
 
 
 def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostError | None]:
-    """Return the norm of the step's gradient once every rank holds it: the point of no return.
+    """Return the norm of the step's gradient once every rank holds the gradient: the point of no return.
 
-    No rank applies a step before it knows that all others can. So what a lost rank had applied, the others apply, too:
-    where a peer is lost here, its error is returned beside the norm, and this rank leaves the world after it has
-    applied the step. Where only peers know the rest of the norm it is None: the next world decides (`job.resharding`).
-    Raises PeerLostError in restart mode, whose next world begins with a commit, and WeightsDifferError if ranks that
-    should have measured the same have not.
+    No rank applies a step before it knows that all others can. So if a lost rank has applied it, the others will, too:
+    if a peer is lost here, its error is returned with the norm, and this rank leaves the world after applying the step.
+    The norm is None if only peers know the rest of it: the next world decides (`job.resharding`). Raises PeerLostError
+    in restart mode, whose next world starts from a commit, and WeightsDifferError if ranks measured different values
+    for the same gradient.
     """
     table = session.state.shards.table
     try:
@@ -109,10 +110,10 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
 
 def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
-    """Add the gradients and buffers of this replica's lanes to the step's sums; return what each lane gave.
+    """Add the gradients and buffers of this replica's lanes to the step's sums; return each lane's results.
 
-    Where one of the ranks that compute lanes together cannot read a sample, they have none to train on: such a step is
-    not applied, and they take part in what it exchanges with others.
+    If one rank of the cell cannot read a sample, none of its ranks trains: the step will not be applied, but they still
+    take part in its exchanges.
     """
     if session.world.cell is not None and not _is_readable(session.world.cell, lanes):
         lanes = [replace(batch, tensors=None) for batch in lanes]
@@ -124,7 +125,7 @@ def run_lanes(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
 
 
 def _add_parts(session: Session, results: dict[int, LaneSums]) -> dict[int, LaneSums]:
-    """Return what lanes give, of what each rank of the cell has computed of their tokens."""
+    """Return the lanes' results, summed over the context-parallel ranks."""
     if session.world.mesh.cell.context == 1:
         return results
     if session.buffers.has_changed:
@@ -136,12 +137,12 @@ def _add_parts(session: Session, results: dict[int, LaneSums]) -> dict[int, Lane
 
 
 def _is_readable(cell: Group, lanes: Sequence[LaneBatch]) -> bool:
-    """Say whether all ranks of a cell have all samples of its lanes, alike on all of them."""
+    """Return True if all ranks of a cell have all samples of its lanes; equal on all of them."""
     return not bool(cell.all_gather(torch.tensor(int(any(batch.unreadable for batch in lanes)))).any())
 
 
 def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
-    """Return what this rank asks of the others with the step whose lanes it has run."""
+    """Return this rank's requests to the others, sent with the step."""
     flags = LEAVE * session.leave.is_set + GROW * session.worlds.wants_to_grow() + BUSY * session.commits.is_busy
     flags += COMMIT * session.commits.is_overdue() + GIVE_UP * session.commits.is_hopeless()
     flags += BUFFERS * (session.buffers.has_changed and not session.buffers.is_tracking)
@@ -156,7 +157,7 @@ def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, Lan
     for batch in lanes:
         lane, has_samples = results[batch.lane], int(batch.tensors is not None)
         rows[batch.lane] = [lane.loss, lane.weight, batch.num_left_out, batch.num_truncated, has_samples, lane.buffers]
-    spoken_for = lanes if session.world.mesh.speaks else ()  # a cell's ranks have all read the same
+    spoken_for = lanes if session.world.mesh.speaks else ()  # all ranks of a cell have read the same samples
     coverage = _coverage_of(spoken_for)
     rank = [coverage.count, coverage.sum_a, coverage.sum_b, flags, *session.clock.row()]
     for sums in _sums_of_sources(session.plan.order, spoken_for):
@@ -165,19 +166,19 @@ def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, Lan
 
 
 def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
-    """Write the samples that this rank gives to the next step to the history."""
+    """Write the samples that this rank reads for the next step to the history."""
     ids = ranges_of(_ids_of(lanes))
     state, world = session.state, session.world
     world.history.read(step=state.step + 1, epoch=state.cursor.epoch, ids=ids, world=world.group.size)
 
 
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
-    """Return the sums over the samples that this rank's lanes have read, at once: a call costs as much as many ids."""
+    """Return the coverage of this rank's lanes, in one call: a call costs as much as many ids."""
     return CoverageSums.of_ids(_ids_of(lanes))
 
 
 def _sums_of_sources(order: RunOrder, lanes: Sequence[LaneBatch]) -> Sequence[CoverageSums]:
-    """Return what this rank's lanes have read of each source of a mixture; nothing of one training set."""
+    """Return the coverage of this rank's lanes by source of a mixture; empty for a single training set."""
     if not isinstance(order, Mixture):
         return ()
     return sums_of_sources(_ids_of(lanes), order.first_id)

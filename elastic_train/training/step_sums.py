@@ -1,4 +1,4 @@
-"""What the lanes and ranks of one step add up to, equal on every rank."""
+"""The totals of the lanes and ranks of one step, equal on every rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from elastic_train.tasks.task import mean_loss
 
 _WORD = 1 << 64
 _OF_SOURCES = 4 + len(RankFacts._fields)
-"""Where a rank's row has the sums of sources: after its coverage, its flags, and what its clock says."""
+"""Index of the sums of sources in a rank's row: after its coverage, flags and clock values."""
 LEAVE, COMMIT, GROW, BUSY, GIVE_UP, UNREADABLE, BUFFERS, UNABLE, ABLE, STOP = (1 << bit for bit in range(10))
-"""Flags that ride on the table of ranks."""
+"""Flags in the table of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSums:
-    """What one lane's forward pass gave: its loss sum and weight (NaN for not to divide), and the checksum of its
-    integer buffers."""
+    """Results of one lane's forward pass: loss sum, weight (NaN: do not divide), and checksum of integer buffers."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -32,7 +31,7 @@ class LaneSums:
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """What the lanes and ranks of one step add up to, equal on every rank."""
+    """The totals of the lanes and ranks of one step, equal on every rank."""
 
     loss: float
     weight: float
@@ -42,21 +41,21 @@ class StepSums:
     any_flags: int
     all_flags: int
     buffers: tuple[int, ...] = ()
-    """The lanes' checksums of integer buffers, of the lanes that had samples."""
+    """Checksums of integer buffers, of the lanes with samples."""
     ranks: tuple[RankFacts, ...] = ()
     nonfinite_lanes: tuple[int, ...] = ()
-    """The lanes whose loss is NaN or infinite."""
+    """Lanes whose loss is NaN or infinite."""
     sources: tuple[CoverageSums, ...] = ()
-    """The sums of each source of a mixture, over its own ids."""
+    """Sums of each source of a mixture, over its own ids."""
 
     @property
     def is_unreadable(self) -> bool:
-        """Say whether a rank could not read a sample of the step, which must not be applied then."""
+        """True if a rank could not read a sample of the step, which then must not be applied."""
         return bool(self.any_flags & UNREADABLE)
 
     @property
     def divisor(self) -> float:
-        """What the sums of losses and of gradients are divided by."""
+        """Divisor of the sums of losses and gradients."""
         return 1.0 if math.isnan(self.weight) else self.weight or 1.0
 
     @property
@@ -87,7 +86,7 @@ def fold(tables: StepTables) -> StepSums:
 
 
 def _sources_of(rows: Sequence[Row]) -> tuple[CoverageSums, ...]:
-    """Add what ranks have read of each source: three numbers for each."""
+    """Add the ranks' sums of each source: three numbers per source."""
     total = [sum(int(value) for value in column) for column in zip(*rows, strict=True)]
     return tuple(
         CoverageSums(total[at], total[at + 1] % _WORD, total[at + 2] % _WORD) for at in range(0, len(total), 3)

@@ -1,4 +1,4 @@
-"""One process of a job over all of its worlds: plan, train in one world after another, say how it ended."""
+"""One process of a job across its worlds: plan, train in one world after another, and report the end."""
 
 from __future__ import annotations
 
@@ -51,29 +51,33 @@ from elastic_train.world.forming import Formed, open_worlds, own_run_id
 from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
-"""The status of a result where others have finished the job."""
+"""Status of a result if other members have finished the job."""
 
 Ended = TrainResult | ElasticTrainError
-"""How a job ended for one process, once everything is closed in good order: with a result, or with what keeps it from
-one (it was asked to leave, or the result could not be written)."""
+"""The end of a job for one process, after an orderly close: a result, or an error.
+
+The error says that the process was asked to leave, or that the result could not be written.
+"""
 
 LEAVING_PATIENCE_S = 8.0
 RESUME = "the same command resumes"
 MOST_FAILED_WORLDS, MOST_FIRST_WORLDS, FAILED_WORLD_PAUSE_S = 60, 10, 2.0
-"""How often, and how long, live ranks wait for storage that a new world needs: those that hold a state, and those that
-have none yet, since a rank that has one may be in their world."""
+"""Attempts of live ranks to enter a world whose storage fails: with state, without state, and the pause in seconds.
+
+Ranks without state stop earlier, since a rank with state may be in their world.
+"""
 
 
 @dataclass(slots=True)
 class HowFar:
-    """How far a job is, for a message; `state` is None until there is one."""
+    """Progress of a job, for messages; `state` is None before it exists."""
 
     state: AppliedState | None = None
     total_steps: int = 0
 
     @property
     def step(self) -> int:
-        """The step that was applied last."""
+        """Last applied step."""
         return 0 if self.state is None else self.state.step
 
     def __str__(self) -> str:
@@ -81,10 +85,10 @@ class HowFar:
 
 
 def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar | None = None) -> Ended:
-    """Train to the end; whatever can be refused is refused before the first world.
+    """Train to the end; refuse everything that can be refused before the first world.
 
-    `started_at` is when the process began, in unix seconds; `how_far` is kept up to date. Raises ElasticTrainError,
-    and RendezvousError where membership fails.
+    `started_at` is the process's start in unix seconds; `how_far` is kept up to date. Raises ElasticTrainError, and
+    RendezvousError if membership fails.
     """
     how_far = how_far or HowFar()
     leave.may_go, leave.lost = lambda: how_far.step == 0, lambda: "nothing is lost, as no step was applied"
@@ -101,10 +105,10 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: H
 
 
 def _prepare(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar) -> Ended:
-    """Refuse what can be refused, build the state, and train it."""
+    """Check everything that can be refused, build the state, and train it."""
     make_repeatable(config)
     plan = make_plan(config)
-    proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # beside what follows
+    proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # the check runs concurrently with the rest
     if config.profile.memory:
         record_allocations(plan.device)
     try:
@@ -115,7 +119,7 @@ def _prepare(config: Config, leave: LeaveRequest, started_at: float, how_far: Ho
     except Exception as error:
         note_out_of_memory(error, config, meter)
         if not isinstance(error, ElasticTrainError) and (why := ended_too_soon()) is not None:
-            raise why from error  # torch raises its own wherever this process is when it hears of it
+            raise why from error  # torch raises its own error wherever this process is when the signal arrives
         raise
 
 
@@ -128,7 +132,7 @@ def _train_on(
     proof: Proof | None,
     meter: Meter,
 ) -> Ended:
-    """Train through one world after another, watched; what the run's folder takes in time is written at the end."""
+    """Train in one world after another, with a watchdog; at the end, flush the run's files."""
     config, files = plan.config, BackgroundFiles()
     switches = KeptSwitches(state.model)
     worlds = open_worlds(
@@ -140,7 +144,7 @@ def _train_on(
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, MOST_BYTES),
     )
-    # Kernels of attention are chosen by it, too.
+    # The choice of attention kernels depends on it.
     learns = config.compile is True or config.parallel.shards == "parameters" or plan.device.type == "cuda"
     peak, counted = peak_of(plan), list[Utilisation | None]()
     is_warmed_up = worlds.is_live or learns or peak is not None
@@ -186,7 +190,7 @@ def _train_on(
 
 
 def _prove(proof: Proof, files: BackgroundFiles, config: Config, leave: LeaveRequest) -> None:
-    """Let nobody in whose machine fails its health check; the run's history says so, too."""
+    """Refuse a machine that fails its health check, and record that in the run's history."""
     try:
         proof.demand(lambda: leave.is_set)
     except UnfitError as error:
@@ -204,9 +208,9 @@ def _train_through(process: Process) -> Ended:
             ended = _train_or_say_why(process, formed)
         except (PeerLostError, FencedError) as error:
             if not worlds.is_live and process.leave.is_set and isinstance(error, PeerLostError):
-                return _leave_alone(process)  # a peer that was asked to leave, too, has dropped the step first
+                return _leave_alone(process)  # a peer that was asked to leave as well has dropped the step first
             if not worlds.is_live:
-                raise  # the job continues in the next world, and with it the tracker's run
+                raise  # the job, and the tracker's run, continue in the next world
             formed.group.abandon()
             continue
         except StepDropped:
@@ -223,7 +227,7 @@ def _train_through(process: Process) -> Ended:
             process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
             if formed.group.size > 1 and not process.use.has_probed():
-                process.use.exclude()  # the next world's leader may be one that can write
+                process.use.exclude()  # a leader that can write may lead the next world
             continue
         if ended is not None:
             return ended
@@ -232,7 +236,7 @@ def _train_through(process: Process) -> Ended:
 
 
 def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:
-    """Train in one world; where it ends with the processes, all ranks end with the sentence of the one that failed."""
+    """Train in one world; in restart mode, all ranks end with the error message of the rank that failed."""
     if process.worlds.is_live:
         return _train_in(_enter(process, formed))
     try:
@@ -247,7 +251,7 @@ def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:
 
 
 def _enter(process: Process, formed: Formed) -> Session:
-    """Open a world's session; an error for lack of memory says what this rank held on its way into it."""
+    """Open a world's session; an out-of-memory error lists what this rank held at that time."""
     try:
         return open_session(process, formed)
     except Exception as error:
@@ -259,17 +263,17 @@ def _enter(process: Process, formed: Formed) -> Session:
 
 
 def _is_through(leave: LeaveRequest, state: AppliedState) -> bool:
-    """Say whether to stop waiting for a world: asked to leave, with nothing to lose, or after some patience.
+    """Return True to stop waiting for a world: asked to leave, with nothing to lose or after some patience.
 
-    All nodes may be asked to leave at slightly different times. So a process that holds a state enters one more world,
-    in which all find out together whether any of them continues, and commit if none does.
+    Nodes may be asked to leave at slightly different times. So a process with state enters one more world, in which all
+    find out if any continues, and commit if none does.
     """
     patience_s = leave.patience_s if leave.is_late else min(LEAVING_PATIENCE_S, leave.patience_s)
     return leave.is_set and (state.step == 0 or time.monotonic() - leave.since_s > patience_s)
 
 
 def _next_world(process: Process) -> Formed | None:
-    """Wait for the next world; a state that no world takes over any more is committed before it is given up."""
+    """Wait for the next world; if none will take over the state, commit it before giving up."""
     process.watchdog.rest()
     try:
         return process.worlds.form(as_last=process.use.is_barred)
@@ -285,7 +289,7 @@ def _next_world(process: Process) -> Formed | None:
 def _leave_alone(process: Process) -> Preempted:
     """Commit the applied state without its world, which is in the middle of a step that this process has dropped.
 
-    One rank of a node does it: all of them hold the same state. Where each holds a share, none can.
+    One rank of a node commits, since all hold the same state. If the state is sharded, none can.
     """
     step = process.state.step
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
@@ -299,16 +303,16 @@ def _leave_alone(process: Process) -> Preempted:
 
 
 def by(leave: LeaveRequest) -> str:
-    """Return by which signal a process was asked to leave, for a message."""
+    """Return the signal that asked a process to leave, for a message."""
     return f" by {leave.name}" if leave.name else ""
 
 
 def _lost(session: Session) -> str:
-    """Say what is lost if this process ends at this moment."""
+    """Describe what is lost if this process ends now."""
     step, head, formed = session.state.step, session.commits.head, session.world.launched
     committed = 0 if head is None else head.step
     if not session.world.is_leader:
-        return ""  # the leader alone knows
+        return ""  # only the leader knows
     if step == committed:
         return f"nothing is lost: step {step} is committed" if step else "nothing is lost, as no step was applied"
     lost = counted(step - committed, "step")
@@ -318,13 +322,13 @@ def _lost(session: Session) -> str:
 
 
 def _has_nothing_to_lose(session: Session) -> bool:
-    """Say whether a process that ends at this moment takes nothing along."""
+    """Return True if nothing is lost when this process ends now."""
     step = session.state.step
     return step == 0 or (session.world.group.size == 1 and session.commits.has_head_at(step) and not session.is_over)
 
 
 def _train_in(session: Session) -> Ended | None:
-    """Train in one world; return how the job ended for this process, None if another world is to follow."""
+    """Train in one world; return how the job ended for this process, None if another world follows."""
     leave = session.leave
     leave.lost = functools.partial(_lost, session)
     leave.may_go = functools.partial(_has_nothing_to_lose, session)
@@ -362,7 +366,7 @@ def _train_in(session: Session) -> Ended | None:
 
 
 def _note_out_of_memory(error: BaseException, session: Session) -> None:
-    """Say where this rank was, if its memory has run out."""
+    """If memory has run out, add this rank's position to the error."""
     if (memory := session.memory) is not None:
         world, config = session.world, session.plan.config
         moment = Moment(world.term, world.group.rank, world.group.size, session.state.step + 1, session.lane)
@@ -370,7 +374,7 @@ def _note_out_of_memory(error: BaseException, session: Session) -> None:
 
 
 def _finish(session: Session, outcome: Outcome) -> Ended:
-    """Write the result, end the tracker's run truthfully, and leave the group in good order."""
+    """Write the result, end the tracker's run with its true status, and leave the group in order."""
     step = session.state.step
     if outcome is Outcome.LEFT:
         session.world.history.leave(step=step)
@@ -384,17 +388,17 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     result = result_of(session.plan, session.state, outcome.value, digest)
     if outcome is Outcome.DONE and isinstance(session.plan.task, Finishing):
         session.state.shards.make_whole(session.world.group)
-    # All that waits for peers is done: who is frozen there for as long as a newer world needs ends here.
+    # Past the last collective: a process frozen during it may have been replaced, and ends here.
     session.world.check_newest()
     if (error := write_result(session, result)) is not None:
         sys.stderr.write(explain(error) + "\n")
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     if outcome is Outcome.DONE and error is None:
         session.world.announce(last_line(session, result))
-    session.world.group.close()  # nobody leaves while another still waits for an answer
+    session.world.group.close()  # no rank leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:
         return Preempted(f"asked to leave{by(session.leave)}; step {step} is committed: {RESUME} from it")
-    # A launcher that restarts whatever does not end with 0 would begin a job again that is done.
+    # A launcher that restarts on any exit code but 0 would restart a finished job.
     is_restarted = session.worlds.is_launched and not session.worlds.is_live
     return result if error is None or is_restarted else error

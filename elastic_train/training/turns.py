@@ -1,7 +1,7 @@
-"""The turns of a step: a rank's passes of its lanes, in the order of its program, and what they add.
+"""The turns of a step: a rank's passes of its lanes, in program order, and their contributions to the sums.
 
-All ranks go through as many turns. In one without a lane, a rank computes nothing, and takes part in what the lanes of
-others need of it: its experts, the weights that it holds, and its share of their gradients.
+All ranks have equally many turns. In a turn without a lane, a rank computes nothing itself, but still serves the other
+ranks' lanes with its experts, its shards of weights, and its shards of the gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_train.training.step_sums import LaneSums
 
 
 class Unread(NamedTuple):
-    """What one lane gave, as `LaneSums`, while its loss is still being computed by a device."""
+    """A lane's results, like `LaneSums`, while a device still computes the loss."""
 
     loss: Tensor
     weight: float
@@ -36,7 +36,7 @@ class Unread(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """The result of a forward pass: an activation for the next piece, or the loss that the backward pass begins with.
+    """The result of a forward pass: an activation for the next piece, or the loss to start the backward pass from.
 
     `sums` are those of a lane whose loss was computed.
     """
@@ -47,7 +47,10 @@ class ForwardOutput(NamedTuple):
 
 
 def run_turns(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSums]:
-    """Add the gradients of this rank's lanes to the step's sums; return what each lane gave, as far as it is known."""
+    """Add the gradients of this rank's lanes to the step's sums.
+
+    Return each lane's results as far as this rank has them.
+    """
     turns = _Turns(session, lanes)
     session.clock.mark("rest")
     with session.plan.keep_casts(len(lanes)), turns.leaf:
@@ -59,17 +62,17 @@ def run_turns(session: Session, lanes: Sequence[LaneBatch]) -> dict[int, LaneSum
 
 
 class _Turns(Passes):
-    """The passes of a rank within a step."""
+    """A rank's passes within a step."""
 
     def __init__(self, session: Session, lanes: Sequence[LaneBatch]) -> None:
         self._session, self._stage, self._lanes = session, session.stage, lanes
         mesh, has_experts = session.world.mesh, bool(self._stage.experts)
         self._of_cell = lanes_by_cell(session.assigned, mesh.cell.expert)[mesh.replica] if has_experts else ()
-        """The lanes of this rank's cell, each of whose ranks with other experts computes one of them in a turn."""
+        """Lanes of this rank's cell; in each turn, every rank with other experts computes one of them."""
         self.leaf = contextlib.ExitStack()
-        """The leaf that is open."""
+        """Contexts of the open leaf."""
         self._loss: LaneLoss | None = None
-        """That of the process's first lane, which is to be computed again."""
+        """Loss of the process's first lane, which is computed twice."""
         self.results: dict[int, LaneSums | Unread] = {batch.lane: LaneSums() for batch in lanes}
 
     def key(self, number: int) -> Hashable | None:
@@ -140,16 +143,16 @@ class _Turns(Passes):
         return self._of_cell[number * size :][:size]
 
     def _passing(self, one: Pass) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a pass, in which others of the cell may need this rank's experts."""
+        """Return the context of a pass, during which other ranks of the cell may need this rank's experts."""
         if not self._turn_of_cell(one.number):
             return contextlib.nullcontext()
         return self._stage.passing(one, trains=True)
 
 
 def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
-    """Run a chunk's forward pass of a lane that has samples."""
+    """Run a chunk's forward pass of a lane with samples."""
     clock = session.clock
-    if given is None:  # with what is given comes the generator's state
+    if given is None:  # otherwise the input carries the generators' state
         clock.mark("rest")
         _seed(session, batch.lane)
     assert batch.tensors is not None, "it has samples"
@@ -162,7 +165,7 @@ def _forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | Non
     clock.mark("forward")
     if isinstance(made, Tensor):
         return ForwardOutput(made)
-    loss, weight = made.total.detach(), weight_of(made)  # where a device computes, it is asked for the next lane first
+    loss, weight = made.total.detach(), weight_of(made)  # enqueue the next lane before reading results from a device
     sums = Unread(loss, weight, 0) if loss.is_cuda else LaneSums(float(loss), weight)
     return ForwardOutput(session.state.scaler.scale(made.total), sums, made)
 
@@ -172,7 +175,7 @@ def _with_buffers(sums: LaneSums | Unread, buffers: int) -> LaneSums | Unread:
 
 
 def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
-    """Return what lanes gave, once a device has computed it, and all that it was asked before."""
+    """Return the lanes' results once the device has finished all enqueued work."""
     unread = [one.loss.double().reshape(()) for one in results.values() if isinstance(one, Unread)]
     losses = iter(torch.stack(unread).tolist() if unread else ())
     return {
@@ -182,7 +185,7 @@ def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
 
 
 def _again(session: Session, batch: LaneBatch) -> LaneLoss:
-    """Compute a lane's loss another time."""
+    """Compute a lane's loss again."""
     assert batch.tensors is not None, "it has samples"
     tensors: Batch = session.to_device(batch.tensors)
     _seed(session, batch.lane)
@@ -191,6 +194,6 @@ def _again(session: Session, batch: LaneBatch) -> LaneLoss:
 
 
 def _seed(session: Session, lane: int) -> None:
-    """Begin the random numbers of a lane, or of this rank's part of it."""
+    """Seed the random generators for a lane, or for this rank's part of it."""
     leaf = session.world.mesh.leaf(lane, session.plan.num_lanes)
     seed_generators(lane_seed(session.plan.config.run.seed, session.state.step, leaf))

@@ -1,8 +1,8 @@
-"""What a world's first rank makes of the rows that all ranks have given with a step: it says what it sees.
+"""Rank 0's monitoring of a world, from the rows that all ranks send with each step.
 
-Sums over a window go to the history and the tracker, and those of all the worlds that a process has led to its result.
-What is wrong is an event, in the history, the log and the tracker; what follows from it is the configuration's choice,
-and reaches the other ranks with the next step's flags. Nothing here decides a bit.
+Sums over a window go to the history and the tracker, and totals over all worlds that the process led go to its result.
+When something goes wrong, an event is raised in the history, the log and the tracker; the configured reaction reaches
+the other ranks with the next step's flags. Nothing here affects any bit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rendezvous.etcd.tally import TALLY
 
 
 class Watch:
-    """The rows of one world, whose ranks have so many lanes; `totals` are the process's, over all of its worlds.
+    """Monitors one world, whose ranks have `num_lanes` lanes each; `totals` are the process's, over all of its worlds.
 
-    `wants_to_stop` says whether an event is to end the job, by `actions`; `drop` asks a rank's node to leave, and says
-    what came of that; `at_first_step` is called once, when the world has applied its first.
+    `wants_to_stop` is True if an event ends the job, according to `actions`; `drop` asks a rank's node to leave and
+    returns the outcome as text; `at_first_step` is called once the world has applied its first step.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Watch:
         self._lines, self._clock = EventLines(), clock
 
     def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int, *, is_overflow: bool = False) -> None:
-        """Take the rows of a step that was applied, and the norm of its gradient; of saves those failed in a row.
+        """Process the rows of an applied step, its gradient norm, and the number of consecutive failed saves.
 
-        With `is_overflow` the scale of the loss was too large for fp16, which is how it is found.
+        With `is_overflow`, the loss scale was too large for fp16, which is part of finding the scale.
         """
         self._window.add(sums.ranks)
         if self._step == 0:
@@ -70,7 +70,7 @@ class Watch:
             self.say()
 
     def tell_of(self, found: Sequence[WrongGradient], step: int) -> None:
-        """Say whose gradients are wrong in the step after one that was applied."""
+        """Report the ranks whose gradients are wrong in the step after `step`."""
         for one in found:
             num_right = one.num_computed - one.num_wrong
             for rank in one.ranks:
@@ -78,12 +78,12 @@ class Watch:
                 self.tell(replace(event, lane=one.lane, samples=one.samples))
 
     def take_wanted_commit(self) -> bool:
-        """Say whether an event since the last time is to be followed by a commit."""
+        """Return True if an event since the last call requires a commit."""
         wants, self._wants_commit = self._wants_commit, False
         return wants
 
     def say(self) -> None:
-        """Say what the steps since the last time have cost; nothing if there are none."""
+        """Report the phase times of the steps since the last report, if any."""
         window, self._window = self._window, PhaseWindow()
         if window.num_steps == 0:
             return
@@ -94,7 +94,7 @@ class Watch:
             self._tracker.log(self._step, {f"time/{phase}_s": means[phase] for phase in (*PHASES, "hidden")})
 
     def say_rest(self) -> None:
-        """Say what is left at a world's end, of costs and of events."""
+        """Report the remaining phase times and events at a world's end."""
         self.say()
         self._announce_due(math.inf)
 
@@ -103,7 +103,7 @@ class Watch:
             self._world.announce(line)
 
     def tell(self, event: Event) -> None:
-        """Say what begins or ends to be wrong, and do what the configuration says of its kind."""
+        """Report an event's start or end, and take the configured action."""
         host = None if event.rank is None else self._host_of(event.rank)
         then = None if event.is_over else self._follow(event)
         self._world.history.event(
@@ -127,7 +127,7 @@ class Watch:
             self._tracker.log(event.step, {f"events/{event.kind}": self.num_events[event.kind]})
 
     def _follow(self, event: Event) -> str | None:
-        """Do what the configuration says of what begins to be wrong, and say what that is; None if it is to be told."""
+        """Take the configured action for a new event and return its description; None if it is only reported."""
         action = self._actions.get(event.kind, "tell")
         self._wants_commit |= action == "snapshot"
         self.wants_to_stop |= action == "stop"

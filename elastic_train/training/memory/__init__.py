@@ -1,1 +1,1 @@
-"""What a rank's memory is taken by: looked at now and then, and written down where it runs out."""
+"""A rank's memory: measured periodically, and recorded when it runs out."""

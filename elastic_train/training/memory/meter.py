@@ -1,4 +1,4 @@
-"""The most memory that a process has taken, and the bytes of what it holds, by part; nothing waits for a device."""
+"""Measure a process's peak memory, and the bytes it holds by category, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.system.process_identity import resident
 
 HOST = "host"
-"""The part of what is held in host memory beside a GPU."""
+"""Category of tensors in host memory on a rank with a GPU."""
 
 
 class Storage(NamedTuple):
-    """A piece of memory that tensors share, its part, and the first tensor that is in it."""
+    """Memory that tensors share, its category, and the first tensor in it."""
 
     part: str
     num_bytes: int
@@ -34,7 +34,7 @@ class Meter:
         self._program = resident().now
 
     def measure(self, held: Iterable[OfPart] = ()) -> MemoryFacts:
-        """Return the peaks so far, and the bytes of what is held."""
+        """Return the peaks so far, and the bytes held by category."""
         parts = dict.fromkeys((*PARTS, HOST), 0)
         for one in storages(held, self.device):
             parts[one.part] += one.num_bytes
@@ -47,7 +47,7 @@ class Meter:
 
 
 def held_by(state: AppliedState, gradients: GradientSum | None, saves: SaveMemory) -> Iterator[OfPart]:
-    """Yield what a rank holds from step to step; a tensor may come more than once."""
+    """Yield the tensors that a rank holds between steps; a tensor may occur more than once."""
     yield from (("weights", weights) for weights in state.model.parameters())
     yield from (("buffers", buffer) for buffer in state.model.buffers())
     yield from state.shards.tensors()
@@ -57,7 +57,7 @@ def held_by(state: AppliedState, gradients: GradientSum | None, saves: SaveMemor
 
 
 def storages(held: Iterable[OfPart], device: torch.device) -> Iterator[Storage]:
-    """Yield each piece of memory once, of the first part that has it; what is not on the device is of the host."""
+    """Yield each storage once, under the first category that has it; storages off the device count as `HOST`."""
     seen = set[int]()
     for part, tensor in held:
         if tensor.is_meta:
@@ -65,7 +65,7 @@ def storages(held: Iterable[OfPart], device: torch.device) -> Iterator[Storage]:
         try:
             memory = tensor.untyped_storage()
             num_bytes, start = memory.nbytes(), memory.data_ptr()
-        except (NotImplementedError, RuntimeError):  # a tensor that stands for others, or has no memory at all
+        except (NotImplementedError, RuntimeError):  # a tensor that stands for others, or has no memory
             continue
         if num_bytes and start not in seen:
             seen.add(start)

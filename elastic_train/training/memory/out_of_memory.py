@@ -1,6 +1,6 @@
-"""What is said where memory runs out: a snapshot beside the run, and a note on the error, which is raised unchanged.
+"""On out-of-memory errors, write a snapshot to the run folder and add a note to the error, which is raised unchanged.
 
-A process that its kernel kills says nothing: of that the history's last `memory` line is what there is.
+A process killed by the kernel cannot do so: then the history's last `memory` line is the best evidence.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from rendezvous.waiting import GivenUp, begin
 
 WRITE_TIMEOUT_S = 20.0
 MOST_KEPT, MOST_LISTED, MOST_TEXT = 4, 20, 8000
-"""Snapshots of a rank number, tensors in one, and characters of each of its texts."""
+"""Maximum number of snapshots per rank number, of tensors in one, and of characters in each of its texts."""
 MOST_RECORDED_BYTES = 64 << 20
-"""The largest record of a GPU's allocations that is kept."""
+"""Largest record of a GPU's allocations that is kept."""
 MOST_RECORDED = 100_000
-"""Of the last allocations and releases, how many are recorded."""
+"""Number of recent allocations and releases recorded."""
 FRAGMENTED = 0.1
-"""The share of a GPU's memory that is reserved and not in use from which on that is worth a remedy."""
+"""Unused fraction of a GPU's reserved memory above which a remedy is suggested."""
 _SIGNS = ("out of memory", "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _PREFIX = "out of memory: "
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a rank is: the step that it computes, and the lane, if any; before its first world nothing is known."""
+    """A rank's position: the step that it computes, and the lane, if any; unknown before its first world."""
 
     term: int = 0
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
@@ -59,13 +59,13 @@ class Moment:
 
 
 def record_allocations(device: torch.device) -> None:
-    """Let torch record from now on what a GPU's memory is allocated for, and where in the program."""
+    """Make torch record a GPU's allocations with their stack traces."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=MOST_RECORDED, stacks="python")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether a device or the host had no memory for something; torch has no kind of error for all of that."""
+    """Return True if a device or the host ran out of memory; torch has no common class for such errors."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
@@ -79,9 +79,9 @@ def note_out_of_memory(
     held: Iterable[OfPart] = (),
     model: nn.Module | None = None,
 ) -> None:
-    """Write a snapshot if memory has run out, and add to the error what was found and what to change; never raises.
+    """If memory ran out, write a snapshot and add the findings and remedies to the error; never raises.
 
-    `held` is what the rank holds, and `model` knows names for some of it. An error that has such a note keeps it.
+    `held` has the rank's tensors, and `model` gives names for some of them. An error that has such a note keeps it.
     """
     if not is_out_of_memory(error) or any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ())):
         return
@@ -90,7 +90,7 @@ def note_out_of_memory(
         held = list(held)
         facts = meter.measure(held)
         where = _take(error, config, meter.device, moment, facts, _largest(held, meter.device, model))
-    except Exception as why:  # noqa: BLE001 - there may be no memory for this either, and the error itself matters
+    except Exception as why:  # noqa: BLE001 - memory may run out here as well, and the error itself matters
         where = f"no snapshot could be taken: {first_line(why)}"
     found = f"{moment}, {meter.device}" + ("" if facts is None else f": {in_words(facts)}")
     error.add_note(f"{_PREFIX}{found}; {where}. {remedies(config, moment.num_ranks, facts)}")
@@ -104,7 +104,7 @@ def _take(
     facts: MemoryFacts,
     largest: Sequence[Mapping[str, object]],
 ) -> str:
-    """Write a snapshot, and return where it is, or why there is none."""
+    """Write a snapshot; return its path, or the reason why there is none."""
     tree = config.model_dump(mode="json")
     snapshot = {
         "t": time.time(),
@@ -131,7 +131,7 @@ def _take(
 
 
 def in_words(facts: MemoryFacts) -> str:
-    """Return a peak and what it is made of, the largest part first."""
+    """Return a peak and its composition as text, the largest category first."""
     parts = {**facts.parts, "program": facts.program, REST: facts.rest}
     made_of = ", ".join(
         f"{name} {size(taken)}" for name, taken in sorted(parts.items(), key=lambda one: -one[1]) if taken
@@ -147,14 +147,14 @@ _MORE_SHARDS: Mapping[str, Feature] = {
 
 
 def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -> str:
-    """Return what takes less memory, what changes least first: keys of `parallel` may change when a run resumes."""
+    """Return settings that need less memory, least intrusive first; keys of `parallel` may change at a resume."""
     keys, is_on_gpu = config.parallel, facts is not None and facts.reserved is not None
     found = []
     if keys.recompute == "none":
         found.append("parallel.recompute: units")
     more = _MORE_SHARDS.get(keys.shards)
     if keys.pipeline * keys.expert > 1 and more == "shards: parameters":
-        more = None  # all are gathered for a step
+        more = None  # weights are gathered for a step anyway
     if more is not None and num_ranks // keys.cell.num_parts > keys.copies and _works(config, more):
         found.append(f"parallel.{more}")
     if is_on_gpu and not keys.has_offload and _works(config, "offload: optimizer"):
@@ -168,14 +168,14 @@ def remedies(config: Config, num_ranks: int, facts: MemoryFacts | None = None) -
 
 
 def _works(config: Config, more: Feature) -> bool:
-    """Say whether a configuration works with another setting of shards or offload."""
+    """Return True if a configuration works with another setting of shards or offload."""
     key = more.split(":")[0]
     kept = {feature: text for feature, text in config.features.items() if not feature.startswith(f"{key}:")}
     return not refusals({**kept, more: f"parallel.{more}"})
 
 
 def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | None) -> list[dict[str, object]]:
-    """Describe the largest pieces of memory of what is held, and of all tensors that Python knows of besides."""
+    """Describe the largest storages among held tensors and all other tensors that Python knows."""
     named = () if model is None else model.named_parameters()
     names = {one.untyped_storage().data_ptr(): name for name, one in reversed([*named])}
     live = (("other", one) for one in gc.get_objects() if issubclass(type(one), Tensor))
@@ -194,7 +194,7 @@ def _largest(held: Iterable[OfPart], device: torch.device, model: nn.Module | No
 
 
 def _room(device: torch.device) -> dict[str, int]:
-    """Return what the device, or the machine, has in all, and what of it is free."""
+    """Return the total and free memory of the device, or else of the machine."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
     else:
@@ -219,7 +219,7 @@ def _write(path: Path, snapshot: Mapping[str, object], device: torch.device) -> 
 
 
 def _write_record(path: Path) -> None:
-    """Write what torch has recorded of GPUs' allocations, if it was asked to, for https://pytorch.org/memory_viz."""
+    """Write torch's record of GPU allocations, if it was enabled, for https://pytorch.org/memory_viz."""
     recorded = torch.cuda.memory._snapshot()
     if any(recorded["device_traces"]) and len(content := pickle.dumps(recorded)) <= MOST_RECORDED_BYTES:
         path.write_bytes(content)

@@ -1,6 +1,6 @@
-"""What a rank says of its memory: after a world's first step, now and then, and at its end.
+"""Report a rank's memory: after a world's first step, periodically, and at its end.
 
-Every process does, in its own history: what a rank holds is its own, and nobody is asked for it.
+Every process reports its own memory in its own history, without communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Looks at a rank's memory in one world, every so many steps; `held` yields what it holds."""
+    """Measures a rank's memory in one world, every `every_steps` steps; `held` yields its tensors."""
 
     def __init__(
         self,
@@ -36,14 +36,14 @@ class MemoryWatch:
         self._has_failed = False
 
     def step(self, step: int) -> None:
-        """A step was applied."""
+        """Note that a step was applied."""
         self._unsaid = step
         if self._num_steps % self._every_steps == 0:
             self.say()
         self._num_steps += 1
 
     def say(self) -> None:
-        """Say what is known after the steps since the last time; nothing if there are none."""
+        """Report the memory if steps were applied since the last report."""
         step, self._unsaid = self._unsaid, None
         if step is None or self._has_failed:
             return
@@ -58,5 +58,5 @@ class MemoryWatch:
             self._page.memory = facts
 
     def look(self) -> MemoryFacts:
-        """Return what is known now."""
+        """Return the current measurement."""
         return self.meter.measure(self.held())

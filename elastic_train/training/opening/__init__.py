@@ -1,1 +1,1 @@
-"""What a session needs from outside of its world, opened when it begins: saves, and what people see."""
+"""Resources from outside a session's world, opened when it begins: saves, and displays for people."""

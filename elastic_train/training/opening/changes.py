@@ -1,4 +1,4 @@
-"""What has changed since a run's last start, said once before its first step: keys, code and libraries."""
+"""Report once, before a run's first step, what has changed since its last start: keys, code and libraries."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from elastic_train.world.uniformity import OWN, OWN_SECTIONS, own_sources
 from elastic_train.world.world import World
 
 SOURCE = "source of "
-"""Begins the names under which a commit's versions have the digests of the task's modules."""
+"""Prefix of the digests of the task's modules in a commit's versions."""
 _OF_RECIPE = ("optimizer", "compile", "epochs", "max_steps")
 _SAID = "what has changed"
 VALIDATION = "the validation set"
-"""The name under which a commit's versions have the digest of the validation set."""
+"""Name of the validation set's digest in a commit's versions."""
 _OF_BITS = ("precision", "reduction", "threads_per_rank", "device")
 LIBRARIES = ("numpy", "pyarrow", "transformers", "tokenizers", "peft", "pillow", "torchvision")
 
 
 def versions_of(plan: Plan) -> dict[str, str]:
-    """Return the digests of the task's modules and of the validation set, and versions of libraries, for commits."""
+    """Return, for commits, the digests of the task's modules and of the validation set, and versions of libraries."""
     digests = dict(line.rsplit(" ", 1) for line in own_sources(plan))
     found = {f"{SOURCE}{name}": digest for name, digest in digests.items()}
     if (digest := plan.feed.validation_digest) is not None:
@@ -43,7 +43,7 @@ def _libraries() -> dict[str, str]:
 
 
 def say_changes(process: Process, world: World, head: CommitRecord | None, versions: Mapping[str, str]) -> None:
-    """Announce what has changed since the commit that a run continues from; by each process once."""
+    """Announce, once per process, the changes since the commit that the run continues from."""
     is_said = _SAID in process.warned
     process.warned.add(_SAID)
     if is_said or head is None or not world.is_leader:
@@ -55,7 +55,7 @@ def say_changes(process: Process, world: World, head: CommitRecord | None, versi
 
 
 def _of_length(process: Process, head: CommitRecord) -> Iterator[str]:
-    """Say if the run is done already."""
+    """Yield a line if the run is already finished."""
     step, total = process.state.step, process.plan.total_steps
     stopping, improvement = process.plan.config.validation.early_stopping, process.state.reached.improvement
     if step < total and is_exhausted(stopping, improvement):
@@ -68,9 +68,9 @@ def _of_length(process: Process, head: CommitRecord) -> Iterator[str]:
 
 
 def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
-    """Say which keys have other values than at the last start, but those that change nothing that is computed.
+    """Yield a line with the keys that differ from the last start, except those without effect on the computation.
 
-    Of the recipe, which a commit holds, the state itself says what has changed.
+    Changes of the recipe, which is in the commit, are reported by the state.
     """
     changed = describe_changes(plan.config, config_of(plan.config, head.term))
     ours = [line for line in changed if not _is_own(line.partition(" ")[0])]
@@ -81,7 +81,7 @@ def _of_keys(plan: Plan, head: CommitRecord) -> Iterator[str]:
 
 
 def _of_validation(plan: Plan, head: CommitRecord) -> Iterator[str]:
-    """Warn if validations are of other rows than those of the commit, by whichever path they are reached."""
+    """Yield a warning if the validation rows differ from those of the commit, whatever their path."""
     before, now = head.versions.get(VALIDATION), plan.feed.validation_digest
     if before is not None and now is not None and before != now:
         yield (
@@ -97,7 +97,7 @@ def _is_own(key: str) -> bool:
 
 
 def _of_code(plan: Plan, head: CommitRecord, versions: Mapping[str, str]) -> Iterator[str]:
-    """Name the files and the libraries that are not those of the commit; an older one knows neither."""
+    """Yield a warning for changed files and libraries; commits of older releases do not record them."""
     before = head.versions
     files = {SOURCE + name: path for name, path in source_files(type(plan.task)).items()}
     sources = {name for name in {**before, **versions} if name.startswith(SOURCE)}

@@ -1,10 +1,10 @@
-"""Rows that a task could not use are found before a run's first step: some of all datasets' rows, for a few seconds.
+"""Find unusable rows before a run's first step, by inspecting some rows of all data sets for a few seconds.
 
-Lists that are too long for the task, or lack a value, are found so, and what a task that is `Inspecting` finds: ids,
-classes and lengths of lists that its `collate` would refuse.
+This finds lists that are too long for the task or lack a value and, for tasks that are `Inspecting`, ids, classes and
+list lengths that their `collate` would refuse.
 
-Each rank takes its own row groups, in an order that is random and always the same, so those that there is time for are
-a random sample; of a dataset that is small enough they are all. Once a run has a step or a commit it is not done again.
+Each rank inspects its own row groups in a fixed random order, so that those inspected in time are a random sample; of a
+small data set, they are all. The inspection is skipped once a run has a step or a commit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from elastic_train.world.world import World
 
 MOST_NAMED = 20
 LIMIT_S, LIMIT_SHARE = 10.0, 0.25
-"""For how long a rank inspects rows, and for which part of the time that peers wait for a silent one."""
+"""Seconds that a rank inspects rows, and the fraction of the peer timeout that this may take."""
 _ROWS_PER_THREAD, _MOST_ROWS_PER_THREAD, _NUM_SLICES, _QUICK_S = 16, 1 << 20, 8, 0.02
-"""Threads begin with small slices, and double them while all of them are quick; lengths in rows, time in seconds."""
+"""Threads begin with small slices, doubled while all of them are quick; lengths in rows, time in seconds."""
 
 
 def inspect_rows(process: Process, world: World) -> None:
-    """Have rows inspected; raise DataError on every rank if any rank has found one that is unfit."""
+    """Inspect rows; raise DataError on every rank if any rank has found an unfit one."""
     plan, fitness = process.plan, _fitness_of(process.plan)
     if not fitness.columns:
         return
@@ -52,7 +52,7 @@ def inspect_rows(process: Process, world: World) -> None:
 
 
 def inspect_alone(plan: Plan) -> str:
-    """Inspect rows of a plan's datasets without a world, and say how many; raise DataError for one that is unfit."""
+    """Inspect rows of a plan's data sets without a world, and return a summary; raise DataError for an unfit row."""
     fitness = _fitness_of(plan)
     if not fitness.columns:
         return "no rows were inspected"
@@ -60,7 +60,7 @@ def inspect_alone(plan: Plan) -> str:
 
 
 def _judged(plan: Plan, found: Sequence[Inspected]) -> str:
-    """Say how many rows are fit; raise what a rank has found."""
+    """Return a summary of the inspected rows; raise the errors that ranks have found."""
     if wrong := sorted(each for of_rank in found for each in (of_rank.unfit, *of_rank.others) if each is not None):
         lines = [f"{plan.feed.manifests[at].place_of_sample(sample)}: {why}" for at, sample, why in wrong[:MOST_NAMED]]
         more = len(wrong) - MOST_NAMED
@@ -77,7 +77,7 @@ def _judged(plan: Plan, found: Sequence[Inspected]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Fitness:
-    """What makes a row fit: none of a list column's values is missing, and unless `cuts` there are at most so many."""
+    """Criteria for rows: no missing values in list columns and, unless `cuts`, at most `longest` values."""
 
     longest: Mapping[str, int]
     cuts: bool
@@ -85,11 +85,11 @@ class _Fitness:
 
     @property
     def columns(self) -> list[str]:
-        """The columns that are inspected, each once."""
+        """Inspected columns, each once."""
         return list(dict.fromkeys([*self.longest, *(self.task.inspected_columns() if self.task else ())]))
 
     def unfit_lists(self, rows: pa.Table) -> list[tuple[int, str]]:
-        """Return the rows whose lists are unfit, in their order, and what is wrong with each."""
+        """Return the rows with unfit lists, in order, and the reason for each."""
         found = []
         for name, longest in self.longest.items():
             column = rows.column(name)
@@ -101,7 +101,7 @@ class _Fitness:
         return sorted(found)
 
     def count_cut(self, rows: pa.Table) -> int:
-        """Return how many rows will be cut."""
+        """Return the number of rows that will be truncated."""
         if not self.cuts:
             return 0
         is_cut = np.zeros(len(rows), dtype=bool)
@@ -114,7 +114,7 @@ _REWRITE = "write the data again without it, or leave the row out, and build the
 
 
 def _fitness_of(plan: Plan) -> _Fitness:
-    """Return what is to be inspected for a plan's task."""
+    """Return the criteria for a plan's task."""
     task = plan.task
     longest, cuts = (
         (task.longest(), plan.config.data.too_long == "truncate") if isinstance(task, Limited) else ({}, False)
@@ -127,9 +127,9 @@ def _above(lengths: Int64s, longest: int) -> list[int]:
 
 
 def _inspect(fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float) -> Inspected:
-    """Inspect a rank's row groups, for so long or until enough rows are unfit to be named.
+    """Inspect a rank's row groups until the time limit, or until enough unfit rows are found.
 
-    What fails is returned like what is found: all ranks have to hear of it.
+    Failures are returned rather than raised: all ranks must learn of them.
     """
     unfit: list[Unfit] = []
     if rank == 0:
@@ -151,7 +151,7 @@ def _inspect(fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ra
 def _unfit_rows(
     fitness: _Fitness, manifests: Sequence[Manifest], rank: int, num_ranks: int, limit_s: float
 ) -> Iterator[tuple[int, int, list[Unfit]]]:
-    """Yield how many rows were inspected so far, how many of the last ones will be cut, and those that are unfit."""
+    """Yield the number of rows inspected so far, of truncated rows among the last ones, and the unfit rows."""
     readers = [RowGroups(manifest, fitness.columns) for manifest in manifests]
     until, num_rows, per_thread = time.monotonic() + limit_s, 0, _ROWS_PER_THREAD
     with ThreadPoolExecutor(num_decoders(), "inspect") as pool:
@@ -161,7 +161,7 @@ def _unfit_rows(
             try:
                 rows = readers[number].decode(group)
             except UnreadableError:
-                continue  # what becomes of it is decided when its samples' turn comes (data.quarantine)
+                continue  # handled when its samples are due (data.quarantine)
             first_id = int(manifests[number].group_first_id[group])
             lists = [(number, first_id + row, why) for row, why in fitness.unfit_lists(rows)]
             if fitness.task is None:
@@ -186,7 +186,7 @@ def _unfit_rows(
 
 
 def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> Iterator[tuple[int, str]]:
-    """Yield the first samples that are too long by the manifest's lengths, if it has them."""
+    """Yield the first samples that are too long according to the manifest's lengths, if it has them."""
     known = find_lengths(manifest)
     longest = None if known is None or fitness.cuts else fitness.longest.get(known.column)
     if known is None or longest is None or (known.longest is not None and known.longest <= longest):
@@ -202,7 +202,7 @@ def _known_to_be_longer(fitness: _Fitness, manifest: Manifest) -> Iterator[tuple
 
 
 def _row_groups(manifests: Sequence[Manifest], rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield a rank's row groups, each with the number of its dataset; those of all ranks are all that there are."""
+    """Yield a rank's row groups, each with its data set's number; the ranks together cover all row groups."""
     ends = np.cumsum([len(manifest.group_rows) for manifest in manifests])
     for place in np.random.default_rng(0).permutation(int(ends[-1]))[rank::num_ranks].tolist():
         number = int(np.searchsorted(ends, place, side="right"))

@@ -1,4 +1,4 @@
-"""Opening what shows a run to people: trackers, the page for Prometheus, traces, and rank 0's watch over all ranks."""
+"""Open a run's displays for people: trackers, the Prometheus page, traces, and rank 0's watch over all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
-    """Start the tracker on rank 0, and keep the resolved configuration beside the commits."""
+    """Start the tracker on rank 0, and store the resolved configuration with the commits."""
     if not world.is_leader:
         return None
     config, folder = process.plan.config, Path(process.plan.config.run.dir)
@@ -78,7 +78,7 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
 
 
 def _other_trackers(config: Config) -> list[Destination]:
-    """Return the trackers beside MLflow that the configuration names."""
+    """Return the configured trackers besides MLflow."""
     keys, folder = config.tracking, Path(config.run.dir)
     found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
     if keys.wandb is not None:
@@ -88,7 +88,7 @@ def _other_trackers(config: Config) -> list[Destination]:
 
 
 def open_watch(process: Process, world: World, tracker: Tracker | None, assigned: Assignment) -> Watch | None:
-    """Return what rank 0 makes of the rows of all ranks."""
+    """Return rank 0's watch over all ranks' rows; None on other ranks."""
     if not world.is_leader:
         return None
     config, term = process.plan.config, world.term
@@ -104,14 +104,14 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
 
 
 def open_memory_watch(process: Process, world: World, gradients: GradientSum) -> MemoryWatch:
-    """Return what looks at this rank's memory."""
+    """Return the watch over this rank's memory."""
     held = partial(held_by, process.state, gradients, process.save_memory)
     page = None if process.page is None else process.page.facts
     return MemoryWatch(process.meter, held, world.history, process.plan.config.monitoring.phases_every_steps, page)
 
 
 def trace_recovery(process: Process, world: World) -> Callable[[], None]:
-    """Return what sends a trace of the recovery that this world is, called at its first step; nothing if it is none."""
+    """Return a function that, at this world's first step, sends a trace of the recovery, if it is one."""
     last = world.history.last_applied() if process.traces is not None else None
     if process.traces is None or last is None:
         return lambda: None
@@ -124,7 +124,7 @@ def trace_recovery(process: Process, world: World) -> Callable[[], None]:
 
 
 def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
-    """Return what takes this rank's traces; None if there are to be none, as is usual."""
+    """Return this rank's tracer; None if it is not to be traced, which is the default."""
     keys, rank = config.profile, world.group.rank
     if not keys.at_steps or (keys.ranks != "all" and rank not in keys.ranks):
         return None
@@ -134,7 +134,7 @@ def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tr
 
 
 def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
-    """Serve the node's page for Prometheus, if there is to be one: a node's first process does."""
+    """Serve the node's Prometheus page, if configured, in a node's first process."""
     keys = config.monitoring
     if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
@@ -146,6 +146,6 @@ def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
 
 
 def open_recovery_traces(config: Config) -> RecoveryTraces | None:
-    """Return what sends traces of recoveries, if they are to be sent; any process may come to lead."""
+    """Return the sender of recovery traces, if configured; any process may become the leader."""
     endpoint = config.monitoring.otlp
     return None if endpoint is None else open_traces(endpoint, config.run_name, socket.gethostname())

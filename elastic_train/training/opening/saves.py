@@ -1,4 +1,4 @@
-"""Opening what saves a state: a world's saves and when they are due, and a commit without a world."""
+"""Open a world's saves and their cadence, and commit a state without a world."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from elastic_train.world.world import World
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:
     """Return the rule by which commits are due; rank 0 knows how often faults have cost steps.
 
-    Worlds may end faster than commits are due: what the state holds beyond the head counts from then on.
+    Worlds may end faster than commits are due, so time since the head counts if the state is ahead of it.
     """
     config = process.plan.config
     past = Faults(0, 0.0)
@@ -54,7 +54,7 @@ def open_cadence(process: Process, world: World, head: CommitRecord | None) -> C
 def open_saves(
     process: Process, world: World, head: CommitRecord | None, versions: Mapping[str, str] | None = None
 ) -> Saves:
-    """Open this rank's saves; every rank that can write does its part, rank 0 always."""
+    """Open this rank's saves; every rank that can write takes part, rank 0 always."""
     seen = world.group.all_gather(torch.tensor(int(world.writes))).tolist()
     can = [0, *(rank for rank in range(1, world.group.size) if seen[rank])]
     writers = process.state.pieces.assign(can)
@@ -78,12 +78,11 @@ def _prune(store: Store, retention: Retention, newest: CommitRecord) -> None:
 def commit_alone(
     plan: Plan, state: AppliedState, memory: SaveMemory, published: str | None = None, run_id: str = ""
 ) -> bool:
-    """Commit a state that is further than the newest commit, without a world, under a term of its own.
+    """Commit a state that is ahead of the newest commit, without a world, under its own term.
 
-    `published` is the commit that etcd named as head when this process last heard of it; a state that parted from it
-    before is not committed. Returns False if this rank does not hold all of the state, and so cannot commit it.
-
-    Raises StorageError if the storage hangs; a commit that it makes later all the same is a good one.
+    `published` is the head that etcd last named to this process; a state that diverged before it is not committed.
+    Returns False if this rank does not hold all of the state. Raises StorageError if the storage hangs; a commit that
+    it completes later is still valid.
     """
     if not state.pieces.assign_alone():
         return False
@@ -103,11 +102,11 @@ def _commit_alone(
     found = discover(store, published=published)
     head, missing = found.head, [key for key, why in found.skipped if why == ABSENT]
     if state.step <= max([head.step if head else 0, *(place[1] for key in missing if (place := place_of(key)))]):
-        return  # a start goes back behind a commit that is missing only if that is accepted
+        return  # a start falls back behind a missing commit only if explicitly allowed
     if head is not None and head.key == published and strays_from(state.reached.intervals, head):
         return
     fence = StoreFence(store, Own(run_id))
-    # A record of this very step was passed over as damaged: this commit takes its place, and does not continue it.
+    # A record of this step was skipped as damaged: this commit replaces it, and does not continue it.
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.pieces.tree(), describe_commit(plan, state, world_size=1), state.reached.intervals)

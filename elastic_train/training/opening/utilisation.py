@@ -1,7 +1,7 @@
-"""Count the FLOPs of a sample as a process starts, for MFU; nothing is counted where the device's peak is unknown.
+"""Count the FLOPs per sample at process start, for MFU; skipped if the device's peak is unknown.
 
-The count is of one forward pass without gradients; a backward pass takes as much for the inputs, and as much again for
-the weights that are trained.
+It counts one forward pass without gradients; a backward pass takes as much for the inputs, and as much again for the
+trained weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def peak_of(plan: Plan) -> float | None:
-    """Return the peak FLOP/s of this process's device: as configured, or by the device's name; None if unknown."""
+    """Return the peak FLOP/s of this process's device, as configured or by the device's name; None if unknown."""
     config = plan.config
     if config.monitoring.peak_tflops is not None:
         return 1e12 * config.monitoring.peak_tflops
@@ -40,7 +40,7 @@ def peak_of(plan: Plan) -> float | None:
 def count(plan: Plan, state: AppliedState, batch: LaneBatch, peak_flops: float | None) -> Utilisation | None:
     """Count the FLOPs of a micro-batch's samples; None without samples or a peak, or if the forward pass fails.
 
-    Where the weights are not in memory yet, the task's sketch runs on the meta device.
+    If the weights are not in memory yet, the task's sketch runs on the meta device.
     """
     if batch.tensors is None or peak_flops is None:
         return None
@@ -48,7 +48,7 @@ def count(plan: Plan, state: AppliedState, batch: LaneBatch, peak_flops: float |
     try:
         with torch.random.fork_rng(devices):
             forward, of_blocks = _forward_flops(plan, state, batch.tensors)
-    except Exception as error:  # noqa: BLE001 - a model's own code may raise anything; training says so if it does, too
+    except Exception as error:  # noqa: BLE001 - a model may raise anything; if training fails too, it reports the error
         log.info("MFU is unknown: the FLOPs of a sample cannot be counted: %s", first_line(error))
         return None
     parameters = list(state.model.parameters())
@@ -60,8 +60,8 @@ def count(plan: Plan, state: AppliedState, batch: LaneBatch, peak_flops: float |
 
 
 def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) -> tuple[float, float]:
-    """Return the FLOPs of a forward pass of a whole micro-batch, and those of them in blocks."""
-    from elastic_train.planning.tracing import REST, Trace  # where no peak is known, nothing is counted
+    """Return the FLOPs of a forward pass of a micro-batch, and the part of them in blocks."""
+    from elastic_train.planning.tracing import REST, Trace  # imported only if a peak is known
 
     model, device = (
         (state.model, plan.device) if state.shards.cut.has_weights else (_sketch(plan), torch.device("meta"))
@@ -81,7 +81,7 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
 
 
 def _sketch(plan: Plan) -> nn.Module:
-    """Return the task's model without memory."""
+    """Return the task's model on the meta device."""
     sketch = plan.task.sketch_model() if isinstance(plan.task, Deferring) else None
     assert sketch is not None, "weights are deferred by such a task alone"
     return sketch.to("meta").train()
