@@ -33,6 +33,7 @@ from elastic_train.tracking.history_files import (
 )
 from elastic_train.tracking.history_pruning import prune
 from rendezvous.agent.worker_end import has_noted_end, note_end_in
+from rendezvous.context import live_context
 
 T = TypeVar("T")
 Standing = Literal["settled", "unsettled", "pending"]
@@ -313,11 +314,18 @@ def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, wh
     """Note in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
 
     `kind` is the error's class, `started_at` when the process began (unix seconds). Waits a moment.
+    `of_rank` is null in a live job, whose processes have another rank in each world.
     """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
         rank = int(os.environ.get("RANK", "0"))
-        facts = {"of_rank": rank, "exit_code": exit_code, "step": step, "kind": kind, "why": why[:MOST_WHY]}
+        facts = {
+            "of_rank": None if live_context() else rank,
+            "exit_code": exit_code,
+            "step": step,
+            "kind": kind,
+            "why": why[:MOST_WHY],
+        }
         _note(files, run_dir, _own_name(f"failed-{rank:05d}"), "failed", **facts, started_at=started_at)
         files.flush(ANSWER_S)
         has_noted_end()

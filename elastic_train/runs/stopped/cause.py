@@ -68,7 +68,8 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
     applied = _last_step(Path(run))
     step, since = (whole(applied, "step"), at(applied)) if applied else (None, 0.0)
     members = _members(Path(run))
-    ends = _ends_after(Path(run), applied, members)
+    failures = _failures(Path(run), applied)
+    ends = _ends_after(failures, applied, members)
     silent = _silent(Path(run), ends)
     if running := [member for member in silent if _is_of_this_machine(member) and _is_running(member)]:
         return _still_runs(running, step, since)
@@ -85,7 +86,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
             evidence=(str(path),),
         )
     if ends:
-        return _of_ends(Path(run), ends, silent, step, since)
+        return _of_ends(failures, ends, silent, step, since)
     unformed = max(_noted(folder, "unformed"), key=lambda each: at(each[1]), default=None)
     if unformed is not None and at(unformed[1]) > since:
         path, line = unformed
@@ -105,49 +106,58 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
     return _without_a_word(Path(run), applied, silent_s)
 
 
-def _of_ends(run: Path, ends: Sequence[End], silent: Sequence[Line], step: int | None, since: float) -> Cause:
+def _of_ends(
+    failures: Sequence[End], ends: Sequence[End], silent: Sequence[Line], step: int | None, since: float
+) -> Cause:
     """Choose the end that is the cause, and say what it was."""
     has_lost = any(text(line, "kind") == PeerLostError.__name__ for _, line in ends)
     for_good = next((end for end in reversed(ends) if end[1].get("node_leaves")), None)
     causes = _of_last_attempt([end for end in ends if not only_follows(end[1])])
     given_up = next((end for end in causes if text(end[1], "kind") == NoProgressError.__name__), None)
     if given_up is not None:
-        behind = [end for end in _failures(run) if at(end[1]) >= since - AT_ONCE_S and _ended_a_world(end[1])]
+        behind = [end for end in failures if at(end[1]) >= since - AT_ONCE_S and _ended_a_world(end[1])]
         return _of_giving_up(given_up, max(behind, key=lambda end: at(end[1]), default=None), ends, step)
     if for_good is None and not causes and silent and has_lost:
         return _of_lost_peers(silent, ends, step)
     return _of_an_end(for_good or (causes or ends)[0], ends, step)
 
 
-def _ends_after(run: Path, applied: Line | None, members: Sequence[Line]) -> list[End]:
+def _ends_after(failures: Sequence[End], applied: Line | None, members: Sequence[Line]) -> list[End]:
     """Return the ends of processes that the last step did not survive, the oldest first.
 
-    The term that applied it tells, and by the processes' identities their terms: the clocks of machines differ.
+    The term that applied it tells, where theirs is known: the clocks of machines differ.
     """
     term, since = (whole(applied, "term") or 0, at(applied)) if applied else (0, 0.0)
     began = min((float(str(form["started_at"])) for form in members), default=0.0)
-    last_terms = _last_terms(run, term)
 
     def counts(line: Line) -> bool:
         if line.get("node_leaves") is True and began <= at(line):
             return True
         of_term = whole(line, "of_term")
-        of_term = last_terms.get(_who(line)) if of_term is None else of_term
         return at(line) >= since - AT_ONCE_S if of_term is None else of_term >= term
 
-    return sorted((end for end in _failures(run) if counts(end[1])), key=lambda end: at(end[1]))
+    return sorted((end for end in failures if counts(end[1])), key=lambda end: at(end[1]))
 
 
-def _last_terms(run: Path, term: int) -> dict[tuple[object, ...], int]:
-    """Return the last term of each process of the worlds from a little before a term on."""
+def _failures(run: Path, applied: Line | None) -> list[End]:
+    """Return all ends that were noted, with the term and the rank of the process's last world if that is known.
+
+    A process that says itself how it ends does not know its rank: a live one has another in each world.
+    """
+    worlds = _last_worlds(run, 0 if applied is None else whole(applied, "term") or 0)
+    return [
+        (path, line if "of_term" in line else {**line, **worlds.get(_who(line), {})})
+        for path, line in _noted(run / FOLDER, "failed")
+    ]
+
+
+def _last_worlds(run: Path, term: int) -> dict[tuple[object, ...], Line]:
+    """Return the last term, and the rank in it, of each process of the worlds from a little before a term on."""
     terms = _terms(run)
     before = [parts for parts in terms if term_of(parts[0]) < term][-TERMS_BEFORE:]
     later = [parts for parts in terms if term_of(parts[0]) >= term]
-    return {_who(_form(path)): term_of(path) for parts in (*before, *later) for path in parts}
-
-
-def _failures(run: Path) -> Iterator[End]:
-    return _noted(run / FOLDER, "failed")
+    forms = [form for parts in (*before, *later) for path in parts if (form := _form(path))]
+    return {_who(form): {"of_term": form.get("term"), "of_rank": form.get("rank")} for form in forms}
 
 
 def _of_last_attempt(ends: Sequence[End]) -> list[End]:
@@ -270,7 +280,7 @@ def _of_an_end(end: End, ends: Sequence[End], step: int | None) -> Cause:
     more = f"; {others} more of its processes ended" if others else ""
     known = step if step is not None else whole(line, "step")
     return Cause(
-        f"rank {rank} on {host} {told} (after step {known or 0}, {when}{more})",
+        f"{'a process' if rank is None else f'rank {rank}'} on {host} {told} (after step {known or 0}, {when}{more})",
         do,
         what_to_do,
         host,

@@ -303,6 +303,19 @@ def test_a_death_has_its_advice(left: Left, code: int, do: str, phrase: str) -> 
     assert (cause.do, cause.rank, cause.host) == (do, 1, "b") and phrase in cause.advice
 
 
+@pytest.mark.parametrize(("is_member", "rank", "who"), [(True, 1, "rank 1 on b"), (False, None, "a process on b")])
+def test_a_live_process_has_the_rank_of_its_last_world(
+    left: Left, monkeypatch: pytest.MonkeyPatch, is_member: bool, rank: int | None, who: str
+) -> None:
+    """Its launcher has called each of them rank 0."""
+    monkeypatch.setattr(history_module, "live_context", lambda: "live")
+    if not is_member:
+        left.starts_again()
+    left.fails(1, 65, "row 7")
+    cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
+    assert (cause.do, cause.rank, cause.host) == ("fix", rank, "b") and cause.sentence.startswith(f"{who} ended")
+
+
 def test_on_its_own_machine_a_run_is_seen_to_go_on_or_to_have_stopped(
     tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
