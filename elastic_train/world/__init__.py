@@ -1,1 +1,1 @@
-"""A world of ranks: forming it, agreeing, restoring, handing state over, fencing."""
+"""A world of ranks: forming it, agreeing, restoring state, and fencing."""

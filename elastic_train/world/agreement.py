@@ -1,11 +1,11 @@
-"""Agreeing on a decision, or on an error: what one rank knows, all ranks of a world act on.
+"""Agree on decisions and errors: all ranks of a world act on what one rank knows.
 
-`agree`: rank 0 looks at the outside world and decides; every rank takes its answer, or raises its error.
+`agree`: rank 0 looks at the outside world and decides; every rank gets its answer, or raises its error.
 
-`say_why` and `heard`: a rank that fails anywhere else leaves its error in the store where the world has met, and closes
-its connections. Its peers, which know only that a connection was closed, look there. As the store may be in rank 0's
-process, that waits a moment until all others have looked. This is for worlds that end with their processes: where
-recovery is live, the others continue.
+`say_why` and `heard`: a rank that fails anywhere else leaves its error in the world's store and closes its connections;
+its peers, which only see a closed connection, read it there. As the store may be in rank 0's process, that process
+waits a moment until all others have looked. Only for worlds that end with their processes: in live recovery, the others
+continue.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 WHY, NUM_READY = "why", "ready to end"
 ANSWER_S, READY_S = 2.0, 5.0
-"""How long to wait for the store's answer, and for all ranks to be ready to end: they may have to share processors."""
+"""Seconds to wait for the store's answer, and for all ranks to be ready to end: they may share processors."""
 
 
 def agree(group: Group, decide: Callable[[], T]) -> T:
-    """Let rank 0 decide and tell the others; if it fails, every rank raises an error of the same kind.
+    """Let rank 0 decide and tell the others; if it fails, every rank raises an error of the same class.
 
-    What `decide` returns must be made of JSON's types (a tuple arrives as a list).
+    `decide` must return a JSON value (a tuple arrives as a list).
     """
     if group.rank == 0:
         try:
@@ -51,12 +51,12 @@ def agree(group: Group, decide: Callable[[], T]) -> T:
 
 
 def _public_name(error: BaseException) -> str:
-    """Return the name of the nearest class that errors.py has; rooms have finer ones of their own."""
+    """Return the name of the nearest class in errors.py; packages have subclasses of their own."""
     return next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
 
 
 def say_why(group: Group, error: BaseException) -> None:
-    """Tell the peers why this rank ends their world, and give its group up."""
+    """Tell the peers why this rank ends their world, and abandon its group."""
     if group.store is None:
         return
     store, is_ours = group.store, isinstance(error, ElasticTrainError)
@@ -74,7 +74,7 @@ def say_why(group: Group, error: BaseException) -> None:
 
 
 def heard(group: Group, lost: PeerLostError) -> ElasticTrainError:
-    """Return the error that a lost peer's last words are; without any, the one that this rank has."""
+    """Return the error that a lost peer left behind, or else the one that this rank has."""
     if group.store is None:
         return lost
     store = group.store
@@ -96,7 +96,7 @@ def heard(group: Group, lost: PeerLostError) -> ElasticTrainError:
 
 
 def _await_others(group: Group, store: Store) -> None:
-    """Let no rank lose the store before it has looked: rank 0's process may have it."""
+    """Keep rank 0's process until all ranks have looked, because it may host the store."""
     until = time.monotonic() + READY_S
     while group.rank == 0 and time.monotonic() < until:
         if (_ask(lambda: store.add(NUM_READY, 0)) or group.size) >= group.size:
@@ -105,7 +105,7 @@ def _await_others(group: Group, store: Store) -> None:
 
 
 def _ask(question: Callable[[], T]) -> T | None:
-    """Return the store's answer; None if it has ended with its process, or does not answer."""
+    """Return the store's answer; None if its process has ended, or it does not answer."""
     with contextlib.suppress(GivenUp, RuntimeError):
         return begin("why", question).result(ANSWER_S)
     return None

@@ -1,11 +1,11 @@
-"""Claims of terms say who claims: a newer one by another run id is another job's, which works in the same folder.
+"""Claims of terms name the claimant: a newer claim with another run id belongs to another job in the same folder.
 
-Two such jobs would fence each other off in turn: the result would be right, most of the work in vain, and nobody the
-wiser. So a job that is fenced off by another one ends, and one that begins looks first whether the last job to claim a
-term here is still at work. A job that was started again under a new run id, because the last one has died, continues.
+Two such jobs would fence each other off in turn: correct, but most of the work would be in vain, and unnoticed. So a
+job that is fenced off by another one ends, and a starting job first checks if the last claimant is still running. A job
+restarted under a new run id, because the last one died, continues.
 
-Two jobs of one run id, each with its own etcd, are two jobs as well. A term is claimed in etcd before it is in the
-store, so a claim above the newest term of this job's etcd was made through another one.
+Two jobs with one run id but different etcds are also two jobs. A term is claimed in etcd before it is in the store, so
+a claim above the newest term of this job's etcd was made through another etcd.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from rendezvous.process_table import is_alive
 
 TERMS = "terms/"
 LOOK_S, PATIENCE_S = 3.0, 15.0
-"""How long to look for a sign of life, and for how long there have to be some: what a job leaves when it is killed is
-gone by then, its members' leases included."""
+"""Seconds between looks for signs of life, and for how long there must be some.
+
+By then the traces of a killed job, including its members' leases, are gone.
+"""
 RECENT_S = 600.0
 _LOOPBACK = re.compile(r"(^|,)\W*(127\.|localhost|::1)")
 log = logging.getLogger(__name__)
@@ -41,27 +43,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who has claimed a term; fields that an older version does not write are empty."""
+    """The claimant of a term; fields that an older version does not write are empty."""
 
     term: int
     run_id: str | None = None
-    """Of the job; empty for a process that no launcher has started, None if unknown."""
+    """Run id of the job; empty for a process without launcher, None if unknown."""
     host: str = ""
     pid: int = 0
     boot: str = ""
     born: int = 0
     at: float = 0.0
     etcd: str = ""
-    """The endpoints of the etcd in which it was claimed first; empty if there was none."""
+    """Endpoints of the etcd in which it was claimed first; empty without etcd."""
 
     @property
     def owner(self) -> str:
-        """Name the job."""
+        """Name of the job, for messages."""
         by, through = f"process {self.pid} on {self.host}", f" on etcd {self.etcd}" if self.etcd else ""
         return f"the job of run id {self.run_id!r}{through} (rank 0: {by})" if self.run_id else by
 
     def is_of(self, run_id: str) -> bool:
-        """Whether it is this job's, or nobody knows whose; without a run id a job is one process."""
+        """Return True if the claim is this job's, or its job is unknown; without a run id, a job is one process."""
         if self.run_id is None or self.run_id != run_id:
             return self.run_id is None
         mine = process_identity()
@@ -83,16 +85,19 @@ def term_key(term: int) -> str:
 
 
 class Own:
-    """Says which claims are this job's: those of its run id, unless they were made through another etcd.
+    """Recognizes this job's claims: those of its run id, unless made through another etcd.
 
-    `etcd` are the endpoints of this job's, and `head` asks it for the newest term; both only where there is one.
+    `etcd` has the endpoints of this job's etcd, and `head` reads its newest term; both only with etcd.
     """
 
     def __init__(self, run_id: str = "", etcd: str = "", head: Callable[[], HeadLike | None] | None = None) -> None:
         self.run_id, self.etcd, self._head = run_id, etcd, head
 
     def has(self, claim: Claim, *, otherwise: bool = True) -> bool:
-        """Say whether a claim is this job's; `otherwise` where its etcd, of another address, has no term yet."""
+        """Return True if a claim is this job's.
+
+        `otherwise` if its etcd has another address and ours has no term yet.
+        """
         if not claim.is_of(self.run_id) or not claim.run_id or self._is_here(claim):
             return claim.is_of(self.run_id)
         try:
@@ -102,20 +107,20 @@ class Own:
         return otherwise if newest is None else newest.term >= claim.term
 
     def _is_here(self, claim: Claim) -> bool:
-        """Say whether a claim was made without an etcd, or in the one of this job's address; loopback is of a host."""
+        """Return True if a claim was made without etcd, or at this job's etcd address; loopback is per host."""
         is_same_host = claim.host == process_identity()["host"]
         return not claim.etcd or (claim.etcd == self.etcd and (is_same_host or not _LOOPBACK.search(claim.etcd)))
 
 
 def new_claim(own: Own) -> tuple[bytes, str]:
-    """Return a claim's content, and its nonce, by which a retried create and the other ranks recognise it."""
+    """Return a claim's content, and its nonce, by which a retried create and the other ranks recognize it."""
     nonce = uuid.uuid4().hex
     who = {"pid": os.getpid(), **process_identity(), "run_id": own.run_id, "etcd": own.etcd}
     return json.dumps({**who, "at": time.time(), "claim": nonce}).encode(), nonce
 
 
 def has_claim(store: Store, term: int, nonce: str) -> bool:
-    """Say whether a store has the claim of a term that holds the nonce; StorageError if it does not answer."""
+    """Return True if a store has the claim of a term with this nonce; StorageError if it does not answer."""
     try:
         claim = json.loads(read(store, term_key(term)))
     except (KeyMissing, ValueError):
@@ -124,7 +129,7 @@ def has_claim(store: Store, term: int, nonce: str) -> bool:
 
 
 def read_claim(store: Store, term: int) -> Claim:
-    """Return who has claimed a term, as far as that can be read."""
+    """Return the claimant of a term, as far as it can be read."""
     try:
         found = json.loads(read(store, term_key(term)))
         return Claim(term, **{name: found[name] for name in Claim.__dataclass_fields__ if name in found})
@@ -133,14 +138,14 @@ def read_claim(store: Store, term: int) -> Claim:
 
 
 def nothing_to_check(newest: int) -> None:
-    """Let every claim through."""
+    """Allow every claim."""
 
 
 class Rivals:
     """Looks for other jobs in this job's folder.
 
-    `last_term` is the newest one that this process has trained in, 0 before its first world; `num_members` says how
-    many members of a run id etcd knows.
+    `last_term` is the newest term that this process has trained in, 0 before its first world; `num_members` returns the
+    number of members that etcd knows of a run id.
     """
 
     def __init__(self, store: Store, run_dir: str, own: Own, last_term: int, num_members: Callable[[str], int]) -> None:
@@ -148,7 +153,10 @@ class Rivals:
         self._last_term, self._num_members = last_term, num_members
 
     def check(self, newest: int) -> None:
-        """Return if this job may claim a term above the newest one; OtherJobError if another job is at work here."""
+        """Return if this job may claim a term above the newest one.
+
+        Raise OtherJobError if another job is running here.
+        """
         if newest <= self._last_term:
             return
         claim = read_claim(self._store, newest)
@@ -171,14 +179,14 @@ class Rivals:
             )
 
     def _has_said_its_end(self, newest: int) -> bool:
-        """Say if the newest term has a result: all of its ranks have finished, or were asked to leave."""
+        """Return True if the newest term has a result: all its ranks have finished, or were asked to leave."""
         with contextlib.suppress(ConfigError):
             term = (RunFolder(self._run_dir).result() or {}).get("term")
             return isinstance(term, int) and term >= newest
         return False
 
     def _is_at_work(self, claim: Claim) -> bool:
-        """Look for signs of life of a job, until there is none for a while, or have been for long."""
+        """Return True if a job keeps showing signs of life, False once there are none for a while."""
         if _is_one_process_here(claim):
             return is_alive(claim.pid, claim.born)
         deadline, seen = time.monotonic() + PATIENCE_S, self._traces()
@@ -190,14 +198,14 @@ class Rivals:
         return True
 
     def _has_members(self, claim: Claim) -> bool:
-        """Say whether this job's etcd knows members of the other; those of this run id are its own."""
+        """Return True if this job's etcd knows members of the other job; members of this run id do not count."""
         return claim.run_id not in (None, "", self._own.run_id) and self._num_members(claim.run_id or "") > 0
 
     def _way_to_join(self, claim: Claim) -> str:
         return f"its etcd (--endpoint {claim.etcd}) to be part of it, or " if claim.run_id == self._own.run_id else ""
 
     def _traces(self) -> set[tuple[str, int]]:
-        """Return what changes while a job works here: claims, and lines of histories."""
+        """Return what changes while a job works here: claims, and sizes of histories."""
         claims = {(entry.key, entry.size) for entry in self._store.list(TERMS)}
         try:
             return claims | {(path.name, path.stat().st_size) for path in (self._run_dir / FOLDER).glob("*.jsonl")}
@@ -211,7 +219,7 @@ def _is_one_process_here(claim: Claim) -> bool:
 
 
 def _has_ended_here(claim: Claim) -> bool:
-    """Say whether a claim is of a process of this machine that is known to have ended: an ordinary restart."""
+    """Return True if a claim is of a process of this machine that has ended: an ordinary restart."""
     return _is_one_process_here(claim) and not is_alive(claim.pid, claim.born)
 
 

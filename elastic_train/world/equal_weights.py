@@ -1,4 +1,4 @@
-"""Ranks that hold the same weights, to the last bit: as a run begins, before a commit, after kernels that differ."""
+"""Check and restore bitwise equality of weights: at a run's start, before a commit, after differing kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from elastic_train.parallel.group import Group
 
 
 def differing_weights(group: Group, weights: Mapping[str, Tensor]) -> list[int]:
-    """Return, alike on every rank, the ranks whose weights and buffers are not rank 0's bit for bit."""
+    """Return the ranks whose weights and buffers differ from rank 0's in any bit; equal on every rank."""
     if group.size == 1:
         return []
     seen = group.all_gather(torch.tensor(_checksum_of(weights))).flatten().tolist()
@@ -36,10 +36,11 @@ def _checksum_of(weights: Mapping[str, Tensor]) -> int:
 
 
 def check_same_weights(group: Group, shards: StateShards, step: int) -> None:
-    """Raise WeightsDifferError, on every rank, if two ranks have other bits of a weight or buffer that both have.
+    """Raise WeightsDifferError, on every rank, if ranks that share a weight or buffer have different bits of it.
 
-    Called before a commit begins, of which every rank writes a part. Costs a checksum of the weights, and a few numbers
-    a rank; nothing in a world of one. No rank's state may outlive the error: all have added up gradients of all ranks.
+    Called before a commit, since every rank writes a part of it. Costs a checksum of the weights and a few numbers per
+    rank; nothing in a world of one. No rank's state may survive the error, because all have added gradients of all
+    ranks.
     """
     if group.size == 1:
         return
@@ -58,13 +59,13 @@ def check_same_weights(group: Group, shards: StateShards, step: int) -> None:
 
 
 def _describe_others(group: Group, shards: StateShards, which: int, rows: Int64s, step: int) -> str:
-    """Say which of the ranks with a set of weights in common have other ones, and the first tensor that differs."""
+    """Describe which ranks of a set of shared weights differ, and the first tensor that differs."""
     common = shards.table.weights_in_common
     ranks = common.ranks[which]
     sums = [int(rows[rank, np.searchsorted(common.of_rank[rank], which)]) for rank in ranks]
     who, right = name_others(sums, ranks=ranks)
     where = ""
-    # A rank that ends is a lost peer to one that is later here: that one must not keep its state for the next world.
+    # A rank that ends first is a lost peer to a later one, which must not keep its state for the next world either.
     with contextlib.suppress(PeerLostError):
         mine = checksums_by_name(shards.table, which, shards.share.weights_at, shards.buffers())
         by_rank = [dict(found) for found in group.all_gather_objects(list(mine.items()))]
@@ -78,7 +79,7 @@ def _describe_others(group: Group, shards: StateShards, which: int, rows: Int64s
 
 
 def begin_alike(group: Group, weights: Mapping[str, Tensor], announce: Callable[[str], None]) -> None:
-    """Give the weights of a group's first rank to those of it that begin a run with others."""
+    """Send the first rank's weights to the ranks of a group that begin a run with other ones."""
     others = differing_weights(group, weights)
     if not others:
         return
@@ -94,10 +95,10 @@ def begin_alike(group: Group, weights: Mapping[str, Tensor], announce: Callable[
 
 
 def level(column: Group, state: AppliedState) -> list[int]:
-    """Give the first rank's state to those of a column that hold other weights at the same place; return these.
+    """Send the first rank's state to the ranks of a column whose weights differ at the same step; return these ranks.
 
-    Two ranks at the same step of the same term hold the same bits: a term's ranks apply the same reduced sums. Only
-    where they do so with kernels that round differently, which `reduction: fast` allows, they do not.
+    Ranks at the same step of the same term have equal bits, because they apply the same reduced sums, unless their
+    kernels round differently, which `reduction: fast` allows.
     """
     others = differing_weights(column, state.shards.share.weights())
     if others:

@@ -1,12 +1,12 @@
-"""Fencing: the rule that two worlds may compute at once, but never both extend the lineage.
+"""Fencing: two worlds may compute at once, but never both extend the lineage.
 
-A world claims a term before it reads anything, and publishes a commit under that term. A job that has nothing but the
-store claims by a conditional create of `terms/<term>.json`, so no term is ever claimed twice, and a term is fenced as
-soon as a higher one is claimed. With etcd a term is claimed there and in the store: etcd notices first, and the store
-still knows should etcd's data be lost.
+A world claims a term before it reads anything, and publishes a commit under that term. Without etcd, a term is claimed
+by a conditional create of `terms/<term>.json` in the store, so no term is claimed twice, and a term is fenced as soon
+as a higher one is claimed. With etcd, a term is claimed there and in the store: etcd notices first, and the store still
+knows if etcd's data is lost.
 
-Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit, and never one that
-was returned before, although claims of terms long past are deleted: a claim that comes that late is not returned.
+Invariant: `claim` returns a term above every term seen in the store, in a claim or in a commit, and never one that was
+returned before, although old claims are deleted: a claim that comes that late is not returned.
 """
 
 from __future__ import annotations
@@ -35,31 +35,37 @@ from elastic_train.world.claims import (
 
 CONFIGS = "configs/"
 KEPT_TERMS = 100
-"""How far behind the newest term traces of a term are kept: claims, configurations, and the tombstones of sweeps."""
+"""Number of terms whose traces are kept: claims, configurations, and tombstones of sweeps."""
 _CLAIM_TRIES = 100
 _KEY = re.compile(r"(?:terms|configs)/(\d{8,})\.(?:json|yaml)")
 
 
 class Fence(Protocol):
-    """What a trainer needs of membership."""
+    """The interface to membership that a trainer needs."""
 
     def claim(self, at_least: int) -> int:
         """Claim a term above every term claimed before, and not below `at_least`."""
 
     def publish(self, term: int, commit: str) -> None:
-        """Make a commit the head if its term is the newest, else raise FencedError; FenceNotUpdated by etcd alone."""
+        """Make a commit the head, or raise FencedError if its term is not the newest.
+
+        FenceNotUpdated if only etcd failed.
+        """
 
     def head(self) -> HeadLike | None:
         """Return the newest claim, None before the first."""
 
     def bind(self, word: str | None) -> str | None:
-        """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
+        """Bind the job to the store with this word, unless it is bound.
+
+        Return the word in effect. None only reads it.
+        """
 
     def num_members(self, run_id: str) -> int:
-        """Count the live members of a job, which may be another one; 0 without etcd."""
+        """Return the number of live members of a job, this or another one; 0 without etcd."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +77,23 @@ class StoreHead:
 
 
 class StoreFence:
-    """The fence of a store without etcd. A claim is never taken back, and a `publish` writes nothing: the record is it.
+    """The fence of a store without etcd. Claims are permanent, and `publish` writes nothing: the record is enough.
 
-    Between a record's creation and the look at the claims a newer world may claim and read: it then finds the record
-    or it does not, and in neither case will a later commit of the older term come before one of its own.
+    Between a record's creation and the check of the claims, a newer world may claim and read: it finds the record or
+    not, and in both cases no later commit of the older term precedes one of its own.
     """
 
     def __init__(self, store: Store, own: Own | None = None, check: Callable[[int], None] = nothing_to_check) -> None:
-        """Claim for a job, which has its `own` claims; `check` is given the newest term before the next is claimed."""
+        """`own` recognizes this job's claims; `check` is called with the newest term before the next one is claimed."""
         self._store, self._own, self._check = store, own or Own(), check
         self.nonce, self.claimed = "", b""
-        """The unique part of the last claim, by which other ranks recognise it, and all of its content."""
+        """Nonce of the last claim, by which other ranks recognize it, and its content."""
 
     def claim(self, at_least: int = 1) -> int:
         return self.claim_from(lambda lowest: max(at_least, lowest))
 
     def claim_from(self, propose: Callable[[int], int]) -> int:
-        """Claim the first proposed term that nobody else holds; `propose` gets the lowest that is free."""
+        """Claim the first proposed term that nobody else holds; `propose` gets the lowest free one."""
         self._check(max((term for term, _ in _of_terms(self._store, TERMS)), default=0))
         term, self.nonce, self.claimed = _claim_in(self._store, propose, self._own)
         return term
@@ -113,11 +119,11 @@ class StoreFence:
         return 0
 
     def close(self) -> None:
-        """The store is not the fence's to close."""
+        """Do nothing: the store is not the fence's to close."""
 
 
 class JoinedFence:
-    """The fence of etcd (`control`) and the store together; errors of etcd become errors of this package."""
+    """The fence of etcd (`control`) and the store together; translates etcd's errors to this package's."""
 
     def __init__(
         self, store: Store, control: Fence, own: Own | None = None, check: Callable[[int], None] = nothing_to_check
@@ -164,7 +170,7 @@ class JoinedFence:
 def _claim_in(store: Store, propose: Callable[[int], int], own: Own) -> tuple[int, str, bytes]:
     """Claim in the store the first proposed term that nobody else holds; return it, the claim's nonce and content.
 
-    `propose` gets the lowest term that is free.
+    `propose` gets the lowest free term.
     """
     lowest = 1 + newest_term(store)
     for _ in range(_CLAIM_TRIES):
@@ -172,7 +178,7 @@ def _claim_in(store: Store, propose: Callable[[int], int], own: Own) -> tuple[in
         content, nonce = new_claim(own)
         is_first = create_once(store, term_key(term), content)
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
-        # Frozen since it proposed the term, a process may create again what was claimed, and deleted, long ago.
+        # A process frozen since it proposed the term may re-create a claim that was made and deleted long ago.
         if is_first and newest <= term + KEPT_TERMS:
             return term, nonce, content
         lowest = max(term, newest) + 1
@@ -180,17 +186,17 @@ def _claim_in(store: Store, propose: Callable[[int], int], own: Own) -> tuple[in
 
 
 def newest_term(store: Store) -> int:
-    """Return the highest term that the store has seen, in a claim or in a commit; 0 if there is none."""
+    """Return the highest term in the store, in a claim or a commit; 0 if there is none."""
     claims = [term for term, _ in _of_terms(store, TERMS)]
     commits = [place[0] for entry in store.list(COMMITS) if (place := place_of(entry.key))]
     return max([*claims, *commits], default=0)
 
 
 def forget_old_terms(store: Store, term: int) -> int:
-    """Delete what is left of terms more than `KEPT_TERMS` older than a claimed one, commits aside; return how much.
+    """Delete the traces, except commits, of terms more than `KEPT_TERMS` older than a claimed one; return their number.
 
-    No key that is deleted could change what is done next. A term's writer is fenced by the newest claim, which stays.
-    A tombstone goes only if a newer term has committed, so discovery passes over what could still be created there.
+    No deleted key can affect later decisions. A term's writer is fenced by the newest claim, which stays. A tombstone
+    is deleted only if a newer term has committed, so discovery skips anything still created there.
     """
     oldest = term - KEPT_TERMS
     if oldest <= 0:
@@ -203,5 +209,5 @@ def forget_old_terms(store: Store, term: int) -> int:
 
 
 def _of_terms(store: Store, prefix: str) -> list[tuple[int, str]]:
-    """Return the keys below a folder that are named after a term, with the term."""
+    """Return the keys in a folder that are named after a term, with the term."""
     return [(int(match[1]), entry.key) for entry in store.list(prefix) if (match := _KEY.fullmatch(entry.key))]

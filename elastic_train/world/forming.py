@@ -1,7 +1,8 @@
-"""Where worlds come from: from the launcher, which gives this process one, or one after another from live membership.
+"""The source of worlds: one from the launcher, or one after another from live membership.
 
-In `restart` mode, and alone, a process trains in one world, and a fault ends it: the launcher starts another. In `live`
-mode the process outlives its worlds: it asks for the next one after a fault, or to let others in.
+In `restart` mode, and without launcher, a process trains in one world, and a fault ends the process; the launcher
+starts another. In `live` mode the process outlives its worlds: it asks for the next one after a fault, or to let others
+in.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from rendezvous.membership.rules.cells import CellShape
 from rendezvous.outage_log import OutageLog
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
-"""How long a member waits after a world that did not form; twice as long after the next."""
+"""Seconds a member waits after a world that did not form, doubled after each further one."""
 ETCD_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A group that has formed, and what membership knows of it; None without our rendezvous."""
+    """A group that has formed, and its membership's context; None without our rendezvous."""
 
     group: Group
     launched: RendezvousContext | None
@@ -54,32 +55,32 @@ class Worlds(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """Whether another world may follow in this process."""
+        """True if another world may follow in this process."""
 
     @property
     def is_launched(self) -> bool:
-        """Whether a launcher may start another process in this one's place."""
+        """True if a launcher may start another process in this one's place."""
 
     def form(self, *, as_last: bool = False) -> Formed | None:
-        """Wait for the next world, leaving the last; None if there is none, because the job is done.
+        """Leave the last world and wait for the next; return None if there is none because the job is done.
 
-        `as_last`: behind all others, so that this process does not lead unless it is alone.
+        With `as_last`, the process takes the last rank, so that it does not lead unless it is alone.
 
         Raises TooFewNodesError if not enough nodes come in time, Preempted if asked to leave, NoProgressError if too
-        many worlds in a row had no step, and ConfigError if another job was done under the same run id a moment ago.
+        many consecutive worlds had no step, and ConfigError if another job has just finished under the same run id.
         """
 
     def wants_to_grow(self) -> bool:
-        """Whether the world should end at the next step boundary to let others in."""
+        """Return True if the world should end at the next step boundary to let others in."""
 
     def published(self) -> str | None:
-        """Return the commit that etcd named as head when it was last heard of; None if it named none."""
+        """Return the head commit that etcd last named; None if it named none."""
 
     def drop(self, rank: int) -> str:
-        """Ask the node of a rank of this world to leave, if the others can do without it; say what came of that."""
+        """Ask the node of a rank to leave, if the others can do without it; return the outcome as text."""
 
     def leave(self, *, is_job_done: bool) -> None:
-        """Be gone for the others, at once; a job that is done takes no more members."""
+        """Leave the membership at once; a finished job accepts no more members."""
 
 
 class OneWorld:
@@ -115,7 +116,7 @@ class OneWorld:
         return "kept: a node can leave the others only where recovery is live"
 
     def leave(self, *, is_job_done: bool) -> None:
-        """The launcher does it."""
+        """Do nothing: the launcher does it."""
 
 
 class LiveWorlds:
@@ -146,7 +147,7 @@ class LiveWorlds:
         self._device = device_of(device, config.parallel.transport)
         self._member: LiveMember | None = None
         self.num_not_formed = 0
-        """How many worlds in a row did not form; 0 as soon as one has."""
+        """Number of consecutive worlds that did not form."""
 
     def form(self, *, as_last: bool = False) -> Formed | None:
         if self._member is None:
@@ -164,7 +165,7 @@ class LiveWorlds:
             try:
                 group = self._connect(self._member, world)
             except PeerLostError as error:
-                # It fell apart before it began; the next is not tried for ever as fast as it can be.
+                # It fell apart before it began; back off before the next try.
                 self._note_not_formed(self._member, world, error)
                 time.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
@@ -185,7 +186,7 @@ class LiveWorlds:
         )
 
     def _note_not_formed(self, member: LiveMember, world: LiveWorld, error: PeerLostError) -> None:
-        """Count a world that did not form; one may be an accident, from the second on the reason is looked for."""
+        """Count a world that did not form; from the second on, look for unreachable nodes."""
         self.num_not_formed += 1
         self._unformed.note(world.context.term, world.rank, world.size, str(error))
         if self.num_not_formed > 1:
@@ -198,9 +199,9 @@ class LiveWorlds:
         self._standstill.note(f"it did not form: {error}", self._committed())
 
     def _check_what_is_done(self, done: Closed | None) -> None:
-        """Say that the job is done; raise ConfigError if it was another one that was done under this run id.
+        """Return if the job is done; raise ConfigError if another job was done under this run id.
 
-        A process that has trained in one of its worlds was compared with its other members then.
+        A process that has trained in one of its worlds has already been compared with its other members.
         """
         if done is None or self._has_trained:
             return
@@ -217,9 +218,9 @@ class LiveWorlds:
         log.warning("%s: nothing is left to do", what)
 
     def _check_store(self, member: LiveMember) -> None:
-        """Leave before joining if this node does not see the store that has the job's commits.
+        """Leave before joining if this node does not see the store with the job's commits.
 
-        A job that is done is not joined: what there is to say of it is said instead.
+        A finished job is not joined: its end is reported instead.
         """
         if member.closed is not None:
             return
@@ -230,7 +231,7 @@ class LiveWorlds:
             raise
 
     def _be_member(self) -> LiveMember:
-        """Begin the membership; an etcd that is away is waited for, as those wait who are members already."""
+        """Begin the membership; wait while etcd is unreachable, as members do."""
         deadline, outage = time.monotonic() + self._context.timeout_s, OutageLog(log)
         while True:
             try:
@@ -270,7 +271,7 @@ class LiveWorlds:
 
 
 def _ask_to_leave() -> None:
-    """Pass on a request that came over etcd as the signal that an operator could have sent: an early warning."""
+    """Forward a request from etcd as the signal that an operator could have sent: an early warning."""
     log.warning("asked to leave over etcd")
     os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -284,9 +285,9 @@ def open_worlds(
     reached: Callable[[], int],
     unformed: UnformedWorlds,
 ) -> Worlds:
-    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the waiting for one.
+    """Return the worlds that the launcher has prepared for a job; `is_stopped` ends the wait for one.
 
-    `reached` says which step this process has applied last; `unformed` is where worlds are noted that did not form.
+    `reached` returns this process's last applied step; `unformed` records worlds that did not form.
     """
     launched = live_context()
     if launched is None:
@@ -302,7 +303,7 @@ def own_run_id() -> str:
 
 
 def own_path(domain: str | None) -> tuple[str, str]:
-    """Return where this process is, from the widest failure domain to the narrowest: its rack, say, and its node."""
+    """Return this process's failure domains, from the widest to the narrowest, e.g. rack and node."""
     launched = live_context()
     node = launched.node if launched is not None else os.environ.get("GROUP_RANK", "0")
     return (domain or "", node)

@@ -1,8 +1,8 @@
-"""A job that forms world after world and never gets further: it ends, with a code that says not to start it again.
+"""End a job whose worlds get no further, with an exit code that says not to restart it.
 
 A sample that kills its process, or a device that computes wrongly, ends every world at the same step. Processes die
-with what they know, so the count is taken from the histories in `run.dir`. Worlds that break and are outlived by all of
-their processes, as where a network drops what is large, are `elastic_train.world.standstill`'s.
+with their knowledge, so the count is taken from the histories in `run.dir`. Worlds that break while all processes
+survive, e.g. in a network that drops large packets, are handled by `elastic_train.world.standstill`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ MOST_COUNTED = 100
 
 
 def check_progress(world: World, plan: Plan) -> Stagnation:
-    """Return, on every rank, how many worlds in a row have ended without getting further, and at which step.
+    """Return, on every rank, the number of consecutive worlds that got no further, and their step.
 
-    Raises NoProgressError, on every rank, if they are too many.
+    Raises NoProgressError, on every rank, if there are too many.
     """
     num_terms, step = agree(world.group, lambda: _check(world, plan))
     return Stagnation(num_terms, step)
@@ -39,7 +39,7 @@ def _check(world: World, plan: Plan) -> tuple[int, int]:
 
 
 def _suspect(plan: Plan, found: Stagnation) -> str:
-    """Name where a sample may be that ends its process."""
+    """Name the data that may contain a sample that kills its process."""
     if 2 * found.num_in_validation <= found.num_terms:
         return "the samples of the next step"
     times = f"{found.num_in_validation} of {found.num_terms}"

@@ -1,15 +1,15 @@
 """One store for a whole job: a node that does not see the store of the job's commits is rejected.
 
-A store gets a unique word of its own when a world first uses it, under a key that is never deleted, and etcd names the
-word of the job's. With folders on local disks, or a mount that is missing, each node would see a store of its own:
-the leader would continue from what its own store has, and the job would have two lineages.
+A store gets a unique word when a world first uses it, under a key that is never deleted, and etcd names the word of the
+job's store. With folders on local disks, or a missing mount, each node would see its own store: the leader would
+continue from its own, and the job would have two lineages.
 
-A process looks before it becomes a member, so a node with a wrong store costs the others nothing. It looks again in
-every world, for mounts may go. In a job's first world, all ranks look at once: the job's store is the one that most of
-them see, and the rest are turned away.
+A process checks before it becomes a member, so a node with a wrong store costs the others nothing; and again in every
+world, because mounts may fail. In a job's first world all ranks check at once: the job's store is the one that most of
+them see, and the other ranks are rejected.
 
-A copy of a store (rsync, a machine's image, a snapshot that was mounted) has the word, too. So in every world each rank
-also looks for the claim that rank 0 has just written: its nonce is younger than any copy.
+A copy of a store (rsync, a machine image, a mounted snapshot) has the same word. So in every world each rank also looks
+for rank 0's latest claim, whose nonce is newer than any copy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from elastic_train.world.claims import has_claim, term_key
 log = logging.getLogger(__name__)
 KEY = "store-id"
 LOCAL_PATIENCE_S, REMOTE_PATIENCE_S = 1.0, 20.0
-"""How long a word that exists may stay unseen: a local file system shows it at once, a network's may be late."""
+"""Seconds that an existing word may stay invisible: a local file system shows it at once, a network's may lag."""
 LEADER_S = 3.0
-"""How much longer rank 0's claim is waited for: if its own store is the wrong one, it has ended by then."""
+"""Additional seconds to wait for rank 0's claim: if its own store is the wrong one, it has ended by then."""
 LOOK_S = 0.2
 _DIGITS = 15
-"""A word is as many hexadecimal digits as fit into a tensor's integer."""
+"""Hexadecimal digits of a word: as many as fit into a tensor's integer."""
 
 
 def identity_of(store: Store) -> str | None:
-    """Return a store's word, None if it has none that can be seen from here."""
+    """Return a store's word, None if none is visible."""
     try:
         return read(store, KEY).decode(errors="replace").strip()
     except KeyMissing:
@@ -52,7 +52,7 @@ def identity_of(store: Store) -> str | None:
 
 
 def identify(store: Store) -> str:
-    """Return a store's word; it gets one if it has none. ConfigError if it can be given twice."""
+    """Return a store's word, creating it if there is none; raise ConfigError if it can be created twice."""
     known = identity_of(store)
     if known is not None:
         return known
@@ -67,10 +67,10 @@ def identify(store: Store) -> str:
 
 
 def proves_itself(store: Store, word: str) -> bool:
-    """Say whether the store that has the word refuses to create a key that is there; False if it does not answer.
+    """Return True if the store has the word and refuses to create an existing key; False if it does not answer.
 
-    Raises ConfigError if it creates it again: two worlds could both publish. Some stores that speak the protocol of S3
-    ignore `If-None-Match`. What is written here is what was there.
+    Raises ConfigError if it creates the key again, because two worlds could then both publish: some S3-compatible
+    stores ignore `If-None-Match`. The content written is the existing one.
     """
     try:
         return identity_of(store) == word and _create_again(store, word)
@@ -93,10 +93,10 @@ def _create_again(store: Store, word: str) -> bool:
 
 
 def choose(group: Group, store: Store) -> tuple[str | None, bool]:
-    """Return the word of the store that most ranks see, in a world whose job has none yet, and whether it is this one.
+    """Return the word of the store that most ranks see, in a job's first world, and True if this rank sees it.
 
-    A rank whose store does not answer has no say, and does not know. None if no store answers. Raises ConfigError on
-    ranks that see another store.
+    A rank whose store does not answer has no vote. The word is None if no store answers. Raises ConfigError on ranks
+    that see another store.
     """
     try:
         mine: str | None = identify(store)
@@ -106,7 +106,7 @@ def choose(group: Group, store: Store) -> tuple[str | None, bool]:
     votes = Counter(number for number in seen if number)
     if not votes:
         return None, False
-    chosen = f"{votes.most_common(1)[0][0]:0{_DIGITS}x}"  # of equally many that of the lowest rank
+    chosen = f"{votes.most_common(1)[0][0]:0{_DIGITS}x}"  # on a tie, that of the lowest rank
     if mine is not None and mine != chosen:
         raise ConfigError(_refusal(store, mine))
     return chosen, mine is not None
@@ -121,7 +121,7 @@ def _number(word: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """The term that rank 0 has just claimed in its store, and the nonce in the claim."""
+    """The term that rank 0 has just claimed in its store, and the claim's nonce."""
 
     term: int
     nonce: str
@@ -133,9 +133,9 @@ def check(
     still: Callable[[float], None] = lambda waited_s: None,
     claimed: Claimed | None = None,
 ) -> None:
-    """Return if a store is the one that has the word, and rank 0's claim if that is given; ConfigError otherwise.
+    """Return if a store has the word and, if given, rank 0's claim; raise ConfigError otherwise.
 
-    Waits for what cannot be seen yet; `still` is called with the seconds waited, and may raise. Raises StorageError if
+    Waits for what is not visible yet; `still` is called with the seconds waited, and may raise. Raises StorageError if
     the store does not answer.
     """
     started = time.monotonic()
@@ -156,14 +156,14 @@ def check_first(
     still: Callable[[float], None] = lambda waited_s: None,
     claimed: Claimed | None = None,
 ) -> None:
-    """Check the store of a rank in a job's first world, in which all ranks have seen one word."""
+    """Check a rank's store in a job's first world, in which all ranks have seen one word."""
     check(store, word, still, claimed)
 
 
 def mend(store: Store, word: str) -> bool:
-    """Give a store its word again if it has lost it; False if it has another.
+    """Restore a store's lost word; return False if it has another.
 
-    For who has trained with this store, at this very place, before: the folder was deleted or moved meanwhile.
+    Only for processes that have trained with this store, at this path: the folder was deleted or moved meanwhile.
     """
     if identity_of(store) is not None or not create_once(store, KEY, word.encode()):
         return False
@@ -176,13 +176,13 @@ def mend(store: Store, word: str) -> bool:
 
 
 def check_before_joining(config: Config, word: str | None, on_progress: Callable[[], None]) -> None:
-    """Check this node's store before it becomes a member; nothing if the job has none yet, or it does not answer."""
+    """Check this node's store before it joins; does nothing if the job has none yet, or it does not answer."""
     if word is None:
         return
     try:
         check(DeadlineStore(open_store(config.checkpoint_url), on_progress), word)
     except StorageError:
-        return  # waited for, and logged, in the world
+        return  # the world waits for it and logs it
 
 
 def _patience_s(url: str) -> float:

@@ -1,14 +1,14 @@
-"""Quarantine: how what one rank could not read becomes a fact that every rank, and every replay, acts on alike.
+"""Quarantine: turn data that one rank could not read into holes that every rank, and every replay, skips equally.
 
-A rank that cannot read a sample of the next step says so with the step's lane table. Nobody applies that step: the
-ranks tell each other which row groups they miss, and those that miss them, and some others, read them once more, past
-all caches. What nobody can read, rank 0 records in the store as holes from this step on, and then all repeat the step
-without their samples. Where others can read what a rank cannot, its copy is at fault, and no data is lost: it ends, and
-the others continue without it. The record comes before the step. So a world that continues from an earlier
-commit finds it, and leaves out the same samples from the same step on, whether it could read them or not.
+A rank that cannot read a sample of the next step reports it with the step's lane table. No rank applies that step. The
+ranks exchange which row groups they miss, and these ranks and some others read them again, bypassing all caches. Row
+groups that no rank can read are recorded in the store by rank 0, as holes from this step on, and all repeat the step
+without their samples. If other ranks can read a row group, the failing rank's copy is at fault and no data is lost: it
+ends, and the others continue without it. The record precedes the step, so a world that continues from an earlier commit
+finds it and skips the same samples from the same step on, even if it could read them.
 
-A hole in a commit is in effect; one that is only recorded takes effect when its step comes, in any world that begins at
-or before that step. A record that a later world has passed over belongs to a lineage that was given up.
+A hole in a commit is in effect; a recorded one takes effect at its step, in any world that begins at or before that
+step. A record that a later world has passed over belongs to an abandoned lineage.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from elastic_train.world.world import World
 
 FOLDER = "holes/"
 MOST_OTHERS = 4
-"""How many ranks that have not missed a row group read it, to find out whether it is lost."""
+"""Number of unaffected ranks that read a row group to find out if it is lost."""
 _HOLES = TypeAdapter(tuple[Hole, ...])
 
 
 def find_holes(
     world: World, plan: Plan, state: AppliedState, lanes: Sequence[LaneBatch], *, may_have_passed: bool = True
 ) -> tuple[Hole, ...]:
-    """Return the holes that begin with the next step, recorded: all row groups of it that nobody can read.
+    """Return the recorded holes that begin with the next step: all its row groups that no rank can read.
 
-    There is none if what was missed can be read by now by those that missed it; with `may_have_passed` false they are
-    not asked again. Raises UnreadableError on a rank whose own copy is at fault, and PeerLostError on the others then;
-    StorageError, on every rank, if the holes cannot be recorded.
+    Empty if the ranks that missed data can read it now; with `may_have_passed` False they do not try again. Raises
+    UnreadableError on a rank whose own copy is at fault, and then PeerLostError on the others; StorageError, on every
+    rank, if the holes cannot be recorded.
     """
     mine = {group: why for batch in lanes for group, why in batch.unreadable.items()}
     missed = _gather_by_rank(world.group, mine)
@@ -64,7 +64,7 @@ def find_holes(
 
 
 def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ...]:
-    """Return the holes that a world begins with: those in effect, and those recorded for steps that are to come."""
+    """Return the holes that a world begins with: those in effect, and those recorded for later steps."""
     in_effect = state.reached.account.holes
     if not plan.config.data.quarantine:
         return in_effect
@@ -80,9 +80,9 @@ def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ..
 def quarantine_deadly(
     world: World, plan: Plan, step: int, mine: Mapping[int, str], holes: Sequence[Hole]
 ) -> tuple[Hole, ...]:
-    """Return the holes with those added, from a step on, of all samples that any rank has found to end its process.
+    """Return the holes plus new ones, from a step on, for all samples that any rank found to kill its process.
 
-    Raises DataError, on every rank, where the configuration does not allow to leave samples out.
+    Raises DataError, on every rank, if the configuration does not allow skipping samples.
     """
     found = _gather(world.group, mine)
     if not found:
@@ -107,9 +107,9 @@ def _sample_hole(plan: Plan, step: int, sample: int, why: str) -> Hole:
 
 
 def make_hole(order: RunOrder, manifest: Manifest, micro_batch: int, step: int, group: int, why: str) -> Hole:
-    """Describe a row group that is left out from a step on, and what its epoch had applied of it before.
+    """Describe a row group that is skipped from a step on, and the part of it that its epoch had already applied.
 
-    In a mixture the epoch is the first of its source that is not over, and what was applied of later ones counts, too.
+    In a mixture the epoch is the first unfinished one of its source, and applied samples of later epochs count, too.
     """
     number, within = manifest.place_of_group(group)
     lo, cursor = int(order.group_first_id[group]), order.cursor_at(step, micro_batch)
@@ -128,7 +128,7 @@ def make_hole(order: RunOrder, manifest: Manifest, micro_batch: int, step: int, 
 
 
 def _hole(plan: Plan, step: int, group: int, why: str) -> Hole:
-    """Describe a row group of the plan's training set; of a mixture, its file with the name of its source."""
+    """Describe a row group of the plan's training set; in a mixture, its file is prefixed with the source's name."""
     hole = make_hole(plan.order, plan.manifest, plan.micro_batch, step, group, why)
     if len(plan.sources) < 2:
         return hole
@@ -139,10 +139,10 @@ def _hole(plan: Plan, step: int, group: int, why: str) -> Hole:
 def _look_again(
     world: World, plan: Plan, missed: Sequence[Mapping[int, str]], *, may_have_passed: bool
 ) -> dict[int, str]:
-    """Return which of the row groups that ranks have missed nobody can read, and why; some ranks end where others can.
+    """Return the missed row groups that no rank can read, and why; ranks whose own copy is at fault end.
 
-    Those read that missed it, unless they have failed often enough, and a few of the others, from the first rank to the
-    last, since ranks of one node are neighbours.
+    They are read again by the ranks that missed them, unless these have failed often enough, and by a few others,
+    spread over all ranks because ranks of one node are neighbours.
     """
     group, found = world.group, _merge(missed)
     asked = {number: _readers(number, missed, may_have_passed=may_have_passed) for number in found}
@@ -161,7 +161,7 @@ def _look_again(
 
 
 def _readers(number: int, missed: Sequence[Mapping[int, str]], *, may_have_passed: bool) -> set[int]:
-    """Return the ranks that read a row group once more."""
+    """Return the ranks that read a row group again."""
     others = [rank for rank, of in enumerate(missed) if number not in of]
     num = min(MOST_OTHERS, len(others))
     chosen = {others[place * (len(others) - 1) // max(1, num - 1)] for place in range(num)}
@@ -169,9 +169,9 @@ def _readers(number: int, missed: Sequence[Mapping[int, str]], *, may_have_passe
 
 
 def _part(world: World, at_fault: Mapping[int, str]) -> NoReturn:
-    """End the world: the ranks whose copies are at fault end, and the others form one without them.
+    """End the world: the ranks whose copies are at fault end, and the others form a new one.
 
-    They wait until it has ended: were they gone before it had heard of all answers, it would take them for lost.
+    The failing ranks wait until the world has ended; if they left before all answers arrived, they would seem lost.
     """
     rank, why = next(iter(at_fault.items()))
     world.announce(f"rank {rank} ends, since others can read what it cannot, so nothing is quarantined: {why}")
@@ -180,12 +180,12 @@ def _part(world: World, at_fault: Mapping[int, str]) -> NoReturn:
             f"{mine}. Other ranks can read it, so this node's copy or disk is at fault: nothing is quarantined, this "
             "process ends, and the others continue without it. Restore the copy, and start it again"
         )
-    world.group.all_gather(torch.tensor(0))  # fails as soon as the first of them is gone
+    world.group.all_gather(torch.tensor(0))  # fails as soon as the first of them has ended
     raise PeerLostError(f"rank {rank} ends: it cannot read what others can")
 
 
 def _gather(group: Group, mine: Mapping[int, str]) -> dict[int, str]:
-    """Return what any rank misses; where several do, the reason is the lowest rank's."""
+    """Return the row groups that any rank misses; if several do, the lowest rank's reason counts."""
     return _merge(_gather_by_rank(group, mine))
 
 
@@ -194,7 +194,7 @@ def _merge(missed: Sequence[Mapping[int, str]]) -> dict[int, str]:
 
 
 def _gather_by_rank(group: Group, mine: Mapping[int, str]) -> list[dict[int, str]]:
-    """Return what each rank says of row groups, or samples."""
+    """Return each rank's reasons, by row group or sample."""
     said = []
     for rank in range(group.size):
         received = group.broadcast_object([[number, why] for number, why in mine.items()], rank)
@@ -204,7 +204,7 @@ def _gather_by_rank(group: Group, mine: Mapping[int, str]) -> list[dict[int, str
 
 
 def _record(store: Store, term: int, holes: Sequence[Hole]) -> list[object]:
-    """Record holes durably; return them as they were written."""
+    """Record holes durably; return them as written."""
     written: list[object] = json.loads(json.dumps([hole.to_dict() for hole in holes]))
     key = f"{FOLDER}{term:08d}-{holes[0].since:012d}-{holes[0].lo}.json"
     if not create_once(store, key, json.dumps(written, indent=1).encode()):

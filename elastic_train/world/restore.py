@@ -1,4 +1,4 @@
-"""Where a world begins: with the furthest applied step, a member's own or that of the newest valid commit.
+"""The start of a world: at the furthest applied step, from a member or from the newest valid commit.
 
 Rank 0 reads the fence and the store and decides; all ranks then load one commit, or get the state from the members that
 hold it.
@@ -43,12 +43,12 @@ from elastic_train.world.world import Source, World, banner_of
 def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Interval] = ()) -> CommitRecord | None:
     """Bring every rank to the furthest applied step: a member's, or the newest valid commit's if that is further.
 
-    `before` is what this rank had applied as it came, for what it gives up: at a new place it has lost that already.
+    `before` is this rank's history as it came, to report what it gives up; a rank with a new place has already lost it.
     Returns the commit that the next one continues, None at the beginning of a run.
     """
     started = time.perf_counter()
     reach("restore")
-    # Rank 0 asks once: nobody can publish any more but under this world's term.
+    # Rank 0 asks once: only this world's term can publish now.
     published = functools.cache(lambda: named(world.fence))
     known = _KnownCommits(world, published, plan.config.checkpoint.accept_loss)
     found = _find(plan, world, state, known)
@@ -58,7 +58,7 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
     if not found.is_loaded:
         found = replace(found, head=_parent(world, state, found, published))
     if found.head is not None and world.is_leader and published() != found.head.key:
-        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will by the next commit
+        with contextlib.suppress(StorageError):  # if the fence does not hear of it now, it will with the next commit
             world.fence.publish(world.term, found.head.key)
     _report(world, state, found, before, time.perf_counter() - started, known.accepted_step)
     return found.head
@@ -66,10 +66,10 @@ def restore(plan: Plan, world: World, state: AppliedState, before: Sequence[Inte
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a world can begin: what its members bring, and the newest commit, which `is_loaded` if it is further.
+    """The possible starts of a world: its members' states, and the newest commit, which `is_loaded` if it is further.
 
-    What is not of the lineage is not brought. `skipped` are commits that were passed over.
-    `given_by` is the rank that gave this one its state. `num_lost` shards of the state are held by nobody any more.
+    States outside the lineage are excluded. `skipped` are commits that were passed over. `given_by` is the rank that
+    sent this one its state. `num_lost` is the number of shards that no rank holds.
     """
 
     brought: Sequence[PeerState]
@@ -81,10 +81,10 @@ class _Found:
 
 
 class _KnownCommits:
-    """Names the commits that the store should have, on rank 0: by the fence, and by the run's folder.
+    """Commits that the store should have, on rank 0: according to the fence, and to the run's folder.
 
     A store that was restored from a backup, or has lost files, lacks the newest of them. Its steps were committed, so a
-    world that would go back refuses to begin, until the loss of that very commit is accepted.
+    world that would go back refuses to begin until the loss of that commit is accepted explicitly.
     """
 
     def __init__(self, world: World, published: Callable[[], str | None], accepted: str | None) -> None:
@@ -92,9 +92,9 @@ class _KnownCommits:
         self.accepted_step = 0
 
     def check(self, step: int, head: str | None, skipped: Sequence[tuple[str, str]] = ()) -> None:
-        """Return if a world may begin with a step, where `head` is the newest commit that was found; or ConfigError.
+        """Return if a world may begin with a step, where `head` is the newest commit found.
 
-        Damaged commits are among those that were `skipped`: they are not missing.
+        Raise ConfigError otherwise. Damaged commits, which are among the `skipped`, are not missing.
         """
         world, newest_here = self._world, (place_of(head) if head else None) or (0, 0)
         damaged = {key for key, why in skipped if why != ABSENT}
@@ -143,7 +143,7 @@ def _parent(
 ) -> CommitRecord | None:
     """Return the newest commit that the members' state continues.
 
-    That is the newest one of all, as a rule. Others may have deleted it since, if this world was frozen meanwhile.
+    Usually that is the newest of all. Others may have deleted it if this world was frozen meanwhile.
     """
     head = found.head if not found.skipped else None
     if head is not None and continues(state.reached.intervals, head):
@@ -153,7 +153,7 @@ def _parent(
 
 
 def _furthest(brought: Sequence[PeerState]) -> Place:
-    """Return how far the furthest rank is."""
+    """Return the progress of the furthest rank."""
     return max(one.place for one in brought)
 
 
@@ -166,7 +166,7 @@ def _load_head(plan: Plan, world: World, state: AppliedState, found: _Found) -> 
 
 
 def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, known: _KnownCommits) -> _Found:
-    """Bring this rank to the furthest step that is held as a whole; return what was found, and where it comes from."""
+    """Bring this rank to the furthest complete step; return the start, with its source."""
     shards, brought = state.shards, found.brought
     if not found.is_loaded:
         kept, num_lost = leave_out_unfinished(shards, brought)
@@ -203,7 +203,7 @@ def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, kn
 
 
 def _begin_alike(world: World, shards: StateShards) -> None:
-    """Let all ranks begin a run with the same weights."""
+    """Make all ranks begin a run with the same weights."""
     if shards.cut.cuts:
         begin_alike(world.holders, shards.cut_weights(), world.announce)
     begin_alike(world.group, shards.weights(), world.announce)
@@ -212,12 +212,10 @@ def _begin_alike(world: World, shards: StateShards) -> None:
 def _find_after_loss(
     plan: Plan, world: World, found: _Found, known: _KnownCommits, what: str, num_lost: int, whole: int
 ) -> _Found:
-    """Return where a world begins of which some members are further than all of the state is held, which is at `whole`.
+    """Return the start of a world in which some members are ahead of the complete state, which is at step `whole`.
 
-    `what` says how that came.
-
-    That is with the newest commit if it is further. If it is as far as the furthest member, nothing was lost: that
-    member had loaded it when its world ended.
+    `what` describes the cause. The start is the newest commit if that is further. If it is as far as the furthest
+    member, nothing was lost: that member had loaded it when its world ended.
     """
     named_key = found.head.key if found.head else None
     key, skipped = agree(world.group, lambda: _find_head(world.store, named_key, 0, known, whole))
@@ -237,7 +235,7 @@ def _find_after_loss(
 def _report(
     world: World, state: AppliedState, found: _Found, before: Sequence[Interval], seconds: float, lost_step: int
 ) -> None:
-    """Write to the history where the world begins, and what was given up; show on rank 0 what a resumption cost."""
+    """Record the world's start, and what was given up, in the history; show the cost of a resume on rank 0."""
     head = found.head
     source = Source("the members' own state" if state.step else "the beginning", state.step, None)
     if head is not None and found.is_loaded:
@@ -287,7 +285,7 @@ def _load(store: Store, plan: Plan, head: CommitRecord, state: AppliedState) -> 
         improvement=head.improvement,
     )
     try:
-        # Every rank reads the commit, and all of them have one configuration; a member's state brings its rates along.
+        # Every rank reads the commit, and all have one configuration; a member's state includes its rates.
         state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
     except ConfigError as error:  # another optimizer's state
         keys = "optimizer.name", "optimizer.options"
@@ -298,18 +296,17 @@ def _load(store: Store, plan: Plan, head: CommitRecord, state: AppliedState) -> 
         raise ElasticTrainError(f"{head.key} could not be read to its end: {error}") from error
     except CommitError as error:
         if damage_of(store, head.key) is None:
-            raise  # it is whole, and does not fit this job
+            raise  # it is complete, but does not fit this job
         what = f"{head.key} was damaged after it was checked: {error}"
         raise ElasticTrainError(f"{what}. The next start passes over it") from error
 
 
 def _newest(world: World, published: str | None) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return term and intervals of the newest commit of a world that can be read; 0 and none if there is none.
+    """Return term and intervals of the newest readable commit of a world; 0 and [] if there is none.
 
-    The fence may not have heard of it, and a listing may lack the one that the fence names. A state of a newer term
-    counts whatever it continues from: its world was fenced off from that commit, and so knew it. It continues it, or
-    has passed over it because it was damaged. What a process has committed alone takes nobody's state away: it applied
-    no step in the term that it claimed for it.
+    The fence may not know it, and a listing may lack the one that the fence names. A state of a newer term counts
+    regardless: its world was fenced from that commit, and so knew it, and either continues it or skipped it as damaged.
+    Commits made without a world (no step applied in their own term) invalidate no other state.
     """
     readable = (record for _, record, _ in records(world.store, published) if record)
     newest = next((r for r in readable if r.key == published or (r.intervals and r.intervals[-1].term == r.term)), None)
@@ -317,7 +314,7 @@ def _newest(world: World, published: str | None) -> tuple[int, list[tuple[int, i
 
 
 def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
-    """Say whether a state and a published commit are of one lineage.
+    """Return True if a state and a published commit are of one lineage.
 
     A rank that was frozen while others continued from an earlier commit and published may be further, on a dead branch.
     """
@@ -327,17 +324,16 @@ def _is_of(published: Sequence[Interval], state: AppliedState) -> bool:
 
 
 def named(fence: Fence) -> str | None:
-    """Return the key of the commit that the fence names as head, whether or not the store lists it; None if it names
-    none."""
+    """Return the key of the commit that the fence names as head, listed in the store or not; None if it names none."""
     claimed = fence.head()
     return claimed.commit if claimed else None
 
 
 def parent_of(store: Store, state: AppliedState, published: str | None, most: int | None = None) -> str | None:
-    """Return the newest commit that the state continues, of its step or `most`, or of an earlier one.
+    """Return the newest commit that the state continues, up to its step or `most`.
 
-    `published` is the one that the fence names, if any: it counts even if it is not listed. A fenced writer's late
-    record is not an ancestor of it.
+    `published` is the fence's head, if any: it counts even if it is not listed. A fenced writer's late record is not an
+    ancestor of it.
     """
     mine, limit = state.reached.intervals, state.step if most is None else most
     found = (r for _, r, _ in records(store, published) if r and r.step <= limit and continues(mine, r))
@@ -347,10 +343,10 @@ def parent_of(store: Store, state: AppliedState, published: str | None, most: in
 def _find_head(
     store: Store, published: str | None, furthest: int, known: _KnownCommits, whole: int = 0
 ) -> tuple[str | None, list[tuple[str, str]]]:
-    """Return the newest commit's key, and what was passed over; a commit that nobody will load is not read in full.
+    """Return the newest commit's key, and the skipped ones; a commit that will not be loaded is not read in full.
 
-    Raises ConfigError if `known` has a newer one than what the world would begin with: that, or the members' state,
-    which is at `furthest`, or as far as `whole`.
+    Raises ConfigError if `known` has a newer one than the start of the world: that commit, or the members' state, which
+    is at `furthest`, complete up to `whole`.
     """
     if furthest > 0:
         newest = next((record for _, record, _ in records(store, published) if record), None)

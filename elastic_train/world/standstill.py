@@ -1,11 +1,11 @@
-"""Worlds in a row in which a process applied no step, those that did not form included: at some point it gives up.
+"""Give up after too many consecutive worlds in which a process applied no step, including those that did not form.
 
-A process that lives on counts for itself, since a world that does not form leaves no history. A network that is broken
-heals again, so the count alone decides nothing: it also has to last. What ends processes is counted from the histories
+A surviving process counts for itself, because a world that does not form leaves no history. Networks recover, so the
+count must also last for some time. Faults that kill processes are counted from the histories
 (`elastic_train.world.no_progress`), as far as one folder has them.
 
-A step that others take along as they end, since they alone held a part of the state, is none: worlds that begin at one
-commit again and again have to get beyond all of them, or to a commit.
+A step that is lost again with the only holders of a part of the state does not count: worlds that keep restarting from
+one commit must get beyond all earlier ones, or to a new commit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from elastic_train.errors import NoProgressError
 
 
 class Standstill:
-    """Counts worlds without a step; `reached` says which step this process has applied last."""
+    """Counts worlds without a step; `reached` returns this process's last applied step."""
 
     def __init__(self, most: int | None, least_s: float, reached: Callable[[], int]) -> None:
         self._most, self._least_s, self._reached = most, least_s, reached
         self._furthest, self._committed, self._num, self._since_s = reached(), 0, 0, 0.0
 
     def note(self, why: str, committed: int = 0) -> None:
-        """Count a world that has ended, or has not formed; one that got further begins the count again.
+        """Count a world that has ended, or has not formed; progress resets the count.
 
-        That is further than any before, by its steps or by the newest commit, whose step is `committed`.
-
-        Raises NoProgressError once there were `most` in a row, and `least_s` seconds have passed since the first.
+        Progress means more than ever before, in steps or in the step of the newest commit, `committed`. Raises
+        NoProgressError after `most` worlds in a row if `least_s` seconds have passed since the first.
         """
         step, now = self._reached(), time.monotonic()
         if step > self._furthest or committed > self._committed:

@@ -1,8 +1,8 @@
-"""Ranks that train together compute one thing: what decides it must be the same in all of their configurations.
+"""Check that ranks that train together have equal configurations in everything that determines the result.
 
-By which path a node reaches data and commits, and where metrics are shown, is its own choice (`OWN`), and nothing else
-is. The rate may not differ, or weights would differ from rank to rank; nor may the steps of validations and commits, or
-what is exchanged together, or ranks would wait for each other for ever.
+Paths to data and commits, and where metrics are shown, are a node's own choice (`OWN`); nothing else is. Different
+learning rates would make weights differ; different steps for validations or commits, or different units of exchange,
+would make ranks wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ OWN = frozenset(
         *("peer_timeout_s", "give_up_after_worlds", "give_up_after_s", "hang_timeout_s"),
     }
 )
-"""Keys that each node may set as it likes. Whatever is not among them has to be the same on all nodes: a new key may
-decide in what order ranks meet, and two that meet otherwise hang or abort."""
+"""Keys that each node may set on its own. All others must be equal on all nodes.
+
+A new key may determine the order in which ranks exchange data, and ranks that disagree on it hang or abort.
+"""
 OWN_SECTIONS = ("tracking", "monitoring", "profile")
 _VECTOR = ("sse", "ssse", "avx", "fma", "f16c", "amx", "neon", "asimd", "sve", "bf16", "vsx")
 _MODULES, _PARAMETERS, _TENSORS = "the task's modules", "the parameters", "the model's tensors"
@@ -63,11 +65,10 @@ _LISTS = (_MODULES, _PARAMETERS, _TENSORS, CALLS)
 
 
 def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]) -> None:
-    """Raise ConfigError, with every key that differs, on each rank whose configuration, data or model are not rank 0's.
-
-    `outline` describes the parameters and the optimizer's groups, which follow from the task's code as the weights and
-    buffers do; of those only names, shapes and types are compared, and the first that differs is named. Rank 0 is the
-    member that has been there for longest: a rank that differs is rejected.
+    """Raise ConfigError, naming every differing key, on ranks with another configuration, data or model than rank 0.
+    `outline` describes the parameters and the optimizer's groups, which follow from the task's code, as weights and
+    buffers do; of these, names, shapes and types are compared, and the first difference is named. Rank 0 is the member
+    that joined first: ranks that differ from it are rejected.
     """
     mine = deciding(plan) | {key: list(lines) for key, lines in outline.items()} | {_TENSORS: _shapes(weights)}
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).digest()
@@ -82,7 +83,7 @@ def check_alike(group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], 
 
 
 def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """Say what a key is here and on rank 0; of what is a list, the first that differs."""
+    """Describe a key's values here and on rank 0; for a list, the first difference."""
     here, there = mine.get(key, _default(key)), theirs.get(key, _default(key))
     if here and there and key in _LISTS:
         pairs = zip_longest(here, there, fillvalue="none")
@@ -92,9 +93,9 @@ def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> st
 
 
 def _default(key: str) -> object:
-    """Return what a key is where nobody has set it; None for what is no key of this release."""
+    """Return a key's default; None for keys unknown to this release."""
     if key == "compile":
-        return False  # what is compared is not the key
+        return False  # the compared value is not the key's
     section: Any = Config
     *path, name = key.split(".")
     for part in path:
@@ -111,9 +112,9 @@ def _shapes(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def deciding(plan: Plan) -> dict[str, object]:
-    """Return what decides, in configuration, data and code, what is computed: JSON's types by the names of keys.
+    """Return everything in configuration, data and code that determines the result: JSON values by key.
 
-    A key with its default is left out, so that a release with one more key trains with those that do not know it.
+    Keys with their default are left out, so that a release with a new key can train with releases without it.
     """
     found: dict[str, object] = {
         "the training set's digest": plan.manifest.digest,
@@ -123,17 +124,17 @@ def deciding(plan: Plan) -> dict[str, object]:
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)
-    compiles = {"compile": True} if plan.config.compile is True else {}  # whatever auto means, and not said of false
+    compiles = {"compile": True} if plan.config.compile is True else {}  # the value of auto; omitted if false
     return found | {key: value for key, value in _set_keys(plan.config) if key not in OWN | {"compile"}} | compiles
 
 
 def own_sources(plan: Plan) -> list[str]:
-    """Return names and digests of the modules of the task, and of an optimizer and a schedule of the user's."""
+    """Return names and digests of the task's modules, and of the user's optimizer and schedule."""
     return sorted({line for one in (type(plan.task), *_own_code(plan)) for line in source_of(one)})
 
 
 def _set_keys(config: Config) -> Iterator[tuple[str, object]]:
-    """Yield each key that is not as it is by default, with its value, but those of sections that are a node's own."""
+    """Yield each key that differs from its default, with its value, except in a node's own sections."""
     for name, value in config.as_written.model_dump(mode="json", exclude_defaults=True).items():
         if not isinstance(getattr(config, name), Section):
             yield name, value
@@ -142,32 +143,32 @@ def _set_keys(config: Config) -> Iterator[tuple[str, object]]:
 
 
 def _own_code(plan: Plan) -> list[Any]:
-    """Return what of the optimizer and the schedule is the user's."""
+    """Return the user's own optimizer and schedule, if any."""
     optimizer = plan.config.optimizer
     paths = {"optimizer.name": optimizer.name, "optimizer.schedule": optimizer.schedule}
     return [import_named(key, path) for key, path in paths.items() if ":" in path]
 
 
 def job_of(plan: Plan) -> Job:
-    """Return what the members that come later under the same run id compare with what they are to train."""
+    """Return the description of a job that later members under the same run id compare with theirs."""
     text = json.dumps(deciding(plan), sort_keys=True)
     return Job(plan.config.checkpoint_url, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def _series(version: str) -> str:
-    """Return what of a version has to agree: 0.1 of 0.1.7, since releases of a series compute the same bits.
+    """Return the part of a version that must agree: 0.1 of 0.1.7, as releases of a series compute the same bits.
 
-    So a live job is upgraded node by node, from any release of a series to any other.
+    So a live job can be upgraded node by node, from any release of a series to any other.
     """
     return ".".join(version.split(".")[:2])
 
 
 def _version(package: str) -> str:
-    return version_of(package) or "unknown"  # run from a folder of sources
+    return version_of(package) or "unknown"  # run from a source folder
 
 
 def kernels_of(device: torch.device) -> dict[str, str]:
-    """Return what bits may depend on beside configuration, data and code: device, processor and libraries."""
+    """Return what bits may depend on besides configuration, data and code: device, processor and libraries."""
     is_cuda = device.type == "cuda"
     found: dict[str, str] = {
         "device": torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability(),
@@ -182,9 +183,9 @@ def kernels_of(device: torch.device) -> dict[str, str]:
 
 
 def differing_kernels(group: Group, device: torch.device, *, compiles: bool = False) -> list[str]:
-    """Return, on every rank, in what ranks differ from rank 0 so that bits may differ; one line for each such rank.
+    """Return, on every rank, one line per rank that differs from rank 0 in a way that may change bits.
 
-    `compiles` says that ranks make kernels themselves.
+    `compiles` is True if ranks compile kernels themselves.
     """
     mine = kernels_of(device) | (compiler_of(device) if compiles else {})
     if device.type == "cuda":
@@ -207,7 +208,7 @@ def differing_kernels(group: Group, device: torch.device, *, compiles: bool = Fa
 
 
 def _in_which_differ(theirs: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
-    """Return the keys in which two ranks differ; a kernel that only one of them has tuned by now is no difference."""
+    """Return the keys in which two ranks differ, ignoring kernels that only one of them has tuned so far."""
     keys = [key for key in {**first, **theirs} if theirs.get(key) != first.get(key)]
     return [key for key in keys if not key.startswith(TUNED) or (key in theirs and key in first)]
 
@@ -215,9 +216,9 @@ def _in_which_differ(theirs: Mapping[str, str], first: Mapping[str, str]) -> lis
 def _with_its_attention(
     mine: Mapping[str, str], first: Mapping[str, str], device: torch.device, *, compiles: bool
 ) -> dict[str, str]:
-    """Compute attention by rank 0's kernels, and return what this rank computes with; ConfigError where it cannot.
+    """Adopt rank 0's attention kernels, and return this rank's kernels; raise ConfigError if it cannot.
 
-    Ranks that differ in more than that differ anyway, whichever kernel they have.
+    Ranks that differ in more than attention are left unchanged: they differ anyway.
     """
     if _in_which_differ(mine, first) != [ATTENTION]:
         return dict(mine)
@@ -236,9 +237,9 @@ def _with_its_attention(
 
 
 def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> None:
-    """Raise ConfigError on ranks that may round otherwise than rank 0 where states are sharded: copies would differ.
+    """Raise ConfigError on ranks that may round differently from rank 0 if state is sharded: copies would differ.
 
-    `differing` is what `differing_kernels` has found.
+    `differing` is the result of `differing_kernels`.
     """
     mine, parallel = [line for line in differing if line.startswith(f"rank {group.rank} ")], plan.config.parallel
     if not mine or not (parallel.has_shares or parallel.cell.size > 1):
@@ -252,7 +253,7 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
 
 
 def _processor() -> dict[str, str]:
-    """Return the CPU's vendor and a digest of its vector instructions, as far as /proc/cpuinfo has them."""
+    """Return the CPU's vendor and vector instructions, as far as /proc/cpuinfo has them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

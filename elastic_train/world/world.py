@@ -1,8 +1,8 @@
-"""One world from the inside: the group that formed, the term that it claimed, and what it may publish.
+"""One world from the inside: its group, the term that it claimed, and its right to publish.
 
 The order is the protocol of DESIGN.md: form the group, claim the term, and only then read a commit (fence first, then
-restore). Decisions that read the outside world are rank 0's; it tells the others, its errors included, so that all
-ranks continue alike or stop alike. Rank 0 alone speaks to etcd.
+restore). Rank 0 makes all decisions that depend on the outside world and sends them, or its errors, to the others, so
+that all ranks continue or stop together. Only rank 0 uses etcd.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from rendezvous.context import RendezvousContext, open_fence
 from rendezvous.waiting import begin
 
 FENCE_TIMEOUT_S = 3.0
-"""An election of etcd's takes about a second; a commit that etcd does not answer to is found by its record anyway."""
+"""An etcd election takes about a second; without an answer, a commit is still found by its record."""
 FENCE_PATIENCE_S, FENCE_PAUSE_S = 10.0, 0.5
-"""How long the last word of a job waits for a fence that gives no answer, and how often it asks."""
+"""Seconds that the last write of a job waits for a fence without answer, and between attempts."""
 
 log = logging.getLogger(__name__)
 
@@ -65,32 +65,32 @@ class World:
     save_store: Store
     """The same store without deadlines: a save that hangs is abandoned as a whole."""
     word: str = ""
-    """Unique to this world, and the same on all of its ranks."""
+    """Unique to this world, and equal on all of its ranks."""
     writes: bool = True
-    """Whether this rank writes parts of commits: its store is known to be the job's, and it can write there."""
+    """True if this rank writes parts of commits: its store is the job's, and writable."""
     keeper: StoreKeeper | None = None
     """Keeps the store and the run's folder complete."""
 
     shape: Cell = field(default_factory=Cell)
-    """That of a replica; every rank is one by default."""
+    """Shape of a replica; by default, one rank."""
     cell: Group | None = None
-    """The ranks of this rank's cell, by place; None where every rank is a replica."""
+    """Ranks of this rank's cell, by place; None if every rank is a replica."""
     column: Group | None = None
-    """The ranks of this rank's place in all cells; None where every rank is a replica."""
+    """Ranks with this rank's place in all cells; None if every rank is a replica."""
     across_context: Group | None = None
-    """The ranks of all cells that differ from this one in their tokens alone; None where all compute whole rows."""
+    """Ranks of all cells that differ from this one only in their tokens; None if all compute whole rows."""
     across_experts: Group | None = None
-    """The ranks of all cells that differ from this one in their experts alone; None where all have them all."""
+    """Ranks of all cells that differ from this one only in their experts; None if experts are not spread."""
 
     mesh: Mesh = field(init=False)
-    """Who is who among the ranks."""
+    """The ranks' positions in replicas."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", Mesh(self.group.rank, self.group.size, self.shape))
 
     @property
     def replicas(self) -> Group:
-        """The ranks of this rank's place in all replicas, which hold the same; a rank's number is its replica's."""
+        """Ranks with this rank's place in all replicas, which hold the same; numbered by replica."""
         return self.group if self.column is None else self.column
 
     @property
@@ -100,12 +100,12 @@ class World:
 
     @property
     def owners(self) -> Group:
-        """One rank of every owner of lanes; a rank's number is its owner's."""
+        """One rank of every owner of lanes; numbered by owner."""
         return self.replicas if self.across_experts is None else self.across_experts
 
     @property
     def is_leader(self) -> bool:
-        """Say whether this rank decides, publishes and shows: rank 0."""
+        """True if this rank decides, publishes and reports: rank 0."""
         return self.group.rank == 0
 
     def announce(self, text: str) -> None:
@@ -114,9 +114,10 @@ class World:
             self.progress.event(text)
 
     def check_newest(self) -> None:
-        """Raise FencedError on rank 0 if a newer term is claimed, so that what a frozen process still writes replaces
-        nothing of its successors. Does nothing on other ranks, and where the fence gives no answer for a while: peers
-        that have lost it, too, may have formed another world as soon as it is back.
+        """Raise FencedError on rank 0 if a newer term is claimed, to protect what its successors have written.
+
+        Does nothing on other ranks, and if the fence does not answer for a while: peers that have lost it as well may
+        have formed another world as soon as it is back.
         """
         if not self.is_leader:
             return
@@ -134,7 +135,7 @@ class World:
             return
 
     def close(self) -> None:
-        """Leave the last status on the screen, and let go of files and connections; once more does nothing."""
+        """Leave the last status on the screen, and close files and connections; idempotent."""
         if self.progress is not None:
             self.progress.close()
         self.history.close()
@@ -149,10 +150,10 @@ def enter_world(
     on_progress: Callable[[], None],
     use: StoreHealth,
 ) -> World:
-    """Claim the term of a group that has formed; sweep what fenced writers left behind.
+    """Claim the term of a group that has formed, and clean up after fenced writers.
 
-    `files` writes the history. `use` is what this process knows of its store. `on_progress` is called for every answer
-    of the store, and every piece of a file.
+    `files` writes the history. `use` has this process's knowledge of its store. `on_progress` is called for every
+    answer of the store, and every piece of a file.
     """
     reach("form")
     group, launched = formed.group, formed.launched
@@ -189,7 +190,7 @@ def enter_world(
             sweep(store, term)
         except StorageError as error:
             log.warning("what fenced writers left could not be removed: %s", error)
-        begin("old terms", lambda: _forget_old_terms(save_store, term))  # nobody waits for it
+        begin("old terms", lambda: _forget_old_terms(save_store, term))  # nothing waits for it
     progress = Progress() if group.rank == 0 else None
     keys = {} if word_of_store is None else {one_store.KEY: word_of_store.encode()}
     keys[term_key(term)] = fence.claimed
@@ -203,9 +204,9 @@ def enter_world(
 
 
 def form_cells(world: World, parallel: ParallelConfig) -> World:
-    """Return the world cut into cells, with the groups of this rank's; raises ConfigError if it is no number of them.
+    """Return the world divided into cells, with this rank's groups; raise ConfigError if cells would be incomplete.
 
-    All ranks have been found to have the same shape.
+    All ranks must have been checked to have the same shape.
     """
     shape = parallel.cell
     if shape.size == 1:
@@ -225,7 +226,7 @@ def form_cells(world: World, parallel: ParallelConfig) -> World:
 
 
 def _across(group: Group, mesh: Mesh, axis: Axis) -> Group | None:
-    """Return the ranks that differ from this one along an axis alone; None where there is but one in each cell."""
+    """Return the ranks that differ from this one along one axis only; None if a cell has just one such rank."""
     ranks = mesh.across(axis)
     if len(ranks) == mesh.num_replicas:
         return None
@@ -237,7 +238,10 @@ def _word() -> str:
 
 
 def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
-    """Return the word of the job's store, None if it has none yet; ConfigError if the store is unfit for a lineage."""
+    """Return the word of the job's store, None if it has none yet.
+
+    Raise ConfigError if the store is unfit for a lineage.
+    """
     bound = fence.bind(None)
     if bound is not None and bound not in proven and one_store.proves_itself(store, bound):
         proven.add(bound)
@@ -247,11 +251,11 @@ def _tested(store: Store, fence: Fence, proven: set[str]) -> str | None:
 def _find_store(
     group: Group, store: Store, fence: Fence, bound: str | None, claimed: one_store.Claimed, use: StoreHealth
 ) -> str | None:
-    """Return the word of the job's store if this rank sees it; ConfigError, on this rank alone, if it sees another.
+    """Return the word of the job's store if this rank sees it.
 
-    `bound` is the word of the job's store, None if it has none yet; rank 0 has `claimed` the world's term there. A rank
-    whose store does not answer does not know. If rank 0 has trained with the store, and it lost its word, it gets it
-    again.
+    Raise ConfigError, on this rank only, if it sees another. `bound` is the word of the job's store, None if it has
+    none yet; rank 0 has `claimed` the world's term there. The result is None if this rank's store does not answer. If
+    rank 0 has trained with the store and its word is lost, it is restored.
     """
     is_leader, look = group.rank == 0, one_store.check
     if bound is None:
@@ -287,7 +291,7 @@ def _forget_old_terms(store: Store, term: int) -> None:
 def _fence(
     store: Store, group: Group, launched: RendezvousContext | None, use: StoreHealth, run_dir: str
 ) -> StoreFence | JoinedFence:
-    """Return the fence of a job in its folder, which no other job may be at work in when a term is claimed."""
+    """Return the fence of a job in its folder; claiming a term checks that no other job is running there."""
     own = Own(own_run_id(), ",".join(launched.endpoints) if launched else "", lambda: fence.head())
     rivals = Rivals(store, run_dir, own, use.last_term, lambda other: fence.num_members(other))
     fence: StoreFence | JoinedFence = StoreFence(store, own, rivals.check)
@@ -298,9 +302,9 @@ def _fence(
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a world continues from: a commit or its members' state, its step, and a commit's age.
+    """The source of a world's state: a commit or its members, its step, and a commit's age.
 
-    `lost_step` is that of a newer commit that is missing, and whose loss was accepted; 0 without one.
+    `lost_step` is the step of a newer commit that is missing and whose loss was accepted; 0 without one.
     """
 
     name: str
@@ -310,7 +314,7 @@ class Source:
 
 
 def banner_of(world: World, source: Source, skipped: Sequence[tuple[str, str]], seconds: float) -> ResumeBanner | None:
-    """Return what a resumption cost, as far as the histories of earlier terms record it; None at a run's beginning."""
+    """Return the cost of a resume, as far as earlier histories record it; None at a run's beginning."""
     last = world.history.last_applied()
     if source.step == 0 and last is None and not source.lost_step:
         return None
