@@ -1,7 +1,7 @@
-"""Worker processes that have ended although their batches are needed, and scripts that would train in each of them.
+"""Detect worker processes that ended while needed, and scripts that would train in each of their workers.
 
-torch reports a lost worker from a signal handler, wherever the process is at that moment. This module does not
-import torch, so that the supervisor can ask.
+torch reports a lost worker from a signal handler, wherever the process is then. This module does not import torch, so
+that the supervisor can use it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ UNGUARDED = (
 )
 
 NOTICED_S = 1.0
-"""How much later than the end of its connections that of a process is known, at most."""
+"""Most seconds between the end of a process's connections and its exit."""
 
 _needed: dict[BaseProcess, int | None] = {}
-"""The workers that must not end yet, and how many processes were killed for memory before each."""
+"""Workers that must not end yet, with the count of out-of-memory kills before each."""
 
 
 def need(worker: BaseProcess) -> None:
-    """Note a worker that has just been started."""
+    """Register a worker that has just been started."""
     _needed[worker] = memory_kills()
 
 
@@ -45,13 +45,13 @@ def need_no_more(workers: Iterable[BaseProcess]) -> None:
 
 
 def ended_too_soon(patience_s: float = 0.0, workers: Collection[BaseProcess] | None = None) -> ElasticTrainError | None:
-    """Return what is wrong if one of some workers, by default all, has ended, or does in time, while it is needed."""
+    """Return the error if a needed worker (by default any) has ended, or ends within `patience_s`; else None."""
     asked = needed() if workers is None else workers
     ending = wait([worker.sentinel for worker in asked], patience_s)
     ended = [worker for worker in asked if worker.sentinel in ending]
     if not ended:
         return None
-    ended[0].join(NOTICED_S)  # its connections are closed a moment before it has ended
+    ended[0].join(NOTICED_S)  # its connections are closed just before it ends
     code = ended[0].exitcode
     if code == UNGUARDED_CODE:
         return ConfigError(UNGUARDED)
@@ -63,7 +63,7 @@ def ended_too_soon(patience_s: float = 0.0, workers: Collection[BaseProcess] | N
 
 
 def refuse_unguarded() -> None:
-    """End a process that trains because it has imported a script to become a worker process of that script's own."""
+    """End a process that trains because it imported a script in order to become that script's worker."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os.write(2, f"error: {UNGUARDED}\n".encode())
         os._exit(UNGUARDED_CODE)

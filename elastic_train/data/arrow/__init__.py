@@ -1,1 +1,1 @@
-"""Arrow's columns as arrays: gathering rows by views, numbers, lists cut and padded."""
+"""Arrow columns as arrays: gather rows by views, convert numbers, cut and pad lists."""

@@ -37,13 +37,14 @@ Ints = npt.NDArray[Any]
 
 INLINE = 12
 MAX_BYTES = (1 << 31) - 1
-"""A buffer may not be longer, since a view's place in it is an int32."""
+"""Maximum buffer size: a view's offset into it is an int32."""
 
 _SIZE, _BUFFER, _AT = 0, 2, 3
 
 
 def views_of(contents: Sequence[pa.Buffer], numbers: Int64s, at: Ints, sizes: Ints) -> Views:
-    """Return views of strings of any of some buffers; shape (strings, 4). A long one's prefix, to compare by, is 0."""
+    """Return views of strings in several buffers; shape (strings, 4). The prefix of long ones, used for comparisons, is
+    0."""
     views = np.zeros((len(at), 4), dtype=np.int32)
     views[:, _SIZE], views[:, _BUFFER], views[:, _AT] = sizes, numbers, at
     if len(sizes) and sizes.min() <= INLINE:
@@ -55,7 +56,7 @@ def views_of(contents: Sequence[pa.Buffer], numbers: Int64s, at: Ints, sizes: In
 
 
 def _inline(content: pa.Buffer, at: Ints, sizes: Ints) -> npt.NDArray[np.uint8]:
-    """Return the bytes of short strings, filled up with zeros."""
+    """Return the bytes of short strings, padded with zeros."""
     octets = np.frombuffer(content, dtype=np.uint8) if content.size else np.zeros(1, dtype=np.uint8)
     places = np.arange(INLINE)
     inline = octets[np.minimum(at[:, None] + places, len(octets) - 1)]
@@ -64,6 +65,6 @@ def _inline(content: pa.Buffer, at: Ints, sizes: Ints) -> npt.NDArray[np.uint8]:
 
 
 def copy_strings(views: Views, buffers: Sequence[pa.Buffer], validity: pa.Buffer | None = None) -> pa.Array:
-    """Copy the strings that the views name into one buffer, as large binary; `validity` has a bit for each."""
+    """Copy the viewed strings into one buffer, as large binary; `validity` has a bit for each."""
     of_views = [validity, pa.py_buffer(views), *buffers]
     return pa.Array.from_buffers(pa.binary_view(), len(views), of_views).cast(pa.large_binary())

@@ -1,9 +1,9 @@
-"""A column of some row groups, of which rows are taken in any order, and copied once where their type allows it.
+"""A column of several row groups, from which rows are taken in any order, copied once if their type allows it.
 
-Rows of lists of numbers, of text and of bytes are strings of bytes (see `views`); rows of numbers, times and the like
-have one size. Of both only offsets and numbers are put side by side, what the rows hold stays where it was decoded.
-Arrow takes lists element by element, and only from one row group at a time; it takes what is so small that it may be
-joined first, and columns of any other type, nested ones say.
+Rows of number lists, text and bytes are strings of bytes (see `views`); rows of numbers, times etc. have a fixed size.
+For both, only offsets and numbers are concatenated; content stays where it was decoded. Arrow would take lists element
+by element, from one row group at a time; it is used for columns small enough to be joined first, and for other types,
+such as nested ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_train.data.arrow.binary_views import MAX_BYTES, copy_strings, views
 from elastic_train.data.arrow.numbers import column_of, numbers_of
 
 SMALL_ROW = 64
-"""Strings of fewer bytes on average are cheaper to join, and to take from one piece of memory."""
+"""Strings shorter than this on average are cheaper to join first."""
 
 _BOUNDS = {pa.string(): np.int32, pa.binary(): np.int32, pa.large_string(): np.int64, pa.large_binary(): np.int64}
 _NOTHING = pa.py_buffer(b"")
@@ -30,15 +30,15 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Column(Protocol):
-    """A column of row groups that stand side by side."""
+    """A column of concatenated row groups."""
 
     def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
-        """Take rows: `slots` count through all row groups, `numbers` say which of them holds each."""
+        """Take rows: `slots` index all rows, `numbers` give the row group of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A row group's column, and where it allows it, as strings of bytes or as numbers."""
+    """One row group's column; as strings of bytes or numbers where possible."""
 
     array: pa.Array
     strings: Strings | None = None
@@ -46,7 +46,7 @@ class Piece:
 
 
 def piece_of(array: pa.Array) -> Piece:
-    """Look at a column of a row group."""
+    """Return the piece of a row group's column."""
     kind = array.type
     if kind in _BOUNDS or (pa.types.is_list(kind) and _is_plain(array.values)):
         return Piece(array, strings=Strings.of(array))
@@ -56,7 +56,7 @@ def piece_of(array: pa.Array) -> Piece:
 
 
 def join(pieces: Sequence[Piece]) -> Column:
-    """Put a column's pieces, one of each row group, side by side."""
+    """Concatenate a column's pieces, one per row group."""
     arrays, kind = [piece.array for piece in pieces], pieces[0].array.type
     strings = [piece.strings for piece in pieces if piece.strings is not None]
     numbers = [piece.numbers for piece in pieces if piece.numbers is not None]
@@ -92,7 +92,7 @@ class Strings:
 
     @property
     def size(self) -> int:
-        """How many bytes all rows have."""
+        """Total bytes of all rows."""
         return int(self.offsets[-1] - self.offsets[0]) * self.width
 
 
@@ -106,7 +106,7 @@ class _Strings:
         self._contents = [each.content for each in strings]
 
     def take(self, numbers: Int64s, slots: Int64s) -> pa.Array:
-        places = slots + numbers  # every row group has an offset more than rows
+        places = slots + numbers  # every row group has one more offset than rows
         begins, ends = self._offsets.take(places), self._offsets.take(places + 1)
         at = begins + self._shifts.take(numbers) if self._shifts.any() else begins
         views = views_of(self._contents, numbers, at * self._width, (ends - begins) * self._width)
@@ -135,7 +135,7 @@ class _Small:
 
 
 class _Others:
-    """Rows of any type, taken from each row group by Arrow, and then put in order."""
+    """Rows of any type, taken from each row group by Arrow, then reordered."""
 
     def __init__(self, arrays: Sequence[pa.Array]) -> None:
         self._arrays, self._starts = arrays, np.cumsum([0, *map(len, arrays)])
@@ -153,20 +153,20 @@ class _Others:
 
 
 def _is_plain(values: pa.Array) -> bool:
-    """Say whether values are numbers of whole bytes, none missing."""
+    """Return True if values are numbers of whole bytes, without nulls."""
     kind = values.type
     return (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and not values.null_count
 
 
 def _octets_of(array: pa.Array) -> npt.NDArray[Any]:
-    """Return values of one size as plain bytes."""
+    """Return fixed-size values as plain bytes."""
     size = array.type.bit_width // 8
     dtype = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
     return np.frombuffer(array.buffers()[1], dtype, count=len(array), offset=array.offset * size)
 
 
 def _named(kind: pa.DataType, strings: pa.Array) -> pa.Array:
-    """Describe large binary as the text, or list of numbers, that it is."""
+    """Relabel large binary as the text or number list that it is."""
     validity, offsets, content = strings.buffers()
     bounds, content = np.frombuffer(offsets, np.int64, count=len(strings) + 1), content or _NOTHING
     assert bounds[-1] <= MAX_BYTES, "rows that are taken together are few"
@@ -179,7 +179,7 @@ def _named(kind: pa.DataType, strings: pa.Array) -> pa.Array:
 
 
 def _validity_of(arrays: Sequence[pa.Array]) -> Mask | None:
-    """Return which rows are there; None if all are."""
+    """Return a mask of non-null rows; None if all are."""
     if not any(array.null_count for array in arrays):
         return None
     bits = [np.frombuffer(array.is_valid().buffers()[1], dtype=np.uint8) for array in arrays]
@@ -188,5 +188,5 @@ def _validity_of(arrays: Sequence[pa.Array]) -> Mask | None:
 
 
 def _bits_of(is_valid: Mask | None, slots: Int64s) -> pa.Buffer | None:
-    """Return a bit for each row that is taken; None if all are there."""
+    """Return validity bits of the taken rows; None if all are valid."""
     return None if is_valid is None else pa.py_buffer(np.packbits(is_valid.take(slots), bitorder="little"))

@@ -1,9 +1,9 @@
-"""Columns of lists: how long their rows are, cutting rows that are too long, and late padding.
+"""Columns of lists: row lengths, truncation, and late padding.
 
-Padding turns the lists of a micro-batch into one array in a tensor's shape, as wide as its longest row. A row is a
-string of bytes to Arrow, and Arrow pads strings: a copy and a fill for each row, without the interpreter's lock. Only
-then are the numbers widened, into memory of Arrow's pool, which the next micro-batch uses again: to fault fresh pages
-in costs more than to fill them.
+Padding turns a micro-batch's lists into one array in a tensor's shape, as wide as its longest row. Arrow treats a row
+as a string of bytes and pads strings: one copy and fill per row, without the interpreter's lock. Only then are numbers
+widened, into memory of Arrow's pool, which the next micro-batch reuses: faulting in fresh pages costs more than filling
+them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> 
 
 
 def _cut(offsets: Int64s, values: npt.NDArray[Any], lengths: Int64s) -> tuple[Int64s, npt.NDArray[Any]]:
-    """Return offsets and values of rows that are no longer than the given lengths."""
+    """Return offsets and values of rows truncated to the given lengths."""
     cut = np.concatenate(([0], np.cumsum(lengths)))
     return cut, values[np.arange(cut[-1]) + np.repeat(offsets[:-1] - cut[:-1], lengths)]
 
 
 def _pad(offsets: Int64s, values: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
-    """Return (rows, width) numbers, of rows that are no longer."""
-    import pyarrow.compute as pc  # takes long to import, and not every task pads
+    """Return (rows, width) numbers from rows no longer than `width`."""
+    import pyarrow.compute as pc  # slow to import, and not every task pads
 
     bounds = pa.py_buffer(offsets * values.itemsize)
     rows = pa.LargeStringArray.from_buffers(len(offsets) - 1, bounds, pa.py_buffer(values))
@@ -61,7 +61,7 @@ def lengths_of(column: pa.ChunkedArray) -> Int64s:
 
 
 def first_incomplete(column: pa.ChunkedArray) -> int | None:
-    """Return the first row of a list column that has a null among its values, None for none."""
+    """Return the first row of a list column with a null among its values; None if there is none."""
     lists = whole(column)
     offsets = numbers_of(lists.offsets).astype(np.int64)
     within = lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
@@ -72,8 +72,8 @@ def first_incomplete(column: pa.ChunkedArray) -> int | None:
 
 
 def truncate_lists(rows: pa.Table, name: str, longest: int) -> pa.Table:
-    """Return the table with the lists of one column cut after `longest` values."""
-    import pyarrow.compute as pc  # takes long to import, and few runs need it
+    """Return the table with the lists of one column truncated to `longest` values."""
+    import pyarrow.compute as pc  # slow to import, and few runs need it
 
     place, field = rows.column_names.index(name), rows.schema.field(name)
     cut: Sequence[pa.Array] = [pc.list_slice(chunk, 0, longest) for chunk in rows.column(name).chunks]

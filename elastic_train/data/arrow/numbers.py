@@ -1,4 +1,4 @@
-"""Numbers between Arrow and numpy, without a copy.
+"""Convert numbers between Arrow and numpy without a copy.
 
 pyarrow's own `to_numpy`, `array`, `scalar` and `fill_null` import pandas, half a second of every start.
 """
@@ -27,7 +27,7 @@ def whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def numbers_of(column: pa.Array | pa.ChunkedArray, missing: float | None = None) -> npt.NDArray[Any]:
-    """Return the values of a column of integers or floats; read-only, or a copy with `missing` where there is none."""
+    """Return the values of an integer or float column; read-only, or a copy with `missing` in place of nulls."""
     array = whole(column)
     assert array.null_count == 0 or missing is not None, "a missing value is not a number"
     dtype = _dtype_of(array.type)

@@ -1,7 +1,7 @@
-"""Columns of any type that Parquet delivers, as the few types that the rest of this package reads.
+"""Convert columns of any type that Parquet delivers to the few types that the rest of this package reads.
 
-Lists as views or of a fixed size become lists, text and bytes as views become text and bytes, dictionaries become their
-values; all other types stay. A manifest keeps the types as they are in the files, `plain_name` says what they become.
+List views and fixed-size lists become lists, text and byte views become text and bytes, dictionaries become their
+values; other types stay. A manifest keeps the types of the files; `plain_name` gives the converted ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DICTIONARY = re.compile(r"dictionary<values=(.*), indices=\w+, ordered=\d>")
 
 
 def plain_name(kind: str) -> str:
-    """Return the name of the type that a column of a type, by its name, is read as."""
+    """Return the type name that a column of the given type is read as."""
     if (found := _DICTIONARY.fullmatch(kind)) is not None:
         return plain_name(found[1])
     if (found := _LISTS.fullmatch(kind)) is not None:
@@ -29,7 +29,7 @@ def plain_name(kind: str) -> str:
 
 
 def plain(table: Rows) -> Rows:
-    """Return rows whose columns have plain types; columns that have them already are not touched."""
+    """Return rows with plain column types; columns that have them are not touched."""
     for place, field in enumerate(table.schema):
         if plain_name(str(field.type)) != str(field.type):
             table = table.set_column(place, field.name, _plain(whole(table.column(place))))

@@ -17,14 +17,14 @@ class Rows:
 
     def __init__(self, table: pa.Table) -> None:
         self.schema, self.num_rows = table.schema, table.num_rows
-        self.nbytes = table.get_total_buffer_size()  # `nbytes` wakes Arrow's own memory pool, and costs milliseconds
+        self.nbytes = table.get_total_buffer_size()  # `nbytes` would wake Arrow's own memory pool, for milliseconds
         self.columns = [piece_of(whole(column)) for column in table.columns]
 
 
 class Joined:
-    """Some row groups side by side, of which rows are taken by id.
+    """Several row groups, from which rows are taken by id.
 
-    `first_id` are the ids of all row groups' first rows, `rows` those that stand here, by their numbers.
+    `first_id` are the ids of all row groups' first rows; `rows` the available row groups by number.
     """
 
     def __init__(self, first_id: Int64s, rows: Mapping[int, Rows]) -> None:
@@ -36,7 +36,7 @@ class Joined:
         self._columns = [join(pieces) for pieces in zip(*(each.columns for each in side_by_side), strict=True)]
 
     def take(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
-        """Return the rows of the ids, in their order and in one chunk, and the ids of the places they came from."""
+        """Return the rows of the ids, in order and in one chunk, and the ids of the places that they were read from."""
         to_first = self._first_id - self._starts
         numbers = group_of(self._first_id, ids)
         slots = ids - to_first.take(numbers)
@@ -46,11 +46,11 @@ class Joined:
 
 
 def gather(rows_of: Callable[[int], Rows], first_id: Int64s, ids: Int64s) -> tuple[pa.Table, Int64s]:
-    """Return the rows of the ids, and the ids of their places; `rows_of` returns the rows of a row group."""
+    """Return the rows of the ids, and the ids of their places; `rows_of` returns a row group's rows."""
     return Joined(first_id, {group: rows_of(group) for group in groups_of(first_id, ids)}).take(ids)
 
 
 def groups_of(first_id: Int64s, ids: Int64s) -> list[int]:
-    """Return the row groups that hold the ids, each once, ascending."""
+    """Return the row groups that hold the ids, distinct and ascending."""
     groups: list[int] = np.unique(group_of(first_id, ids)).tolist()
     return groups

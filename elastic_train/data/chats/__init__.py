@@ -1,1 +1,1 @@
-"""Chats and instructions as training data: rows become messages, messages become tokens and labels."""
+"""Chats and instructions as training data: rows to messages, messages to tokens and labels."""

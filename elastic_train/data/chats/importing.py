@@ -1,7 +1,7 @@
-"""From files of chats to a dataset of tokens and labels, a chat in each row, which can be packed.
+"""Import files of chats into a dataset of tokens and labels, one chat per row, ready for packing.
 
-Rows keep their order and stream. A chat that cannot be used is refused, with all others, by file, row and reason; or it
-is left out and listed.
+Rows keep their order and are streamed. Unusable chats are rejected together, by file, row and reason; or skipped and
+listed.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class UnfitChats(UnfitRows):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options of imports of chats: columns, the tokenizer and its template, and the share kept for validation.
+    """Options of chat imports: columns, tokenizer and template, and the validation share.
 
-    `template` is 'simple' or a Jinja file; None is for the tokenizer's own, or the simple one if it has none.
+    `template` is 'simple' or a Jinja file; None means the tokenizer's own, or the simple one if it has none.
     """
 
     tokenizer: Path | None = None
@@ -77,14 +77,14 @@ class ChatOptions:
 
     @property
     def are_named(self) -> bool:
-        """Whether options say that the rows are chats."""
+        """True if options say that the rows are chats."""
         return any((self.messages_key, self.prompt_key, self.response_key, self.template))
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedChats:
-    """The parts of the dataset, lines on how it was made, and how many tokens a packed row should have; none of the
-    latter where it was there already."""
+    """Parts of the dataset, lines about how it was made, and the recommended tokens of a packed row; no lines or length
+    if the dataset existed already."""
 
     written: Written
     notes: tuple[str, ...] = ()
@@ -92,10 +92,10 @@ class ImportedChats:
 
 
 def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> AnyLayout | None:
-    """Return the layout of chats in files, None for rows that are none; the first row decides.
+    """Return the layout of chats in files, by the first row; None if the rows are not chats.
 
-    Rows are taken for chats if options name their columns, or if there is a tokenizer and no column of text for it.
-    Raises ConfigError for rows that are asked to be chats, or to be tokenised, and have no columns for that.
+    Rows are chats if options name their columns, or if there is a tokenizer and no text column for it. Raise
+    ConfigError if rows that should be chats, or tokenised, lack the columns.
     """
     if not (options.are_named or options.tokenizer):
         return None
@@ -122,7 +122,7 @@ def _first_columns(paths: Sequence[Path]) -> list[str]:
 def import_chats(
     out: Path, parts: Parts, source: str, layout: AnyLayout, options: ChatOptions, track: Track = silent
 ) -> ImportedChats:
-    """Make a dataset of files of chats; of a single part, a share validates."""
+    """Import files of chats; of a single part, a share is kept for validation."""
     if options.tokenizer is None:
         raise ConfigError("chats need --tokenizer: the folder of the model to be fine-tuned, or a tokenizer.json")
     tokenizer = open_tokenizer(options.tokenizer, options.template)
@@ -150,7 +150,7 @@ def import_chats(
 
 
 class _Chats:
-    """Turns rows into tokens and labels, and counts."""
+    """Turns rows into tokens and labels, with counts."""
 
     def __init__(self, layout: AnyLayout, tokenizer: ChatTokenizer, options: ChatOptions) -> None:
         self._layout, self._tokenizer, self._options = layout, tokenizer, options
@@ -167,7 +167,7 @@ class _Chats:
         yield from shown_chunks(chunks, what, track)
 
     def notes(self) -> Iterator[str]:
-        """Yield lines on what is learned from, and by which template; there is a chat at least."""
+        """Yield lines about targets and template; needs at least one chat."""
         num_tokens = sum(self._lengths)
         yield (
             f"{counted(len(self._lengths), 'chat')} of {self._layout}, {counted(self._num_turns, 'turn')} of the "
@@ -188,12 +188,12 @@ class _Chats:
 
     @property
     def row_length(self) -> int:
-        """The least power of two in which 99 of 100 chats fit whole, and at least 64."""
+        """Least power of two that holds 99 of 100 chats whole; at least 64."""
         return max(64, 1 << (self._most_lengths - 1).bit_length())
 
     @property
     def _most_lengths(self) -> int:
-        """The tokens of the longest of 99 in 100 chats, as they are kept."""
+        """Length in tokens of the 99th percentile chat, as kept."""
         return int(np.percentile(self._lengths, 99, method="lower"))
 
     def _chunk(self, rows: Rows) -> Chunk:

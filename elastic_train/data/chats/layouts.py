@@ -1,8 +1,8 @@
-"""Layouts of chat data: which columns hold a chat, and the messages that a row makes.
+"""Layouts of chat data: which columns hold a chat, and the messages of a row.
 
-A layout is a column of messages, or a prompt and its response; it is found by the usual names, or named by options.
-Messages have the keys that chat templates read: `role`, `content`, and whatever else a row gives, such as
-`tool_calls`. A row that cannot be a chat raises UnfitError, which says why.
+A layout is a column of messages, or a prompt and its response; it is found by common names, or named by options.
+Messages have the keys that chat templates read: `role`, `content`, and others of the row, such as `tool_calls`. A row
+that is not a chat raises UnfitError with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAIRS = (
     ("input", "output"),
 )
 _CONTEXTS = ("input", "context")
-"""What an instruction is about, put after it, as in the data sets Alpaca and Dolly."""
+"""Columns with an instruction's input, appended to it, as in the datasets Alpaca and Dolly."""
 _SYSTEMS = ("system", "system_prompt")
 _ROLES = {
     "human": "user",
@@ -42,12 +42,12 @@ REMEDY = "name the columns with --messages-key, or with --prompt-key and --respo
 
 
 class UnfitError(Exception):
-    """A row that cannot be trained on, and why."""
+    """Raised for a row that cannot be trained on, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages in their order, and the tools that the assistant may call."""
+    """Messages in order, and the tools that the assistant may call."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
@@ -66,15 +66,15 @@ class Layout:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns that every row must have."""
+        """Required columns."""
         return [self.messages] if self.messages else [str(self.prompt), str(self.response)]
 
     def chats_of(self, row: Row) -> Sequence[Chat]:
-        """Return the only chat of a row; raises UnfitError."""
+        """Return the only chat of a row; raise UnfitError."""
         return [self.chat_of(row)]
 
     def chat_of(self, row: Row) -> Chat:
-        """Return the chat of a row; raises UnfitError."""
+        """Return the chat of a row; raise UnfitError."""
         _check_filled(row, self.columns)
         if self.messages:
             messages = _messages_of(row[self.messages], self.messages)
@@ -102,7 +102,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceLayout:
-    """Two chats in each row, of which the first is preferred: they differ in their last message, by the assistant."""
+    """Two chats per row, the first one preferred: they differ in their last message, by the assistant."""
 
     columns: Sequence[str] = ("chosen", "rejected")
 
@@ -110,7 +110,7 @@ class PreferenceLayout:
         return " and ".join(self.columns)
 
     def chats_of(self, row: Row) -> Sequence[Chat]:
-        """Return the chosen chat and the rejected one; raises UnfitError."""
+        """Return the chosen and the rejected chat; raise UnfitError."""
         _check_filled(row, self.columns)
         chats = [self._chat_of(row, name) for name in self.columns]
         if any(chat.messages[-1]["role"] != ASSISTANT for chat in chats):
@@ -120,7 +120,7 @@ class PreferenceLayout:
         return chats
 
     def _chat_of(self, row: Row, name: str) -> Chat:
-        """Return a chat that a column has whole, or of which it has the end, after the prompt."""
+        """Return a column's chat, which is whole or continues the prompt."""
         answer, prompt = row[name], row.get("prompt")
         is_whole = isinstance(answer, list) and _messages_of(answer, name)[0]["role"] != ASSISTANT
         if is_whole or prompt is None:
@@ -140,7 +140,7 @@ def _check_filled(row: Row, columns: Sequence[str]) -> None:
 
 
 def layout_of(names: Sequence[str]) -> AnyLayout | None:
-    """Return the layout of rows with these columns, None if they have no usual one."""
+    """Return the layout of rows with these columns; None without common names."""
     if {"chosen", "rejected"} <= set(names):
         return PreferenceLayout()
     for name in _MESSAGES:
@@ -153,7 +153,7 @@ def layout_of(names: Sequence[str]) -> AnyLayout | None:
 
 
 def named_layout(messages: str | None, prompt: str | None, response: str | None, names: Sequence[str]) -> Layout | None:
-    """Return the layout that options name, None if they name none; ConfigError if the rows have no such columns."""
+    """Return the layout that options name, None if they name none; raise ConfigError if columns are missing."""
     if (prompt is None) != (response is None) or (messages and prompt):
         raise ConfigError("give --messages-key, or both of --prompt-key and --response-key")
     if messages is None and prompt is None:
@@ -200,7 +200,7 @@ def _message_of(given: Any, number: int) -> Message:
 
 
 def _text_of(content: Any, number: int) -> str:
-    """Return a content that is text, or parts of text."""
+    """Return a content as text, from text or parts of text."""
     if isinstance(content, list):
         parts = [each.get("text") if isinstance(each, dict) else each for each in content]
         texts = [part for part in parts if isinstance(part, str)]
@@ -213,7 +213,7 @@ def _text_of(content: Any, number: int) -> str:
 
 
 def _calls_of(calls: Any) -> list[Any]:
-    """Return calls of tools with their arguments as mappings, which templates write as JSON."""
+    """Return tool calls with arguments as mappings, which templates write as JSON."""
     found = []
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, dict) else None
@@ -228,7 +228,7 @@ def _calls_of(calls: Any) -> list[Any]:
 
 
 def _history_of(row: Row) -> list[Message]:
-    """Return the turns before the prompt: pairs of what was said and answered."""
+    """Return the turns before the prompt: pairs of message and answer."""
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise UnfitError("'history' is not a list of pairs, each of a prompt and its response")
@@ -256,7 +256,7 @@ def _parsed(text: str, column: str) -> Any:
 
 
 def _check_messages(messages: list[Message]) -> None:
-    """Refuse messages that teach nothing, or nothing good; take out those of the system that are empty."""
+    """Reject messages that are useless or harmful for training; remove empty system messages."""
     messages[:] = [each for each in messages if each["role"] != "system" or each["content"].strip()]
     for number, message in enumerate(messages, start=1):
         says = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")

@@ -1,10 +1,10 @@
-"""Chats as tokens and labels, by the template of a tokenizer of transformers, or by a simple one.
+"""Render chats as tokens and labels, by a tokenizer's template or a simple one.
 
-Labels are the tokens of the assistant's turns, and IGNORED elsewhere. Where these turns are, a template with
-`{% generation %}` says itself (`return_assistant_tokens_mask`). Of others the text before each turn is rendered as at
-inference, with the generation prompt, and the text up to its end: if both begin the whole chat's text, the turn lies
-between them. A turn of which that does not hold, since the template writes it otherwise once others follow (as those
-do that leave out earlier reasoning), is not learned from, and counted.
+Labels are the tokens of the assistant's turns, and IGNORED elsewhere. Templates with `{% generation %}` mark these
+turns themselves (`return_assistant_tokens_mask`). For others, the text before each turn is rendered as at inference,
+with the generation prompt, and the text up to its end: if both are prefixes of the whole chat's text, the turn lies
+between them. Other turns (of templates that render a turn differently once others follow, such as those that drop
+earlier reasoning) are not learned from, and counted.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ SIMPLE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""For tokenizers without a template: each turn begins with its role, and the assistant's end with the end token."""
+"""Template for tokenizers without one: each turn starts with its role; the assistant's ends with the end token."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\N{SNOWMAN}"
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A chat as text, its tokens with their labels, (tokens, 2), and how many of the assistant's turns have targets."""
+    """A chat as text, its tokens with labels, shape (tokens, 2), and the number of assistant turns with targets."""
 
     text: str
     tokens: Tokens
@@ -56,7 +56,7 @@ class Rendered:
 
 
 class ChatTokenizer:
-    """A tokenizer of transformers, with the template that it renders chats with.
+    """A transformers tokenizer with the chat template in use.
 
     `template` is None for the tokenizer's own; `kind` names the template in messages.
     """
@@ -73,7 +73,7 @@ class ChatTokenizer:
         self._special = sorted({str(token) for token in tokenizer.all_special_tokens if str(token).strip()})
 
     def given(self) -> GivenTokenizer:
-        """Return the tokenizer as datasets keep it: its tokenizer.json, and the template."""
+        """Return the tokenizer as datasets store it: tokenizer.json and template."""
         file = Path(getattr(self.tokenizer, "name_or_path", "") or "") / tokenise.FILE_NAME
         backend = self.tokenizer.backend_tokenizer
         content = file.read_bytes() if file.is_file() else backend.to_str().encode()
@@ -81,7 +81,7 @@ class ChatTokenizer:
 
     @property
     def digest(self) -> str:
-        """A digest of all that rendering depends on: the tokenizer, its special tokens, and the template."""
+        """Digest of everything that rendering depends on: tokenizer, special tokens, template."""
         special = repr(sorted(self.tokenizer.special_tokens_map.items()))
         template = self._whole_template or repr(self.tokenizer.chat_template)
         return hashlib.sha256(b"\0".join([self.given().content, template.encode(), special.encode()])).hexdigest()
@@ -94,11 +94,11 @@ class ChatTokenizer:
 
     @property
     def masks(self) -> str:
-        """Which way the assistant's turns are found, in words."""
+        """How the assistant's turns are found, in words."""
         return "its generation mask" if self._has_mask(None) else "the text before and after each turn"
 
     def render(self, chat: Chat) -> Rendered:
-        """Return the tokens and labels of a chat; raises UnfitError if the template, or a mask, does not fit."""
+        """Return the tokens and labels of a chat; raise UnfitError if template or mask does not fit."""
         self._check_special(chat.messages)
         text = self._text(chat.messages, chat.tools)
         self._check_all_there(chat, text)
@@ -119,7 +119,7 @@ class ChatTokenizer:
         return Rendered(text, np.stack([ids, labels], axis=1), num_turns, len(turns) - num_turns)
 
     def shown(self, rendered: Rendered, most: int = 400) -> str:
-        """Return the text of a chat's tokens, targets in [[ ]], and shortened."""
+        """Return the shortened text of a chat's tokens, with targets in [[ ]]."""
         ids, labels = rendered.tokens[:, 0], rendered.tokens[:, 1]
         is_target = labels != IGNORED
         ends = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(ids)]
@@ -128,7 +128,7 @@ class ChatTokenizer:
         return whole if len(whole) <= most else f"{whole[: most // 2]} ... {whole[-most // 2 :]}"
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, goes_on: bool = False) -> str:
-        """Render messages; raises UnfitError if the template refuses them."""
+        """Render messages; raise UnfitError if the template rejects them."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -159,7 +159,7 @@ class ChatTokenizer:
     def _targets_within(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[Tokens, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Return the tokens of a text, and which of them lie within its characters [lo, hi) of a span."""
+        """Return the tokens of a text, and a mask of those within the character spans [lo, hi)."""
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = np.array(found["input_ids"], dtype=np.int32)
         offsets = np.array(found["offset_mapping"], dtype=np.int64).reshape(-1, 2)
@@ -169,7 +169,7 @@ class ChatTokenizer:
         return ids, is_target
 
     def _spans(self, chat: Chat, text: str, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield where the turns are in the chat's text, but for those of which that is not known."""
+        """Yield the spans of the turns in the chat's text, where known."""
         for at in turns:
             try:
                 before = self._text(chat.messages[:at], chat.tools, goes_on=True) if at else None
@@ -180,7 +180,7 @@ class ChatTokenizer:
                 yield len(before), len(upto)
 
     def _check_special(self, messages: Sequence[Message]) -> None:
-        """Refuse a message that spells a special token, which would end its turn, or begin another."""
+        """Reject a message that spells a special token, which would end its turn or begin another."""
         for number, message in enumerate(messages, start=1):
             if found := next((token for token in self._special if token in message["content"]), None):
                 raise UnfitError(
@@ -188,7 +188,7 @@ class ChatTokenizer:
                 )
 
     def _check_all_there(self, chat: Chat, text: str) -> None:
-        """Refuse a chat of which the template leaves out a message that is not the assistant's, or a call of a tool."""
+        """Reject a chat if the template drops a message that is not the assistant's, or a tool call."""
         for at, message in enumerate(chat.messages):
             content, calls = message["content"].strip(), message.get("tool_calls")
             if message["role"] != ASSISTANT and content and content not in text:
@@ -201,15 +201,15 @@ class ChatTokenizer:
                 raise UnfitError(f"the chat template leaves out {what}; --chat-template simple writes all")
 
     def _is_unseen(self, chat: Chat, at: int, changed: Message, text: str) -> bool:
-        """Say whether another message in the place of one makes no difference to the text of the chat."""
+        """Return True if changing a message does not change the chat's text."""
         try:
             return self._text([*chat.messages[:at], changed, *chat.messages[at + 1 :]], chat.tools) == text
-        except UnfitError:  # so the template looks at it
+        except UnfitError:  # the template does read it
             return False
 
 
 def last_turn_of(rendered: Rendered) -> Rendered:
-    """Return a chat of which the last turn with targets has them alone."""
+    """Return a chat in which only the last turn with targets has them."""
     is_masked = rendered.tokens[:, 1] == IGNORED
     last = int(np.flatnonzero(~is_masked)[-1])
     begin = int(np.flatnonzero(is_masked[:last])[-1]) + 1 if is_masked[:last].any() else 0
@@ -219,7 +219,7 @@ def last_turn_of(rendered: Rendered) -> Rendered:
 
 
 def open_tokenizer(path: Path, template: str | None) -> ChatTokenizer:
-    """Read a model's folder, or a tokenizer.json alone; ConfigError if there is no tokenizer that can be used."""
+    """Open a model's folder or a tokenizer.json; raise ConfigError if it has no usable tokenizer."""
     with needed_for("importing chats"):
         import transformers
     if not path.exists():
@@ -250,7 +250,7 @@ def _read_template(path: Path) -> str:
 
 @functools.cache
 def _template_errors() -> tuple[type[Exception], ...]:
-    """Return what a template raises for messages that it does not take."""
+    """Return the exceptions that a template raises for messages it does not accept."""
     import jinja2
 
     return (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)

@@ -1,6 +1,6 @@
-"""Rows of chat files as Python objects, with their places: JSON lines, a JSON array, or any other file of rows.
+"""Read rows of chat files as Python objects, with their locations: JSON lines, a JSON array, or any other row file.
 
-Arrow would give all messages of a JSON file the same keys and types; calls of tools and their arguments have their own.
+Arrow would give all messages of a JSON file the same keys and types; tool calls and arguments differ.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from elastic_train.data.tables.files import ROWS_AT_ONCE, has_header, is_json, o
 from elastic_train.errors import ConfigError
 
 _BLANK = b"\xef\xbb\xbf \t\r\n"
-"""Bytes of a line without a row: white space, and the mark at the beginning that spreadsheets write."""
+"""Bytes of a blank line: white space, and the byte order mark that spreadsheets write."""
 Numbered = tuple[int, dict[str, Any] | str]
-"""The number of a row in its file, from 1, and the row, or why it is none."""
+"""Number of a row in its file, from 1, and the row, or the reason why it is not one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows of a file; `done` is the share of all bytes that is read."""
+    """Consecutive rows of a file; `done` is the share of all bytes read so far."""
 
     path: Path
     values: Sequence[Numbered]
@@ -33,9 +33,9 @@ class Rows:
 
 
 def read_rows(paths: Sequence[Path], texts: Sequence[str] = ()) -> Iterator[Rows]:
-    """Yield the rows of files, one after the other; `texts` are columns of text in files that do not say so.
+    """Yield the rows of several files; `texts` are text columns of files without types.
 
-    Raises ConfigError for a file that cannot be read, or holds no rows.
+    Raise ConfigError for a file that cannot be read, or has no rows.
     """
     sizes = [size_of(path) for path in paths]
     total, before = sum(sizes) or 1, 0
@@ -87,7 +87,7 @@ def _object(value: Any) -> dict[str, Any] | str:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value whose texts have ? for halves of characters, which JSON can write and UTF-8 cannot."""
+    """Return a value whose texts have ? for lone surrogates, which JSON can write and UTF-8 cannot."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
@@ -96,7 +96,7 @@ def _whole(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys that other rows have, which Arrow fills with null."""
+    """Return a table value without the keys that Arrow filled with null because other rows have them."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,1 +1,1 @@
-"""Datasets made here: from text, from docstrings, and synthetic ones."""
+"""Create datasets: from text, from docstrings, and synthetic ones."""

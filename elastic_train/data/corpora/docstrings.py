@@ -1,7 +1,7 @@
-"""Docstrings of installed libraries, read with `ast`: nothing is imported, run or downloaded. The label is the library.
+"""Docstrings of installed libraries as a dataset, read with `ast`, without imports or downloads; labels are libraries.
 
-The libraries are those that come with this trainer's own dependencies. Their shares follow a long tail; each sample
-carries what is really known of it: measures of the text and of the code that it documents.
+The libraries are this trainer's own dependencies. Their shares follow a long tail; each sample has real metadata:
+measures of the text and of the documented code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MIN_CHARS = 20
 NUM_PROCESSES = 2
 _SKIPPED = frozenset({"tests", "test", "testing", "_vendor", "externals", "__pycache__"})
 
-# The statements that others can stand in.
+# Statements that contain other statements.
 _HOLDERS = (
     *(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef),
     *(ast.If, ast.For, ast.While, ast.With, ast.Try, ast.ExceptHandler),
@@ -55,7 +55,7 @@ def site_packages() -> Path:
 
 
 def versions(folder: Path) -> dict[str, str]:
-    """Return the version of each library that is installed in `folder`, '' where no metadata names it."""
+    """Return the version of each library installed in `folder`, '' without metadata."""
     found = {}
     for library, distribution in LIBRARIES.items():
         if (folder / library).is_dir():
@@ -65,10 +65,10 @@ def versions(folder: Path) -> dict[str, str]:
 
 
 def read_docstrings(folder: Path, num_samples: int, seed: int, *, track: Track = silent) -> list[Sample]:
-    """Return about `num_samples` docstrings of the libraries in `folder`, in shares of a long tail.
+    """Return about `num_samples` docstrings of the libraries in `folder`, in long-tailed shares.
 
-    A library that has too few gives all of them. Which are taken, and in which order, depends on the seed and the
-    texts alone. DataError if fewer than two libraries are there.
+    A library with too few gives all of them. Selection and order depend on the seed and the texts only. Raise DataError
+    if fewer than two libraries are installed.
     """
     libraries = list(versions(folder))
     if len(libraries) < 2:
@@ -96,9 +96,9 @@ def _python_files(folder: Path) -> list[Path]:
 
 
 def _read_all(folder: Path, files: Sequence[tuple[str, Path]], track: Track) -> Iterator[Sample]:
-    """Parse files in worker processes; samples come in the order of the files.
+    """Parse files in worker processes; samples come in file order.
 
-    The workers collect no garbage: syntax trees have no cycles, and looking for some costs as much as parsing.
+    Workers run without garbage collection: syntax trees have no cycles, and collecting costs as much as parsing.
     """
     size = 96
     chunks = [files[first : first + size] for first in range(0, len(files), size)]
@@ -131,7 +131,7 @@ def read_file(library: str, path: Path, relative: Path) -> list[Sample]:
 
 
 def _documented(tree: ast.Module) -> Iterator[tuple[Documented, str, int, bool]]:
-    """Yield every documented definition with its text, its depth of nesting, and whether a class holds it."""
+    """Yield every documented definition with its text, nesting depth, and whether it is in a class."""
     stack: list[tuple[ast.AST, int, bool]] = [(tree, 0, False)]
     while stack:
         node, depth, in_class = stack.pop()
@@ -144,7 +144,7 @@ def _documented(tree: ast.Module) -> Iterator[tuple[Documented, str, int, bool]]
                 yield node, text, depth, in_class
         inner_depth = depth + is_definition
         inner_class = isinstance(node, ast.ClassDef) if is_definition else in_class
-        for name in ("finalbody", "orelse", "handlers", "body"):  # the last is taken from the stack first
+        for name in ("finalbody", "orelse", "handlers", "body"):  # the last one is popped first
             children: list[ast.AST] = getattr(node, name, [])
             stack.extend((child, inner_depth, inner_class) for child in reversed(children))
 
@@ -163,7 +163,7 @@ def _sample(
 
 
 def _num_arguments(node: Documented) -> float | None:
-    """Return how many parameters a function has; None for a class or a module, which have none to count."""
+    """Return the number of a function's parameters; None for a class or module."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     arguments = node.args
@@ -180,7 +180,7 @@ def _kind(node: Documented, in_class: bool) -> str:
 
 
 def section_style(text: str) -> str:
-    """Name the convention that a docstring's sections follow."""
+    """Return the section convention of a docstring."""
     if "\n----" in text:
         return "numpy"
     if ":param" in text or ":return" in text:

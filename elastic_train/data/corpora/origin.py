@@ -1,8 +1,8 @@
-"""Where a dataset came from: origin.json names the source and every parameter, and is written last.
+"""Origin of a dataset: origin.json names the source and every parameter, and is written last.
 
-A dataset with the origin that was asked for is finished and is not made again. One with another origin, or a folder
-with something else in it, is never overwritten: that takes `replace`. Folders are filled under another name beside
-the target and renamed, so an interrupted import leaves nothing under the target's own name.
+A dataset with the requested origin is complete and not made again. One with another origin, or a folder with other
+content, is overwritten only with `replace`. Folders are filled under a temporary name and renamed, so an interrupted
+import leaves nothing under the final name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rendezvous.process_table import is_alive
 
 NAME = "origin.json"
 LONG_S = 86_400.0
-"""A draft of a process that cannot be asked for from here, into which nothing has come for so long, is abandoned."""
+"""Seconds without a change after which the draft of an unreachable process is abandoned."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 Origin = Mapping[str, object]
 
 
 def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
-    """Say whether `folder` already holds this very dataset; ConfigError if it holds anything else."""
+    """Return True if `folder` already holds this dataset; raise ConfigError if it holds anything else."""
     found, wanted = read_origin(folder), json.loads(json.dumps(origin))
     if found == wanted:
         return True
@@ -43,7 +43,7 @@ def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
 
 
 def read_origin(folder: Path) -> dict[str, object] | None:
-    """Return the origin of the dataset in `folder`, or None if it has none that can be read."""
+    """Return the origin of the dataset in `folder`; None if it has none that can be read."""
     try:
         found = json.loads((folder / NAME).read_text())
     except (OSError, ValueError):
@@ -53,9 +53,9 @@ def read_origin(folder: Path) -> dict[str, object] | None:
 
 @contextmanager
 def filled(folder: Path, origin: Origin) -> Iterator[Path]:
-    """Give an empty folder to fill; when the block ends well it takes the place of `folder` by a rename.
+    """Yield an empty folder to fill; on success it replaces `folder` by a rename.
 
-    Raises StorageError if there is no room for it; libraries that write do not say where that was.
+    Raise StorageError if the disk is full, with the location, which libraries omit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left_over in folder.parent.glob(f".{folder.name}.*.partial"):
@@ -77,7 +77,7 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
 
 
 def _put(partial: Path, folder: Path) -> None:
-    """Rename over the target; what was there is moved away first and deleted after."""
+    """Rename over the target; its old content is moved away first and deleted afterwards."""
     old = _beside(folder, "old.partial")
     if folder.exists():
         folder.rename(old)
@@ -86,13 +86,13 @@ def _put(partial: Path, folder: Path) -> None:
 
 
 def _beside(folder: Path, ending: str) -> Path:
-    """Return the path of a new draft: its name says who makes it, on which machine and in which container."""
+    """Return the path of a new draft, whose name identifies its process, machine and container."""
     who = f"{os.getpid()}-{process_identity()['born']}-{pid_space()}-{uuid.uuid4().hex}"
     return folder.with_name(f".{folder.name}.{who}.{ending}")
 
 
 def _is_abandoned(draft: Path) -> bool:
-    """Say whether the process that made a draft has ended; of one elsewhere, by how long ago anything came into it."""
+    """Return True if the process that made a draft has ended; for unreachable processes, if the draft is old."""
     pid, _, rest = draft.name.removesuffix(".partial").removesuffix(".old").rpartition(".")[2].partition("-")
     born, _, rest = rest.partition("-")
     if rest.rpartition("-")[0] == pid_space() and pid.isdigit() and born.isdigit():

@@ -1,7 +1,7 @@
-"""A user's own text: JSON lines and CSV with a text and a label in each row, or text files whose name is the label.
+"""Import a user's own text: JSON lines or CSV with text and label per row, or text files named after their label.
 
-Every row becomes a sample: a row without text or label is an error that names its file and line, never skipped. Files
-are UTF-8, also with the mark at the beginning that spreadsheets write.
+Every row becomes a sample: a row without text or label is an error with file and line, never skipped. Files are UTF-8,
+optionally with a byte order mark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _QUOTES = "a value with a comma, a quote or a line break needs quotes"
 
 
 def read_files(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
-    """Read samples in the order of the files; ConfigError names the file and line that cannot be used."""
+    """Read samples in file order; raise ConfigError with file and line for an unusable row."""
     if not files:
         raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
     samples: list[Sample] = []
@@ -47,7 +47,7 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each block of lines between blank lines, labelled with the file's stem."""
+    """Yield the blocks of lines between blank lines, labelled with the file's stem."""
     blocks = "\n".join(line.rstrip() for line in path.read_text(encoding=_ENCODING).split("\n")).split("\n\n")
     texts = [block.strip("\n") for block in blocks if block.strip()]
     if not texts:
@@ -70,7 +70,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def _once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return an object of JSON; ValueError if a name is in it twice, of which a parser would drop the first."""
+    """Return a JSON object; raise ValueError for duplicate names, of which a parser would drop the first."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
@@ -84,7 +84,7 @@ def _no_number(text: str) -> object:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     with path.open(encoding=_ENCODING, newline="") as file:
-        csv.field_size_limit(_MOST_CHARS)  # as it is, texts of 128 kB are refused
+        csv.field_size_limit(_MOST_CHARS)  # the default refuses texts over 128 kB
         reader = csv.DictReader(file)
         if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
             raise ConfigError(f"{path}:1: has several columns named {', '.join(twice)}; rename or remove them")

@@ -1,8 +1,8 @@
 """Synthetic datasets of any size: seeded, written row group by row group, in constant memory.
 
 A row group is a pure function of (seed, first row), so two calls write equal files. Labels follow a golden-ratio
-sequence over row numbers: shares are met almost exactly at every size, also the rare ones. A row's tokens are noise
-with a long tail; a share of them that differs from row to row is drawn from the words of its class instead.
+sequence over row numbers, so shares are nearly exact at every size, even rare ones. A row's tokens are long-tailed
+noise; a share of them, which varies by row, is drawn from the words of its class.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WORDS_PER_CLASS = 48
 _GOLDEN = 0.6180339887498949
 _MAX_ROWS_PER_FILE = 1 << 17
 _MIN_FILES = 4
-_EPOCH_US = 1_735_689_600_000_000  # 2025-01-01, when the first synthetic row was "created"
+_EPOCH_US = 1_735_689_600_000_000  # 2025-01-01, the date of the first synthetic row
 
 CATEGORIES = {
     "language": ("en", "de", "fr", "es", "zh", "ja"),
@@ -52,7 +52,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The rows [lo, hi) of one row group, and the file that it is in."""
+    """The rows [lo, hi) of one row group, and the number of its file."""
 
     file: int
     lo: int
@@ -71,7 +71,7 @@ def synthesise(
 ) -> Manifest:
     """Write `rows` rows of the *quality* or *policy* schema below `url`, and their manifest last.
 
-    Without `rows_per_file` there are at least four files where the rows suffice. ConfigError on impossible numbers.
+    Without `rows_per_file` there are at least four files if the rows suffice. Raise ConfigError for impossible numbers.
     """
     if schema not in SCHEMAS:
         raise ConfigError(f"schema must be one of {', '.join(SCHEMAS)}, not '{schema}'")
@@ -139,14 +139,14 @@ def _table(schema: Schema, group: _Group, seed: int) -> pa.Table:
 
 
 def _labels(lo: int, hi: int, seed: int, shares: tuple[float, ...]) -> Int64s:
-    """Return labels of the rows [lo, hi) whose counts stay close to `shares` over any run of rows."""
+    """Return labels of the rows [lo, hi), with counts close to `shares` over any run of rows."""
     places = (np.arange(lo, hi) * _GOLDEN + (seed % 1000) / 1000) % 1.0
     bounds = np.cumsum(shares)[:-1]
     return np.searchsorted(bounds, places, side="right").astype(np.int64)
 
 
 def _tokens(rng: np.random.Generator, labels: Int64s) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """Draw token lists for the labels, ids in [1, VOCABULARY); also return their lengths."""
+    """Draw token lists for the labels, with ids in [1, VOCABULARY); also return their lengths."""
     lengths = np.clip(rng.lognormal(3.4, 0.6, len(labels)), 4, 256).astype(np.int64)
     total = int(lengths.sum())
     noise = 1 + np.floor((VOCABULARY - 1) * rng.random(total) ** 3).astype(np.int64)

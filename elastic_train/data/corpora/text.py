@@ -1,7 +1,7 @@
-"""From samples to a dataset: split, train the tokeniser, shuffle, write both parts with their manifests.
+"""Turn samples into a dataset: split, train the tokeniser, shuffle, write both parts with manifests.
 
-A text's hash decides its part, so equal texts never stand on both sides, also under two labels; every label with at
-least two texts is on both. Rows are permuted before they are written: every file is a mix of all labels.
+A text's hash decides its part, so equal texts are never in both, even under two labels; every label with at least two
+texts is in both. Rows are permuted before writing, so every file mixes all labels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Both parts of an imported dataset; `is_new` is False where it was there already."""
+    """Both parts of an imported dataset; `is_new` is False if it existed."""
 
     train: Manifest
     validation: Manifest
@@ -56,7 +56,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of every import: samples to take, seed, ids of the tokeniser, tokens kept of a text."""
+    """Options of every import: number of samples, seed, vocabulary size, most tokens of a text."""
 
     num_samples: int = 28_000
     seed: int = 7
@@ -89,9 +89,9 @@ def import_text(
     label_key: str = "label",
     track: Track = silent,
 ) -> Imported:
-    """Make a dataset of a user's own files: every row of them, whatever `options.num_samples` says.
+    """Make a dataset of a user's own files, with every row, whatever `options.num_samples` says.
 
-    Of `parts` without 'validation', a tenth of the texts validates.
+    Without a 'validation' part, a tenth of the texts is kept for validation.
     """
     samples = {name: plain_text.read_files(files, text_key, label_key) for name, files in parts.items()}
     content = [(name, sample.text, sample.label) for name, of_part in samples.items() for sample in of_part]
@@ -102,7 +102,7 @@ def import_text(
 
 
 def _origin(source: str, options: Options, **facts: object) -> dict[str, object]:
-    """Name all that the bytes of a dataset depend on."""
+    """Return everything that the bytes of a dataset depend on."""
     return {
         "source": source,
         "num_samples": options.num_samples,
@@ -156,9 +156,9 @@ def _write(
 
 
 def split(samples: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Cut samples into training and validation: of each label the tenth with the smallest hashes validates."""
+    """Split samples into training and validation: the tenth of each label with the smallest hashes validates."""
     by_label: dict[str, dict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-    owner: dict[bytes, str] = {}  # a text under several labels goes where the first of them puts it
+    owner: dict[bytes, str] = {}  # a text under several labels goes where the first one puts it
     for sample in samples:
         key = hashlib.sha256(f"{seed}/{sample.text}".encode(errors="replace")).digest()
         by_label[owner.setdefault(key, sample.label)][key].append(sample)
@@ -213,7 +213,7 @@ def _table(
     options: Options,
     rng: np.random.Generator,
 ) -> pa.Table:
-    """Return the rows in the order of the samples; values of metadata go missing here as they do in practice."""
+    """Return the rows in sample order; some metadata values are dropped, as happens in practice."""
     number_of = {label: number for number, label in enumerate(labels)}
     chunks = [samples[first : first + _CHUNK] for first in range(0, len(samples), _CHUNK)]
     ids = [tokenise.encode(tokenizer, [sample.text for sample in chunk], options.max_tokens) for chunk in chunks]
@@ -224,7 +224,7 @@ def _table(
     metadata = zip(*((*sample.numeric, *sample.categorical) for sample in samples), strict=True)
     for name, values in zip((*schema.numeric, *schema.categorical), metadata, strict=True):
         known = sum(value is not None for value in values) / len(values)
-        # Where many values are unknown anyway, fewer are dropped: the share missing is at least MISSING_SHARE.
+        # Where many values are unknown anyway, fewer are dropped: at least MISSING_SHARE is missing.
         drop = max(0.0, 1 - (1 - MISSING_SHARE) / known) if known else 0.0
         columns[name] = [
             None if missing else value for value, missing in zip(values, rng.random(len(values)) < drop, strict=True)

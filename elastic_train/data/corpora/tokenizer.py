@@ -1,7 +1,7 @@
-"""Tokenisers: byte-level BPE, trained on the training part alone and stored beside the data, or a file of one's own.
+"""Tokenisers: byte-level BPE trained on the training part and stored with the data, or a given file.
 
-Of one that is trained here, id 0 is padding and never occurs in a text, and the same texts in the same order give the
-same tokenizer.json.
+In one trained here, id 0 is padding and never occurs in a text; the same texts in the same order give the same
+tokenizer.json.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ PADDING = "<pad>"
 
 
 def version() -> str:
-    """Return the version of the package `tokenizers`; ConfigError if it is not installed."""
+    """Return the version of the package `tokenizers`; raise ConfigError if it is not installed."""
     with needed_for("importing text"):
         import tokenizers
     return str(tokenizers.__version__)
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocabulary` ids; small texts give fewer. ConfigError without `tokenizers`."""
+    """Train a byte-level BPE of at most `vocabulary` ids, fewer for small texts. Raise ConfigError without
+    `tokenizers`."""
     with needed_for("importing text"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
@@ -53,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Token
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Return the ids of each text, cut off at `max_tokens`; a text that spells the padding is text like any other."""
+    """Return the ids of each text, truncated to `max_tokens`; the padding token's spelling is ordinary text."""
     tokenizer.encode_special_tokens = True
     encodings = tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=False)
     return [encoding.ids[:max_tokens] for encoding in encodings]
@@ -61,7 +62,7 @@ def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[
 
 @dataclass(frozen=True, slots=True)
 class GivenTokenizer:
-    """A tokenizer.json from elsewhere, byte for byte, what it makes of texts, and the template of chats beside it."""
+    """A given tokenizer.json: its bytes, the tokenizer, and a chat template."""
 
     content: bytes
     tokenizer: Tokenizer
@@ -78,17 +79,17 @@ class GivenTokenizer:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What the manifest of a dataset says of its tokenizer."""
+        """Tokenizer fields of a dataset's manifest."""
         return {"tokenizer": FILE_NAME, "tokenizer_sha256": self.sha256, "vocabulary_size": self.vocabulary_size}
 
     def write_to(self, folder: Path) -> None:
-        """Write the tokenizer, and the template if there is one, into the folder of a dataset."""
+        """Write the tokenizer, and the template if any, into a dataset's folder."""
         (folder / FILE_NAME).write_bytes(self.content)
         if self.chat_template is not None:
             (folder / CHAT_TEMPLATE).write_text(self.chat_template)
 
     def id_of(self, token: str) -> int:
-        """Return a token's id; ConfigError, which names the nearest, if there is no such token."""
+        """Return a token's id; raise ConfigError with the nearest token if it does not exist."""
         found = self.tokenizer.token_to_id(token)
         if found is None:
             meant = nearest(token, self.tokenizer.get_vocab(with_added_tokens=True))
@@ -96,23 +97,23 @@ class GivenTokenizer:
         return int(found)
 
     def ids_of(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """Return the ids of whole texts, with what the tokenizer puts around a text, such as a token that begins it.
+        """Return the ids of whole texts, including tokens that the tokenizer adds, such as a beginning-of-text token.
 
-        A text that spells a special token is text like any other.
+        The spelling of a special token is ordinary text.
         """
         encodings = self.tokenizer.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=True)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Return the tokenizer.json of a model's folder, or the path of any other."""
+    """Return the tokenizer.json of a model's folder, or any other path unchanged."""
     return path / FILE_NAME if path.is_dir() else path
 
 
 def read_tokenizer(path: Path) -> GivenTokenizer:
-    """Read any tokenizer.json, or that of a model's folder; padding and truncation that it asks for are left out.
+    """Read a tokenizer.json, or that of a model's folder, without its padding and truncation.
 
-    ConfigError if it is not one.
+    Raise ConfigError if it is not one.
     """
     with needed_for("a tokenizer"):
         from tokenizers import Tokenizer
@@ -134,5 +135,5 @@ def read_tokenizer(path: Path) -> GivenTokenizer:
 
 
 def _whole(text: str) -> str:
-    """Return a text with ? for halves of characters, which JSON and Python can write and UTF-8 cannot."""
+    """Return a text with ? for lone surrogates, which JSON and Python can write and UTF-8 cannot."""
     return text.encode(errors="replace").decode()

@@ -1,1 +1,1 @@
-"""What a dataset is: its manifest, schema, row groups and lengths, and how it is described and verified."""
+"""Datasets: manifest, schema, row groups and lengths, description and verification."""

@@ -1,7 +1,7 @@
-"""Adding checksums of row groups to a dataset that was described before they were kept.
+"""Add checksums of row groups to a dataset described before they existed.
 
-The manifest stays as it is, and with it every run: checksums stand beside it, with the footers. They are only made of
-files that are still what the manifest was made of, byte for byte.
+The manifest stays unchanged, and so do runs: checksums are stored in a separate file with the footers. They are made
+only of files that still match the manifest byte for byte.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from elastic_train.system.sdk_errors import sdk_errors
 
 
 def add_checksums(manifest: Manifest, *, track: Track = silent) -> int:
-    """Read every file of a dataset, write the checksums of its column chunks, and return how many there are.
+    """Read every file of a dataset, write the checksums of its column chunks, and return their number.
 
-    Raises DataError, which names the file, if one cannot be read or is not what the manifest was made of; nothing is
-    written then.
+    Raise DataError with the file's name, before writing, if one cannot be read or does not match the manifest.
     """
     footers = [_footer_of(manifest, entry) for entry in track(manifest.files, "reading files", len(manifest.files))]
     write_footers(manifest.url, footers)

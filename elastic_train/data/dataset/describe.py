@@ -1,4 +1,4 @@
-"""What is in a dataset: rows, files, labels, missing values, lengths; from its manifest and one pass over its files."""
+"""Describe a dataset: rows, files, labels, missing values, lengths; from its manifest and one pass over its files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _BAR_CELLS = 32
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Facts of one dataset; `lengths[i]` counts the rows of at least LENGTH_BOUNDS[i] tokens, below the next bound."""
+    """Description of a dataset; `lengths[i]` counts the rows with at least LENGTH_BOUNDS[i] tokens, below the next
+    bound."""
 
     url: str
     digest: str
@@ -45,7 +46,7 @@ class Description:
     mean_length: float | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the facts for --json; lengths under the bounds that they are counted between."""
+        """Return the description for --json, with lengths keyed by range."""
         return {**asdict(self), "lengths": dict(zip(_length_names(), self.lengths, strict=True))}
 
 
@@ -104,7 +105,7 @@ def render(facts: Description, console: Console) -> None:
 
 
 def _labels(manifest: Manifest) -> dict[str, int]:
-    if manifest.label_counts is None:  # it may name labels, and not the column that holds them
+    if manifest.label_counts is None:  # it may name labels without naming their column
         return {}
     counts = manifest.label_counts
     names = manifest.labels or tuple(str(number) for number in range(len(counts)))

@@ -1,7 +1,7 @@
-"""Whether encoded images decode: all of a dataset's for `data verify`, and some of them before a run's first step.
+"""Check that encoded images decode: all of a dataset's for `data verify`, and some before a run's first step.
 
-An image is decoded to its last byte, so one that is cut off is found too; a JPEG at an eighth of its size, which takes
-half of the time and fails on the same files.
+An image is decoded to its last byte, so truncation is detected; a JPEG at an eighth of its size, which takes half the
+time and fails on the same files.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 _IMAGES_AT_ONCE = 16
 MOST_MEGAPIXELS = 178.0
-"""Images of more are not decoded by default: Pillow takes them for an attempt to exhaust memory."""
+"""Default limit in megapixels: Pillow treats larger images as an attempt to exhaust memory."""
 _BINARY = ("binary", "large_binary")
 
 
 def decoding_errors() -> tuple[type[Exception], ...]:
-    """Return what Pillow raises for bytes that are not a whole image: for a damaged AVIF, RuntimeError."""
+    """Return Pillow's exceptions for incomplete images; RuntimeError is for a damaged AVIF."""
     with needed_for("decoding images"):
         from PIL.Image import DecompressionBombError
     return OSError, ValueError, SyntaxError, RuntimeError, DecompressionBombError
 
 
 def reason(error: Exception) -> str:
-    """Return what one of `decoding_errors` says of the image; Pillow's own text may name an object in memory."""
+    """Return the reason in one of `decoding_errors`; Pillow's own text may name an object in memory."""
     with needed_for("decoding images"):
         from PIL import UnidentifiedImageError
     return "it is in no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
 class TooLargeError(ValueError):
-    """An image has more pixels than may be decoded; it may be whole."""
+    """Raised for an image with too many pixels, which may be intact."""
 
 
 def open_image(content: bytes, most_megapixels: float = MOST_MEGAPIXELS) -> Image:
-    """Open an image without decoding it; raise TooLargeError, or one of `decoding_errors`, if it cannot be."""
+    """Open an image without decoding it; raise TooLargeError or one of `decoding_errors`."""
     with needed_for("decoding images"):
         from PIL import Image
     most = round(most_megapixels * 1e6)
@@ -66,9 +66,9 @@ def open_image(content: bytes, most_megapixels: float = MOST_MEGAPIXELS) -> Imag
 
 
 def in_mode(image: Image, mode: str) -> Image:
-    """Return an image turned upright, in grey ("L") or "RGB"; raise one of `decoding_errors` if it cannot be.
+    """Return an image turned upright, in grey ("L") or "RGB"; raise one of `decoding_errors`.
 
-    Of 16 bits the upper eight are kept: Pillow would make white of all that is brighter than 255 of 65,535.
+    Of 16-bit values the upper eight bits are kept: Pillow would turn everything above 255 of 65,535 white.
     """
     with needed_for("decoding images"):
         from PIL import Image, ImageOps
@@ -89,7 +89,7 @@ def _too_large(found: str, most_megapixels: float) -> str:
 
 
 def with_remedy(why: str, remedy: str) -> str:
-    """Return what is wrong with an image, and what to do; one that is only too large need not be replaced."""
+    """Return a reason with the remedy; an image that is only too large need not be replaced."""
     return why if why.startswith("is too large") else f"{why}; {remedy}"
 
 
@@ -109,13 +109,13 @@ def why_undecodable(content: bytes | None, most_megapixels: float = MOST_MEGAPIX
 
 
 def undecodable(column: pa.ChunkedArray, most_megapixels: float = MOST_MEGAPIXELS) -> list[tuple[int, str]]:
-    """Return the rows whose images cannot be decoded, in their order, and why."""
+    """Return (row, reason) of images that cannot be decoded, in order."""
     found = ((row, why_undecodable(content.as_py(), most_megapixels)) for row, content in enumerate(column))
     return [(row, why) for row, why in found if why is not None]
 
 
 def check_images(manifest: Manifest, column: str) -> None:
-    """Refuse a column that a dataset lacks, or that cannot hold encoded images; ConfigError names those that can."""
+    """Raise ConfigError, naming the possible columns, if one is missing or cannot hold encoded images."""
     binary = [name for name, kind in manifest.columns.items() if plain_name(kind) in _BINARY]
     if column in binary:
         return
@@ -132,9 +132,9 @@ def verify_images(
     most_megapixels: float = MOST_MEGAPIXELS,
     track: Track = silent,
 ) -> list[Verdict]:
-    """Decode every image of a column; a verdict for each that cannot be, and for each row group that cannot be read.
+    """Decode every image of a column; return a verdict for each undecodable image and unreadable row group.
 
-    The files of the paths in `leaving_out` are not read.
+    Files in `leaving_out` are not read.
     """
     verdicts, groups = list[Verdict](), RowGroups(manifest, [column])
     numbers = track(range(len(manifest.group_rows)), "decoding images", len(manifest.group_rows))

@@ -1,9 +1,9 @@
-"""The manifest: an immutable description of a dataset, made once, that every sample id refers to.
+"""The manifest: an immutable description of a dataset, made once, which defines the sample ids.
 
-It lists the Parquet files in an order that never changes, with the rows of each row group; sample ids number those
-rows. Each file carries a fingerprint (size and SHA-256 of its footer) that is compared whenever it is opened, and the
-SHA-256 of all its bytes for `data verify`. Checksums of its row groups stand beside the manifest, with the footers.
-`coverage` is what one whole epoch must add to the coverage sums.
+It lists the Parquet files in a fixed order, with the rows of each row group; sample ids number those rows. Each file
+has a fingerprint (size and SHA-256 of its footer), compared whenever it is opened, and the SHA-256 of all its bytes for
+`data verify`. Checksums of row groups are stored in a separate file with the footers. `coverage` is what one whole
+epoch must add to the coverage sums.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_LABELS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One Parquet file: its path below the dataset, its size in bytes, and the rows of each row group."""
+    """One Parquet file: path below the dataset, size in bytes, and rows per row group."""
 
     path: str
     size: int
@@ -55,11 +55,11 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset that never changes: its files, and what is known of their rows.
+    """An immutable dataset: its files and metadata.
 
-    `url` says where it was loaded from and is not part of its identity, `digest`. `columns` maps each column's name to
-    its Arrow type. Sample ids are [0, num_rows), in the order of `files`. `coverage` is what one whole epoch adds to
-    the coverage sums. Labels are integers from 0; `labels` names them, `label_counts` counts their rows.
+    `url` is where it was loaded from, and not part of its identity, `digest`. `columns` maps column names to Arrow
+    types. Sample ids are [0, num_rows), in the order of `files`. `coverage` is what one whole epoch adds to the
+    coverage sums. Labels are integers from 0; `labels` names them, `label_counts` counts their rows.
     """
 
     url: str = field(compare=False)
@@ -93,12 +93,12 @@ class Manifest:
         return np.cumsum([0, *(len(file.row_groups) for file in self.files[:-1])], dtype=np.int64)
 
     def place_of_group(self, group: int) -> tuple[int, int]:
-        """Return the number of the file that holds a row group, and the row group's own number within the file."""
+        """Return the file number of a row group, and its number within the file."""
         number = group_of(self.first_group, group)
         return number, group - int(self.first_group[number])
 
     def place_of_sample(self, sample: int) -> str:
-        """Name a sample, and where it is, for a message."""
+        """Return a description of a sample's location, for a message."""
         group = group_of(self.group_first_id, sample)
         number, within = self.place_of_group(group)
         row = sample - int(self.group_first_id[group])
@@ -115,14 +115,14 @@ class Manifest:
 
 
 def _fields_of(entry: Manifest | FileEntry | CoverageSums) -> dict[str, Any]:
-    """Return what there is, without a copy: `asdict` took most of a resume's time."""
+    """Return the fields without copies: `asdict` took most of a resume's time."""
     return {each.name: getattr(entry, each.name) for each in fields(entry)}
 
 
 def load_manifest(url: str) -> Manifest:
-    """Read the manifest.json of the dataset at a folder or an fsspec URL.
+    """Read the manifest.json of the dataset at a folder or fsspec URL.
 
-    Raises DataError if there is none, if it is not one, or if the place cannot be reached.
+    Raise DataError if it is missing, invalid or unreachable.
     """
     path = f"{url.rstrip('/')}/{NAME}"
     with reaching(path):
@@ -155,15 +155,14 @@ def _content(url: str, path: str) -> bytes:
 
 
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:
-    """Describe the Parquet files below `url`, in the order of their names, and write the manifest beside them.
+    """Describe the Parquet files below `url`, in name order, and write the manifest.
 
-    `url` is a folder or an fsspec URL; every byte of its files is read once. All files must have one schema, and no
-    empty row group. `label_column` names a column of integer classes from 0, which are counted. `facts` are the other
-    fields of Manifest that the data itself does not show, such as `labels`. Raises DataError, which names the file, if
-    the files cannot be used.
+    `url` is a folder or fsspec URL; every byte of its files is read once. All files must have one schema, and no empty
+    row group. `label_column` names a column of integer classes from 0, which are counted. `facts` are further fields of
+    Manifest that the data does not show, such as `labels`. Raise DataError, naming the file, if files cannot be used.
     """
     fs, root = fsspec.core.url_to_fs(url)
-    # Of files only, in a folder of any name: a glob would read that as a pattern.
+    # List files without a glob, which would read a folder's name as a pattern.
     found = sorted(path for path in fs.find(root) if path != root)
     paths = [path for path in found if path.endswith(".parquet")]
     if others := [path for path in found if path.lower().endswith((".parquet", ".parq", ".pq")) and path not in paths]:
@@ -203,7 +202,7 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
 
 
 def _checked_counts(url: str, counts: Int64s, labels: Sequence[str] | None) -> Int64s:
-    """Return a count for every named label, also those that no row has; DataError if there are more than named."""
+    """Return a count for every named label, even unused ones; raise DataError for labels without a name."""
     if labels is None:
         return counts
     if len(counts) > len(labels):

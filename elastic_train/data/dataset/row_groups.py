@@ -1,10 +1,10 @@
-"""Decoding row groups: only the columns in use, from any thread, and nothing that was not compared with its checksum.
+"""Decode row groups: only the columns in use, from any thread, and only after comparing checksums.
 
 The bytes around a file's footer are read together with its first row group, so a dataset that changed under its
-manifest is refused by name before a row of it is used, and no request waits for another. Two threads that come to a
-new file at once may both compare it; nothing else is shared between threads. Column chunks are compared with their
-checksums, once they are in memory and before they are decoded: a flipped bit decodes to other values without an error.
-Those that differ are read once more, in case only memory or the way from the storage had changed them.
+manifest is rejected by name before a row of it is used, without an extra request. Two threads that open a file at once
+may both compare it; nothing else is shared. Column chunks are compared with their checksums in memory before they are
+decoded: a flipped bit decodes to other values without an error. Differing ones are read again, in case memory or
+transfer was at fault.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def num_decoders() -> int:
-    """Return how many threads decode at once: as many as cores, up to a bound."""
+    """Return the number of decoding threads: one per core, up to a bound."""
     return min(MAX_DECODERS, len(os.sched_getaffinity(0)))
 
 
@@ -56,7 +56,7 @@ def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
 
 
 class RowGroups:
-    """The row groups of a dataset, numbered through all its files; picklable, and opens nothing before it is used."""
+    """The row groups of a dataset, numbered through all its files; picklable, opens nothing before first use."""
 
     def __init__(self, manifest: Manifest, columns: Sequence[str]) -> None:
         check_columns(manifest, columns)
@@ -73,13 +73,14 @@ class RowGroups:
 
     @property
     def is_remote(self) -> bool:
-        """Say whether threads that call `decode` mostly wait for a network."""
+        """True if threads that call `decode` mostly wait for a network."""
         return not isinstance(self._source, LocalSource)
 
     def decode(self, group: int) -> pa.Table:
-        """Return the rows of a row group; UnreadableError names the file, a plain DataError one that changed.
+        """Return the rows of a row group; raise UnreadableError with the file, or a plain DataError if the file
+        changed.
 
-        Raises StorageError where no file can be opened, which says nothing of this one.
+        Raise StorageError if no file can be opened at all, which says nothing about this one.
         """
         number, within = self._manifest.place_of_group(group)
         entry = self._manifest.files[number]
@@ -112,7 +113,7 @@ class RowGroups:
         if number in self._compared:
             file = self._source.open(entry.path, ranges)
         else:
-            tail = (entry.size - footer.size, entry.size + 1)  # a byte more, to see whether there is one
+            tail = (entry.size - footer.size, entry.size + 1)  # one byte more, to detect a longer file
             file = self._source.open(entry.path, [*ranges, tail])
             self._compare(entry, file.part(*tail))
             self._compared.add(number)
@@ -136,9 +137,9 @@ class RowGroups:
         )
 
     def _read(self, file: Fetched, metadata: pq.FileMetaData) -> pa.Table:
-        """Decode a row group, where many threads wait for a network in one of a few that do nothing else.
+        """Decode a row group; if many threads wait for a network, in one of a few threads that only decode.
 
-        Each thread decodes into memory that it keeps, and as many at once as there are cores is enough.
+        Decoding threads keep their memory, so one per core suffices.
         """
         if not self.is_remote:
             return self._read_here(file, metadata)
@@ -151,10 +152,10 @@ class RowGroups:
             return read_row_group(open_parquet(file, metadata), 0, self._columns)
 
     def _footer(self, number: int, entry: FileEntry) -> Footer:
-        """Return a file's footer: from beside the manifest, else from the file itself."""
+        """Return a file's footer: from the footer index, else from the file itself."""
         if number in self._cut:
             return self._cut[number]
-        with _LOADING:  # all threads that decode come here first at the same time
+        with _LOADING:  # all decoding threads arrive here first at the same time
             if self._loaded is None:
                 self._loaded = (load_footers(self._manifest.url),)
                 if not (self._loaded[0] and self._loaded[0].have_sums):
@@ -200,7 +201,7 @@ def _damaged(file: Fetched, chunks: Sequence[Chunk]) -> list[Chunk]:
 
 @functools.cache
 def _warn_unchecked(url: str) -> None:
-    """Log, once in a process, that nothing shows whether what is read of a dataset is what was written."""
+    """Log, once per process, that a dataset has no checksums to compare reads with."""
     _LOG.warning(
         "%s: has no checksums of its row groups, so damage in them may not be noticed; "
         "add them with `elastic-train data verify %s --add-checksums`",

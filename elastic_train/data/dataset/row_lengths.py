@@ -1,10 +1,8 @@
-"""The length of every row, in a file beside the manifest, so that an order can depend on lengths without reading rows.
+"""The length of every row, in a file next to the manifest, so that an order can depend on lengths without reading rows.
 
-`manifest.lengths` is a line of JSON, a CRC-32 for each row group, and all lengths in the order of sample ids, two or
-four bytes each: where a row group's begin is arithmetic. They are read, and compared
-with the CRC-32, a row group at a time.
-It is made once, by an import of tokens, or by `elastic-train data lengths`, from a list column or one that holds
-lengths.
+`manifest.lengths` has a line of JSON, a CRC-32 per row group, and all lengths in sample id order, two or four bytes
+each, so offsets are computed. Lengths are read and compared a row group at a time. The file is made once, by an import
+of tokens or by `elastic-train data lengths`, from a list column or one that holds lengths.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ from elastic_train.system.progress_bar import Track, silent
 
 NAME = "manifest.lengths"
 TOKENS = "input_ids"
-"""The column of tokens in every dataset that is imported or packed."""
+"""The token column in every imported or packed dataset."""
 FORMAT = 1
 _MOST_HEADER_BYTES = 4096
 _MOST_GROUPS = 4096
-"""How many row groups' lengths are kept: of 2,000 rows each they take 16 MB."""
+"""Row groups whose lengths are cached: 16 MB with 2,000 rows each."""
 
 
 class Lengths:
-    """Returns the lengths of ids; picklable, callable from any thread."""
+    """Returns the lengths of ids; picklable, thread-safe."""
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class Lengths:
         self.__dict__.update(state, _lock=threading.Lock())
 
     def __call__(self, ids: Int64s) -> Int64s:
-        """Return how long the rows of the ids are; DataError if the file is damaged."""
+        """Return the row lengths of the ids; raise DataError if the file is damaged."""
         groups = group_of(self._first_id, ids)
         lengths = np.empty(len(ids), dtype=np.int64)
         with self._lock:
@@ -84,7 +82,7 @@ class Lengths:
         return lengths
 
     def _fetch(self, groups: list[int]) -> None:
-        """Read row groups' lengths, side by side where each read waits for a network."""
+        """Read row groups' lengths, in parallel over a network."""
         if isinstance(self._source, LocalSource) or len(groups) < 2:
             self._groups.update((group, self._read(group)) for group in groups)
             return
@@ -103,7 +101,7 @@ class Lengths:
 
 
 def find_lengths(manifest: Manifest) -> Lengths | None:
-    """Open a dataset's lengths; None if there are none, or if they are of another manifest."""
+    """Open a dataset's lengths; None if missing or made for another manifest."""
     try:
         return load_lengths(manifest)
     except DataError:
@@ -111,7 +109,7 @@ def find_lengths(manifest: Manifest) -> Lengths | None:
 
 
 def load_lengths(manifest: Manifest) -> Lengths:
-    """Open a dataset's lengths; DataError if there are none, or if they are another dataset's."""
+    """Open a dataset's lengths; raise DataError if missing or made for another dataset."""
     how = f"make it with `elastic-train data lengths {manifest.url} --column COLUMN`"
     num_groups = len(manifest.group_rows)
     try:
@@ -130,9 +128,9 @@ def load_lengths(manifest: Manifest) -> Lengths:
 
 
 def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> Lengths:
-    """Read one column of a dataset, and write how long its rows are beside the manifest.
+    """Read one column of a dataset, and write its rows' lengths next to the manifest.
 
-    A list's length is the number of its values; of a column of whole numbers, each is taken as a length.
+    For a list column it counts values; integers are taken as lengths.
     """
     groups = RowGroups(manifest, [column])
     numbers = track(range(len(manifest.group_rows)), "reading lengths", len(manifest.group_rows))
@@ -140,7 +138,7 @@ def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> L
 
 
 def note_lengths(manifest: Manifest) -> None:
-    """Write the lengths of a dataset's tokens, if it has any: a run then knows all of them before its first step."""
+    """Write the lengths of a dataset's tokens, if any: a run then knows them before its first step."""
     if manifest.columns.get(TOKENS, "").startswith(("list<", "large_list<")):
         make_lengths(manifest, TOKENS)
 

@@ -1,4 +1,4 @@
-"""The order of a run's samples, from its configuration and its manifests: one dataset's, or a mixture's."""
+"""The sample order of a run, from configuration and manifests: of one dataset or a mixture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_train.data.dataset.training_sources import Source
 
 
 def order_of(config: Config, manifest: Manifest, sources: Sequence[Source]) -> RunOrder:
-    """Return the order of a training set, or that in which a mixture takes turns with the orders of its sources."""
+    """Return the order of a training set, or of a mixture that interleaves its sources' orders."""
     orders = [
         Order(
             each.group_rows,
@@ -29,7 +29,7 @@ def order_of(config: Config, manifest: Manifest, sources: Sequence[Source]) -> R
 
 
 def count_steps(config: Config, order: RunOrder) -> int:
-    """Count the steps of a run: as many as it may take, or its epochs, of a mixture those of every source."""
+    """Count the steps of a run: `max_steps`, or its epochs; for a mixture, epochs of every source."""
     if config.max_steps is not None:
         return config.max_steps
     if isinstance(order, Mixture):
@@ -38,7 +38,7 @@ def count_steps(config: Config, order: RunOrder) -> int:
 
 
 def arrangement_of(config: Config, manifest: Manifest) -> Arrangement | None:
-    """Return how samples are dealt into micro-batches, None for as they come."""
+    """Return how samples are arranged into micro-batches; None without bucketing."""
     if not config.data.length_bucketing:
         return None
     lengths = load_lengths(manifest)
@@ -46,5 +46,5 @@ def arrangement_of(config: Config, manifest: Manifest) -> Arrangement | None:
 
 
 def fingerprint_of(order: RunOrder) -> int:
-    """Return what tells an order's arrangement from others, 0 for none."""
+    """Return the fingerprint of an order's arrangement; 0 without one."""
     return order.arrangement.fingerprint if order.arrangement else 0

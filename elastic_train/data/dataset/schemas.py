@@ -1,7 +1,7 @@
-"""The two schemas of tokenised text with metadata, *quality* and *policy*: their columns, and which may be missing.
+"""The two schemas of tokenised text with metadata, *quality* and *policy*: columns, and which may be null.
 
-Column names are the interface to tasks: a dataset with other rows under the same names trains with the same task.
-Metadata columns may hold nulls; `input_ids` and labels never do.
+Column names are the interface to tasks: a dataset with the same names trains with the same task. Metadata columns may
+hold nulls; `input_ids` and labels never do.
 """
 
 from __future__ import annotations

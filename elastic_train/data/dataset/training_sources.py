@@ -1,6 +1,6 @@
-"""The sources of a mixture: their manifests, and the one in which their rows are numbered one after another.
+"""The sources of a mixture: their manifests, joined into one with consecutive row numbers.
 
-Ids, and row groups, of a source are its own ones plus those of the sources before it, so no two sources share one.
+Sample ids and row groups of a source follow those of the sources before it, so all are distinct.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_train.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A dataset of a mixture, its name, and its share: so many of the places that all shares add up to."""
+    """A dataset of a mixture: name, integer share of the positions, and manifest."""
 
     name: str
     share: int
@@ -26,9 +26,9 @@ class Source:
 
 
 def load_sources(data: DataConfig, num_lanes: int) -> tuple[Source, ...]:
-    """Read the manifests of a mixture; none without one.
+    """Read the manifests of a mixture; empty without one.
 
-    Raises DataError if one cannot be read, has fewer rows than there are lanes, or holds the same rows as another.
+    Raise DataError if one cannot be read, has fewer rows than lanes, or the same rows as another.
     """
     if data.mixture is None or data.shares is None:
         return ()
@@ -51,10 +51,10 @@ def load_sources(data: DataConfig, num_lanes: int) -> tuple[Source, ...]:
 
 
 def join(sources: Sequence[Source]) -> Manifest:
-    """Describe sources that are read alike as one dataset, at the place of the first.
+    """Return one manifest for several sources, located at the first one's URL.
 
-    Files have the number of their source before their path. Labels count as often as their sources' shares have them,
-    since that is how often they are seen.
+    File paths are prefixed with their source's number. Labels are weighted by the sources' shares, which is how often
+    they are seen.
     """
     first, *others = (source.manifest for source in sources)
     if not others:
@@ -81,7 +81,7 @@ def join(sources: Sequence[Source]) -> Manifest:
 
 
 def _label_counts(sources: Sequence[Source]) -> tuple[int, ...] | None:
-    """Return how often each label is in as many samples as there are rows, dealt out by the shares."""
+    """Return label counts weighted by shares, scaled to the total number of rows."""
     counts = [source.manifest.label_counts for source in sources]
     if any(each is None for each in counts):
         return None

@@ -1,4 +1,4 @@
-"""Values outside of a range, found by the statistics in the files' footers: rows are read only where there are some."""
+"""Find values outside a range by footer statistics, reading only row groups that have some."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_train.data.parquet.footer_index import load_footers
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A value outside of a range: in which sample, and in which row of which row group of a file."""
+    """A value outside a range, with its sample, and its row and row group in a file."""
 
     value: int
     sample: int
@@ -32,9 +32,9 @@ class Outlier:
 
 
 def first_outside(manifest: Manifest, column: str, lo: int, hi: int) -> Outlier | None:
-    """Return the first value of a column of integers, or of lists of them, that is not in [lo, hi); None for none.
+    """Return the first value of an integer column, or of lists of integers, outside [lo, hi); None if there is none.
 
-    Row groups whose footers have no statistics are passed over, as are datasets whose footers are not kept.
+    Row groups without statistics are skipped, as are datasets without stored footers.
     """
     footers = load_footers(manifest.url)
     if footers is None or len(footers) != len(manifest.files):
@@ -63,9 +63,8 @@ def _may_be_outside(group: pq.RowGroupMetaData, column: str, lo: int, hi: int) -
 def outside(
     column: pa.ChunkedArray, lo: int, hi: int, exempt: int | None = None
 ) -> tuple[Int64s, npt.NDArray[np.integer]]:
-    """Return the rows of a column of integers, or of lists of them, with a value outside of [lo, hi), and their first
-    such value; one that is `exempt`, or missing, passes.
-    """
+    """Return the rows of an integer column (or lists) with a value outside [lo, hi), and their first such value;
+    `exempt` and missing values pass."""
     array = whole(column)
     is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
     values = numbers_of(array.flatten() if is_list else array, missing=lo)

@@ -1,6 +1,6 @@
-"""Checking a dataset against its manifest: every byte of every file, its footer, its rows, and the coverage sums.
+"""Verify a dataset against its manifest: every byte of every file, its footer, its rows, and the coverage sums.
 
-Where the checksums of row groups are known, damage is named by row group, column and bytes.
+With checksums of row groups, damage is located by row group, column and bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_train.system.sdk_errors import sdk_errors
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """What is damaged in a row group, numbered within its file: the bytes [lo, hi) of one column."""
+    """Damage in a row group, numbered within its file: the bytes [lo, hi) of one column."""
 
     row_group: int
     column: str
@@ -35,9 +35,9 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One checked thing, a file or the manifest itself, and what is wrong with it (None: it is whole).
+    """A checked file, or the manifest, and what is wrong with it (None: intact).
 
-    `damage` are the parts of a file that are known to be damaged.
+    `damage` lists the known damaged parts of a file.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Verdict:
 
 
 def verify(manifest: Manifest, *, track: Track = silent) -> list[Verdict]:
-    """Read everything the manifest names; all damage is reported, not only the first."""
+    """Read everything the manifest names; report all damage, not only the first."""
     footers = load_footers(manifest.url)
     verdicts = []
     for number, entry in enumerate(track(manifest.files, "hashing files", len(manifest.files))):
@@ -60,13 +60,13 @@ def verify(manifest: Manifest, *, track: Track = silent) -> list[Verdict]:
 
 
 def has_checksums(manifest: Manifest) -> bool:
-    """Say whether the checksums of a dataset's row groups are known."""
+    """Return True if a dataset has checksums of its row groups."""
     footers = load_footers(manifest.url)
     return footers is not None and footers.have_sums
 
 
 def _verdict_on_file(manifest: Manifest, entry: FileEntry, sums: Sequence[int] | None) -> Verdict:
-    """Read a file once; `sums` are the CRC-32 of its column chunks, None if they are not known."""
+    """Read a file once; `sums` are the CRC-32s of its column chunks, None if unknown."""
     path = f"{manifest.url.rstrip('/')}/{entry.path}"
     try:
         with fsspec.open(path, "rb") as file:
@@ -88,7 +88,7 @@ def _verdict_on_file(manifest: Manifest, entry: FileEntry, sums: Sequence[int] |
 
 
 def _damage(metadata: pq.FileMetaData, sums: Sequence[int] | None, found: Sequence[int]) -> tuple[Damage, ...]:
-    """Return the column chunks of a file whose checksums differ."""
+    """Return the column chunks of a file with differing checksums."""
     numbered = [(group, chunk) for group in range(metadata.num_row_groups) for chunk in chunks_of(metadata, group)]
     return tuple(
         Damage(group, chunk.column, chunk.lo, chunk.hi)

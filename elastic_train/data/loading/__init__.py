@@ -1,1 +1,1 @@
-"""From an order to micro-batches: read ahead, decode, cache, and build the batch of every lane."""
+"""From an order to micro-batches: read ahead, decode, cache, and build every lane's batch."""

@@ -1,8 +1,8 @@
-"""From rows to micro-batches: every micro-batch of every run is built here.
+"""Build micro-batches from rows, for every run.
 
-Samples of a hole are left out of their micro-batch, and nothing else about it changes. A row group that cannot be read
-is not a hole yet: its micro-batch comes without tensors and names it, and the trainer decides, on all ranks alike, from
-which step on it is one. Rows that are longer than a task takes are refused, or cut and counted.
+Samples in a hole are left out of their micro-batch, which is otherwise unchanged. An unreadable row group is not a hole
+yet: its micro-batch has no tensors and names it, and the trainer decides, on all ranks alike, from which step on it is
+one. Rows longer than a task accepts are rejected, or truncated and counted.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from elastic_train.errors import DataError, RowError, UnreadableError
 
 @dataclass(frozen=True, slots=True)
 class TakenRows:
-    """The rows of some steps of one lane: those of step m, from the first on, are [bounds[m], bounds[m + 1]).
+    """Rows of consecutive steps of one lane: step m, from the first, has [bounds[m], bounds[m + 1]).
 
-    `fit` says that no row is too long.
+    `fit` is True if no row is too long.
     """
 
     lane: int
@@ -46,10 +46,9 @@ class TakenRows:
 
 
 class BatchBuilder:
-    """Takes rows for a lane's steps, and makes micro-batches of them, by some rules; picklable if `collate` is.
+    """Takes rows for a lane's steps and builds micro-batches by some rules; picklable if `collate` is.
 
-    `seed` is what the random numbers of `collate` follow from, together with epoch and sample id; `is_training` is what
-    they say of the rows.
+    `seed`, epoch and sample id determine the random numbers of `collate`, whose `is_training` is set to this one's.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class BatchBuilder:
         rows_of: Callable[[int], Rows],
         joined: Joined | None = None,
     ) -> TakenRows:
-        """Take the rows of the samples of consecutive steps, from `step` on, which is at the cursor.
+        """Take the rows of consecutive steps, starting with `step` at the cursor.
 
-        `rows_of` returns the rows of a row group by its number, or raises UnreadableError; `joined`, if they are known
-        to be there, are all row groups that hold the ids.
+        `rows_of` returns a row group's rows by number, or raises UnreadableError; `joined`, if given, holds all the row
+        groups of the ids.
         """
         ids, epochs = samples.ids, samples.epochs
         bounds = [*range(0, len(ids), self._micro_batch), len(ids)]
@@ -112,7 +111,7 @@ class BatchBuilder:
         )
 
     def batch(self, taken: TakenRows, number: int) -> LaneBatch:
-        """Make the micro-batch of one of the steps, counted from the first that was taken."""
+        """Build the micro-batch of one of the steps, counted from the first taken."""
         lo = taken.cursor.offset + number * self._micro_batch
         if number >= len(taken.num_places):
             return LaneBatch(taken.lane, taken.cursor.epoch, lo, lo, taken.ids[:0], None)
@@ -144,7 +143,7 @@ class BatchBuilder:
         )
 
     def _is_kept(self, ids: Int64s, steps: Int64s) -> npt.NDArray[np.bool_]:
-        """Say which samples are not in a hole that is in effect at their steps; shape of `ids`."""
+        """Return a mask of samples that are in no hole in effect at their steps; shape of `ids`."""
         is_kept = np.ones(len(ids), dtype=bool)
         if self._rules.holes:
             groups = group_of(self._first_id, ids)
@@ -155,7 +154,7 @@ class BatchBuilder:
         return is_kept
 
     def _read(self, groups: Sequence[int], rows_of: Callable[[int], Rows]) -> tuple[dict[int, Rows], dict[int, str]]:
-        """Return the row groups, and why others cannot be read."""
+        """Return the row groups that can be read, and the reasons for the others."""
         rows, wrong = {}, {}
         for group in groups:
             try:
@@ -167,11 +166,11 @@ class BatchBuilder:
         return rows, wrong
 
     def _fits(self, rows: pa.Table) -> bool:
-        """Say whether no row is too long."""
+        """Return True if no row is too long."""
         return all(lengths_of(rows.column(name)).max() <= longest for name, longest in self._rules.longest.items())
 
     def _fit(self, rows: pa.Table, ids: Int64s) -> tuple[pa.Table, int]:
-        """Cut rows that are too long, or refuse them; return the rows, and how many were cut."""
+        """Truncate or reject rows that are too long; return the rows, and the number truncated."""
         is_long = np.zeros(len(ids), dtype=bool)
         for name, longest in self._rules.longest.items():
             lengths = lengths_of(rows.column(name))
@@ -185,7 +184,7 @@ class BatchBuilder:
         return rows, int(is_long.sum())
 
     def _located(self, error: DataError, rows: pa.Table, ids: Int64s, epochs: Int64s | int) -> RowError:
-        """Return the error of a micro-batch as that of its first row that cannot be collated alone."""
+        """Return a micro-batch's error as that of its first row that cannot be collated alone."""
         for row in range(len(ids)):
             of_row = slice(row, row + 1)
             try:
@@ -199,7 +198,7 @@ class BatchBuilder:
 
 
 def too_long(length: int, column: str, longest: int) -> str:
-    """Say what is wrong with a row of more values than the task takes."""
+    """Return the message for a row with more values than the task accepts."""
     return (
         f"it has {length} values in column '{column}', the task takes {longest}: let the task take more, or set "
         "`data.too_long: truncate` to cut such rows"
@@ -209,7 +208,7 @@ def too_long(length: int, column: str, longest: int) -> str:
 def builder_of(
     reader: RowSource, order: RunOrder, collate: Collate, micro_batch: int, rules: SampleRules
 ) -> BatchBuilder:
-    """Return what builds the micro-batches of an order from a reader's rows."""
+    """Return the builder of an order's micro-batches, from a reader's rows."""
     return BatchBuilder(
         reader.first_id,
         micro_batch,
@@ -224,7 +223,7 @@ def builder_of(
 def _leave_out(
     wrong: Mapping[int, str], groups: Int64s, steps: Int64s, is_kept: npt.NDArray[np.bool_]
 ) -> dict[int, dict[int, str]]:
-    """Strike the samples of row groups that cannot be read from `is_kept`; return these, and why, by their steps."""
+    """Remove samples of unreadable row groups from `is_kept`; return these groups, with reasons, by step."""
     unreadable: dict[int, dict[int, str]] = {}
     for group, why in wrong.items():
         for number in np.unique(steps[is_kept & (groups == group)]).tolist():

@@ -1,7 +1,7 @@
-"""The blocks that a loader's lanes need, in the order in which steps need them, decoded by a pool of threads.
+"""Blocks that a loader's lanes need, in step order, decoded by a thread pool.
 
-A block is in use from the first step that needs a row of it to the last; what is decoded before its first step is
-bounded in bytes. The schedule belongs to the thread that asks for steps.
+A block is in use from the first step that needs a row of it to the last; blocks decoded in advance are bounded in
+bytes. The schedule belongs to the thread that asks for steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCKS_AHEAD = 4
 
 
 class DecodedBlock:
-    """A lane's block: the steps [first, end) that need it, and its row groups, on their way or here."""
+    """A lane's block: the steps [first, end) that need it, and its row groups, pending or decoded."""
 
     def __init__(self, block: NeededBlock) -> None:
         self.groups, self.first, self.end, self.num_rows = block.groups, block.first, block.end, block.num_rows
@@ -29,33 +29,33 @@ class DecodedBlock:
         self._joined: Joined | None = None
 
     def decode(self, decoder: Decoder, pool: Executor) -> None:
-        """Have the row groups decoded."""
+        """Start to decode the row groups."""
         self.rows = {group: pool.submit(decoder.decode, group) for group in self.groups.tolist()}
 
     @property
     def row_bytes(self) -> float | None:
-        """Bytes of a decoded row, on average; None before they are here."""
+        """Mean bytes of a decoded row; None before decoding is done."""
         if self._row_bytes is None and self.rows and all(rows.done() for rows in self.rows.values()):
             num_bytes = sum(rows.result().nbytes for rows in self.rows.values() if not rows.exception())
             self._row_bytes = num_bytes / self.num_rows if num_bytes else None
         return self._row_bytes
 
     def joined(self, first_id: Int64s) -> Joined | None:
-        """Return the row groups side by side, the same every time; None unless all of them are here, and whole."""
+        """Return the concatenated row groups, cached; None unless all of them are decoded without error."""
         if self._joined is None and all(rows.done() and not rows.exception() for rows in self.rows.values()):
             self._joined = Joined(first_id, {group: rows.result() for group, rows in self.rows.items()})
         return self._joined
 
 
 class SideBySide:
-    """A lane's blocks as one: those that one chunk after another needs, as of a mixture's sources, are joined once."""
+    """Concatenates a lane's blocks; combinations reused by consecutive chunks, as in mixtures, are joined once."""
 
     def __init__(self) -> None:
         self._blocks: tuple[DecodedBlock, ...] = ()
         self._joined: Joined | None = None
 
     def joined(self, blocks: Sequence[DecodedBlock], first_id: Int64s) -> Joined | None:
-        """Return the blocks' row groups side by side; None unless all are here, and whole, and worth joining."""
+        """Return the blocks' concatenated row groups; None unless all are decoded without error and worth joining."""
         if len(blocks) == 1:
             return blocks[0].joined(first_id)
         if not blocks or tuple(blocks) != self._blocks:
@@ -83,20 +83,20 @@ class BlockSchedule:
 
     @property
     def row_bytes(self) -> float | None:
-        """Bytes of a decoded row in the blocks that are here; None while none is."""
+        """Mean bytes of a decoded row, over decoded blocks; None while there is none."""
         known = [block.row_bytes for blocks in self._held.values() for block in blocks]
         return max((row_bytes for row_bytes in known if row_bytes is not None), default=None)
 
     def require(self, lo: int, hi: int, pool: Executor) -> list[Sequence[DecodedBlock]]:
-        """Return each lane's blocks of the steps [lo, hi), having those decoded that are not on their way yet."""
+        """Return each lane's blocks of the steps [lo, hi), starting to decode those not yet begun."""
         while self._next and self._next[0][0] < hi:
             self._admit(pool)
         return [[block for block in blocks if block.first < hi and block.end > lo] for blocks in self._held.values()]
 
     def prefetch(self, step: int, max_bytes: int, max_groups: int, pool: Executor) -> None:
-        """Have blocks decoded that steps after `step` need first, and that take up to `max_bytes`.
+        """Decode the blocks needed first after `step`, up to `max_bytes`.
 
-        They are a few of each lane, or `max_groups` row groups in all: small rows never fill the bytes.
+        At most a few blocks per lane, or `max_groups` row groups in total: small rows never fill the bytes.
         """
         row_bytes = self.row_bytes
         if row_bytes is None:
@@ -114,13 +114,13 @@ class BlockSchedule:
             self._held[lane] = [block for block in blocks if block.end > step]
 
     def _admit(self, pool: Executor) -> None:
-        """Have the next block decoded, and plan its lane's next."""
+        """Start to decode the next block, and plan its lane's next."""
         _, lane, block = heapq.heappop(self._next)
         block.decode(self._decoder, pool)
         self._held[lane].append(block)
         self._plan(lane)
 
     def _plan(self, lane: int) -> None:
-        """Put the block that a lane needs next into the queue, if the steps reach it."""
+        """Queue the block that a lane needs next, if the steps reach it."""
         if (block := next(self._needed[lane], None)) is not None:
             heapq.heappush(self._next, (block.first, lane, DecodedBlock(block)))

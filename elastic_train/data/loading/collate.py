@@ -25,10 +25,10 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def takes_draw(collate: Collate) -> bool:
-    """Say whether a function takes random numbers: whether its third parameter is required, or named `draw`.
+    """Return True if a function takes random numbers: its third parameter is required, or named `draw`.
 
-    A third parameter with a default and another name is the function's own, and left alone. TypeError if the function
-    can be called neither with two arguments nor with three.
+    A third parameter with a default and another name is left alone. Raise TypeError if the function accepts neither two
+    nor three arguments.
     """
     signature = inspect.signature(collate)
     positional = [each for each in signature.parameters.values() if each.kind in _POSITIONAL]
@@ -43,7 +43,7 @@ def takes_draw(collate: Collate) -> bool:
 
 
 class Collator:
-    """Calls a function of either kind; picklable if the function is. Random numbers say whether rows are trained on."""
+    """Calls a function of either kind; picklable if the function is. `is_training` is passed on with random numbers."""
 
     def __init__(self, collate: Collate, *, is_training: bool = True) -> None:
         self._collate, self._takes_draw, self._is_training = collate, takes_draw(collate), is_training
@@ -51,7 +51,7 @@ class Collator:
     def __call__(
         self, rows: pa.Table, ids: npt.NDArray[np.int64], seed: int, epochs: npt.NDArray[np.int64] | int
     ) -> dict[str, Tensor]:
-        """Turn rows into tensors; random numbers, if the function takes them, follow from seed, epochs and ids."""
+        """Turn rows into tensors; random numbers, if used, depend on seed, epochs and ids only."""
         if self._takes_draw:
             draw = SampleRandom(seed, epochs, ids, self._is_training)
             return cast(DrawingCollate, self._collate)(rows, ids, draw)

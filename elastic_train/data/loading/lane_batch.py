@@ -1,4 +1,4 @@
-"""What a loader hands out: one lane's micro-batch of one step."""
+"""A loader's output: one lane's micro-batch of one step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from elastic_train.core.arrays import Int64s
 
 @dataclass(frozen=True, slots=True)
 class LaneBatch:
-    """One lane's micro-batch of the places [lo, hi) of its epoch; `ids`, shape (n,), are those actually read.
+    """One lane's micro-batch of the positions [lo, hi) of its epoch; `ids`, shape (n,), are those read.
 
-    `tensors` is None where no sample is left, or where row groups are `unreadable` (by number, and why): such a
-    micro-batch must not be trained on. `num_left_out` places are in holes, `num_truncated` rows were cut.
+    `tensors` is None if no sample is left, or row groups are `unreadable` (reason by number): such a micro-batch must
+    not be trained on. `num_left_out` positions are in holes, `num_truncated` rows were truncated.
     """
 
     lane: int
@@ -29,7 +29,7 @@ class LaneBatch:
     unreadable: Mapping[int, str] = field(default_factory=dict)
 
     def pin_memory(self) -> LaneBatch:
-        """Return the same with tensors that a device can copy while it computes."""
+        """Return a copy with pinned tensors, which a device can copy while it computes."""
         if self.tensors is None:
             return self
         return replace(self, tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()})

@@ -1,8 +1,8 @@
-"""Feeding lanes from any cursor on; the cursor is the only state, kept with the fingerprint of its order.
+"""Feed lanes from any cursor on; the cursor is the only state, stored with its order's fingerprint.
 
-Rows are read by threads of this process, since decoding releases the interpreter's lock and nothing has to be copied
-between processes, or by worker processes, where collating is what takes the time. Either way the steps are the
-same, and their number, the workers and the lanes may change at every resume.
+Rows are read by threads of this process, since decoding releases the interpreter's lock and needs no copies between
+processes; or by worker processes, if collating dominates. The steps are the same either way, and workers and lanes may
+change at every resume.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ __all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
 
 
 class LaneLoader:
-    """Yields one list a step: a `LaneBatch` for every owned lane, in lane order.
+    """Yields one list per step: a `LaneBatch` for every owned lane, in lane order.
 
-    `lanes` are this rank's (`owned_lanes`), `micro_batch` the samples that each of them takes a step. It begins at
-    `cursor` and ends after `num_steps` steps, across epochs. `collate(rows, ids)` or `collate(rows, ids, draw)` turns
-    the rows of a micro-batch, a `pyarrow.Table`, and their ids, shape (n,), into named tensors. `draw` is a
-    `SampleRandom`: random numbers that follow from the order's seed, the epoch and the sample ids alone. TypeError if
-    the function takes other arguments, ConfigError if no epoch of the order has a step at the cursor.
+    `lanes` are this rank's (`owned_lanes`), `micro_batch` the samples per lane and step. It starts at `cursor` and ends
+    after `num_steps` steps, across epochs. `collate(rows, ids)` or `collate(rows, ids, draw)` turns the rows of a
+    micro-batch, a `pyarrow.Table`, and their ids, shape (n,), into named tensors. `draw` is a `SampleRandom`: random
+    numbers that depend on the order's seed, the epoch and the sample ids only. Raise TypeError if the function takes
+    other arguments, ConfigError if no step begins at the cursor.
 
-    With `num_workers=0` rows are read ahead by threads, which hold up to about `prefetch_bytes` of decoded row groups
-    (more where one block of every lane takes more), and `collate` is called by one of them (for the first step by the
-    caller): it must not use torch's or numpy's global random numbers. Otherwise `num_workers` processes read, for a
-    `collate` that is slow. `rules` say what happens to samples that cannot be used as they are; without rules a row
-    group that cannot be read raises UnreadableError, and no row is too long.
+    With `num_workers=0` rows are read ahead by threads, which hold about `prefetch_bytes` of decoded row groups (more
+    if one block per lane takes more), and `collate` runs on one of them (for the first step in the caller): it must not
+    use torch's or numpy's global random numbers. Otherwise `num_workers` processes read, for a slow `collate`. `rules`
+    handle unusable samples; without rules an unreadable row group raises UnreadableError, and no row is too long.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class LaneLoader:
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
         check_place(order, micro_batch, cursor)
-        takes_draw(collate)  # raises here, where the function was passed, if it takes other arguments
+        takes_draw(collate)  # raises here, where the function was passed, for other arguments
         self._reader, self._order, self._collate = reader, order, collate
         self._lanes, self._micro_batch = lanes, micro_batch
         self._cursor, self._num_steps = cursor, num_steps
@@ -66,10 +65,10 @@ class LaneLoader:
         self._is_used_up = False
 
     def __iter__(self) -> Iterator[list[LaneBatch]]:
-        """Yield the steps that are left, from the cursor on; one iterator at a time, the newest.
+        """Yield the remaining steps from the cursor on; only the newest iterator is valid.
 
-        It follows a state that is loaded meanwhile. ConfigError if the steps were all yielded before, or for an
-        iterator that is asked for a step after a newer one has begun.
+        It follows a state loaded meanwhile. Raise ConfigError if all steps were yielded, or in an iterator used after a
+        newer one has begun.
         """
         if self._is_used_up:
             raise ConfigError(
@@ -81,7 +80,7 @@ class LaneLoader:
 
     def _from(self, number: int) -> Iterator[list[LaneBatch]]:
         turn = None
-        while turn != self._turn:  # again where a state was loaded
+        while turn != self._turn:  # again after a state was loaded
             turn = self._turn
             with contextlib.closing(
                 self._steps()
@@ -115,7 +114,7 @@ class LaneLoader:
                 rules=self._rules,
             )
             return ahead.steps(self._cursor, self._num_steps)
-        from elastic_train.data.loading.worker_processes import (  # torchdata takes long to import
+        from elastic_train.data.loading.worker_processes import (  # torchdata is slow to import
             LaneDataLoader,
             LaneDataset,
             LaneSampler,
@@ -127,17 +126,17 @@ class LaneLoader:
         return read_in_workers(LaneDataLoader(dataset, sampler, num_workers=self._num_workers), len(self._lanes))
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the cursor after the last step that was yielded, and the fingerprint of what it is a place in.
+        """Return the cursor after the last yielded step, and the fingerprint of its order and dataset.
 
-        It is the same for all lanes of a step and whatever reads them.
+        The same for all lanes of a step, and for any way of reading.
         """
         return self._states.write(self._cursor)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue at the place of a state, up to the step with which this loader would have ended.
+        """Continue at a state's position, up to the step at which this loader would have ended.
 
-        Raises ConfigError if the state is malformed, is of another order, dataset or micro-batch, or lies after that
-        step. One without a fingerprint is taken at an epoch's beginning alone, which is one in all orders.
+        Raise ConfigError if the state is malformed, of another order, dataset or micro-batch, or after that step.
+        Without a fingerprint it is accepted only at the beginning of an epoch, which is the same in all orders.
         """
         cursor = self._states.read(state)
         self._num_steps = self._states.num_left(self._cursor, self._num_steps, cursor)

@@ -1,4 +1,4 @@
-"""A loader's state: a place of two integers, and the fingerprint of what it is a place in; all else is refused."""
+"""A loader's state: two integers, and the fingerprint of the order they refer to; anything else is rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def cursor_of(state: Mapping[str, object]) -> Cursor:
-    """Return the cursor in a loader's state; raise ConfigError if it is none."""
+    """Return the cursor in a loader's state; raise ConfigError if it is invalid."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"a loader's state is {type(state).__name__}, not what its state_dict() returned")
     numbers = [state.get(name) for name in ("epoch", "offset")]
@@ -39,19 +39,20 @@ def check_place(order: RunOrder, micro_batch: int, cursor: Cursor) -> None:
 
 
 class LoaderStates:
-    """Writes and reads the states of loaders of one order of a dataset, whose manifest's digest this is."""
+    """Writes and reads loader states of one order and dataset, given its manifest's digest."""
 
     def __init__(self, order: RunOrder, digest: str, micro_batch: int) -> None:
         self._order, self._digest, self._micro_batch = order, digest, micro_batch
 
     def write(self, cursor: Cursor) -> dict[str, int | str]:
-        """Return the state at a cursor: the same for all lanes of a step and whatever reads them."""
+        """Return the state at a cursor; the same for all lanes of a step, and for any way of reading."""
         return {"epoch": cursor.epoch, "offset": cursor.offset, "order": self._fingerprint}
 
     def read(self, state: Mapping[str, object]) -> Cursor:
-        """Return the cursor of a state; ConfigError if it is malformed, or of another order, dataset or micro-batch.
+        """Return the cursor of a state; raise ConfigError if it is malformed, or of another order, dataset or
+        micro-batch.
 
-        One without a fingerprint is taken at an epoch's beginning alone, which is one in all orders.
+        Without a fingerprint it is accepted only at the beginning of an epoch, which is the same in all orders.
         """
         cursor = cursor_of(state)
         known, here = state.get("order"), self._fingerprint
@@ -69,9 +70,9 @@ class LoaderStates:
         return cursor
 
     def num_left(self, begin: Cursor, num_steps: int, cursor: Cursor) -> int:
-        """Return the number of steps left at a cursor of a loader with `num_steps`; ConfigError if it is past the last.
+        """Return the steps left at a cursor of a loader with `num_steps`; raise ConfigError if it is past the last.
 
-        The loader still ends with the step with which it would have ended.
+        The loader's last step stays the same.
         """
         end = self._order.step_of(begin, self._micro_batch) + num_steps
         step = self._order.step_of(cursor, self._micro_batch)
@@ -90,7 +91,7 @@ class LoaderStates:
 
 
 def fingerprint_of(order: RunOrder, digest: str, micro_batch: int) -> str:
-    """Return what tells the places of an order of a dataset, by the digest of its manifest, from those of others."""
+    """Return a fingerprint of an order, a dataset (by its manifest's digest) and a micro-batch."""
     shares = order.shares if isinstance(order, Mixture) else ()
     whole = hashlib.sha256(repr((VERSION, digest, micro_batch, shares)).encode())
     for one in order.orders if isinstance(order, Mixture) else (order,):

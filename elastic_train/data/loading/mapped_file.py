@@ -1,7 +1,7 @@
-"""A file mapped into memory: nothing is read before it is used, or all of it in the thread that calls `populate`.
+"""A memory-mapped file: pages are read on use, or all at once by `populate`.
 
 pyarrow's own mapping asks the kernel for the whole file as soon as a buffer is made, so a first batch of a few rows
-waits for megabytes; Python's keeps a descriptor open for as long as the mapping lives.
+waits for megabytes; Python's keeps a descriptor open while the mapping lives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Mapping:
-    """The first `size` bytes of an open file, read-only; they stay mapped as long as this, or its buffer, is in use."""
+    """The first `size` bytes of an open file, read-only; mapped while this object or its buffer is in use."""
 
     def __init__(self, file: int, size: int) -> None:
         self._size, self._address = size, _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file, 0)
@@ -39,5 +39,5 @@ class Mapping:
         return pa.foreign_buffer(self._address, self._size, base=self)
 
     def populate(self) -> None:
-        """Read all of it now if the kernel can (Linux 5.14); otherwise pages are read when they are used."""
+        """Read all of it now if the kernel can (Linux 5.14); otherwise pages are read on use."""
         _libc.madvise(self._address, self._size, _MADV_POPULATE_READ)

@@ -1,8 +1,8 @@
-"""Reading ahead: threads decode the blocks that are needed next, and one thread makes micro-batches of their rows.
+"""Read ahead: threads decode the blocks needed next, and one thread builds micro-batches.
 
-The order is known in advance, so nothing is guessed. Rows are taken for many steps at once, a chunk of steps, and then
-cut into micro-batches: no Python runs for a single row. The thread that asks for steps makes the first one and does all
-the bookkeeping; tasks of the pools only compute, and end by themselves.
+The order is known, so nothing is guessed. Rows are taken for a chunk of steps at once, then cut into micro-batches: no
+Python runs per row. The thread that asks for steps builds the first one and does all bookkeeping; pool tasks only
+compute, and end by themselves.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4
 IDS_AT_ONCE = 4096
 REMOTE_READERS = 32
 GROUPS_AHEAD, REMOTE_GROUPS_AHEAD = 32, 128
-"""Row groups that may be decoded before they are needed, if the bytes allow it. Over a network this, the bytes and the
-readers bound what is on its way: at the speed of local files, in row groups of half a MB, 50 ms take 25 of them."""
+"""Most row groups decoded in advance, if the bytes allow. Over a network this, the bytes and the readers bound the data
+in flight: at the speed of local files, with row groups of half a MB, 50 ms need 25."""
 
 Step = list[LaneBatch]
 
 
 class ReadAhead:
-    """Yields the steps of some lanes; `prefetch_bytes` bounds the decoded rows that no step needs yet."""
+    """Yields the steps of some lanes; `prefetch_bytes` bounds decoded rows that no step needs yet."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ReadAhead:
         self._beside = {lane: SideBySide() for lane in lanes}
 
     def steps(self, cursor: Cursor, num_steps: int) -> Generator[Step, None, None]:
-        """Yield one list a step: a micro-batch for every lane."""
+        """Yield one list per step: a micro-batch for every lane."""
         next_ = first = self._order.step_of(cursor, self._micro_batch)
         end = first + num_steps
         decoder = SkippingHoles(self._reader, self._rules, first)
@@ -67,7 +67,7 @@ class ReadAhead:
         assembler = ThreadPoolExecutor(1, "assemble")
         chunks: deque[tuple[int, int, SimpleQueue[Step | BaseException]]] = deque()
         try:
-            if next_ < end:  # the thread that waits for the first step makes it, so no other has to wake up
+            if next_ < end:  # the waiting thread builds the first step, so no other has to wake up
                 yield from self._assemble(next_, next_ + 1, schedule.require(next_, next_ + 1, decoders))
                 next_ += 1
             while next_ < end or chunks:
@@ -91,7 +91,7 @@ class ReadAhead:
             decoders.shutdown(wait=False, cancel_futures=True)
 
     def _chunk_end(self, step: int, row_bytes: float | None) -> int:
-        """Return where a chunk ends that begins at a step: in the same epoch, and soon where rows cannot be read."""
+        """Return the end of a chunk that begins at a step: within the epoch, and early if rows are unreadable."""
         if row_bytes is None:
             return step + 1
         num_steps = self._order.num_steps(self._micro_batch)
@@ -105,7 +105,7 @@ class ReadAhead:
         hi: int,
         blocks: Sequence[Sequence[DecodedBlock]],
     ) -> None:
-        """Hand each step over as soon as it is made: where making them is slow, none waits for a whole chunk."""
+        """Hand each step over once built: if building is slow, none waits for a whole chunk."""
         try:
             for step in self._assemble(lo, hi, blocks):
                 made.put(step)
@@ -113,7 +113,7 @@ class ReadAhead:
             made.put(error)
 
     def _assemble(self, lo: int, hi: int, blocks: Sequence[Sequence[DecodedBlock]]) -> Iterator[Step]:
-        """Make the micro-batches of the steps [lo, hi), which are in one epoch."""
+        """Build the micro-batches of the steps [lo, hi), all in one epoch."""
         cursor = self._order.cursor_at(lo, self._micro_batch)
         lanes = []
         for lane, of_lane in zip(self._lanes, blocks, strict=True):
@@ -130,14 +130,14 @@ class ReadAhead:
 
 
 class _LaneSamples:
-    """A lane's samples, made many at a time, since a call costs as much as hundreds of them; few at first."""
+    """A lane's samples, computed many at a time, since a call costs as much as hundreds of them; few at first."""
 
     def __init__(self, order: RunOrder, lane: int) -> None:
         self._order, self._lane = order, lane
         self._cursor, self._made = Cursor(), Samples(np.zeros(0, dtype=np.int64), 0)
 
     def after(self, cursor: Cursor, num: int) -> Samples:
-        """Return the next samples after a cursor, fewer at the epoch's end."""
+        """Return the next samples after a cursor, fewer at the end of the epoch."""
         lo = cursor.offset - self._cursor.offset
         if cursor.epoch != self._cursor.epoch or lo < 0 or lo + num > len(self._made.ids):
             at_once = max(num, min(IDS_AT_ONCE, 4 * len(self._made.ids)))
@@ -147,10 +147,10 @@ class _LaneSamples:
 
 
 def _num_decoders(reader: RowSource) -> int:
-    """Return how many threads read row groups: as many as decode, or more where they mostly wait."""
+    """Return the number of reader threads: one per decoder, or more if they mostly wait."""
     return REMOTE_READERS if reader.is_remote else num_decoders()
 
 
 def _groups_ahead(reader: RowSource) -> int:
-    """Return how many row groups are read ahead: more where they come from far away."""
+    """Return how many row groups to read ahead: more for remote data."""
     return REMOTE_GROUPS_AHEAD if reader.is_remote else GROUPS_AHEAD

@@ -1,8 +1,7 @@
-"""Reading rows by sample id, through any fsspec URL: the few row groups decoded last are kept.
+"""Read rows by sample id, through any fsspec URL, caching the last decoded row groups.
 
-`read` returns the ids of the places it took rows from, rebuilt from row group and row, so that the coverage sums
-testify to what was read and not to what was asked. Row groups, and so ids, are those of one dataset, or of several that
-are numbered one after another.
+`read` also returns ids rebuilt from row group and row, so that the coverage sums prove what was read, not what was
+requested. Row groups and ids are of one dataset, or of several numbered consecutively.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TRIES, FIRST_PAUSE_S = 3, 0.05
 
 
 class RowSource(Protocol):
-    """Where the rows of row groups come from; picklable."""
+    """A source of row groups; picklable."""
 
     @property
     def first_id(self) -> Int64s:
@@ -36,28 +35,28 @@ class RowSource(Protocol):
 
     @property
     def digest(self) -> str:
-        """What tells its rows from those of other datasets."""
+        """Identifies its rows among datasets."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether threads that decode mostly wait for a network."""
+        """True if decoding threads mostly wait for a network."""
 
     def decode(self, group: int) -> Rows:
-        """Return the rows of a row group; from any thread. Raises UnreadableError."""
+        """Return the rows of a row group; thread-safe. Raise UnreadableError."""
 
     def rows_of(self, group: int) -> Rows:
-        """Return the rows of a row group, kept for the next call; from one thread."""
+        """Return the rows of a row group, cached; for one thread only."""
 
     def place_of(self, sample: int) -> str:
-        """Name a sample, its dataset and file, for a message."""
+        """Return a description of a sample's dataset and file, for a message."""
 
 
 class Reader:
-    """Reads rows of one dataset; picklable, and opens its files where it is used first.
+    """Reads rows of one dataset; picklable, opens files on first use.
 
-    Only `columns` are read. `max_row_groups` bounds the decoded row groups that `read` keeps; `cache`, of the same
-    manifest and columns, keeps them for all processes of the node. Reading raises DataError if a file has changed since
-    the manifest was made, and UnreadableError (a DataError) if it is missing or damaged, after three tries.
+    Only `columns` are read. `max_row_groups` bounds the decoded row groups that `read` caches; `cache`, for the same
+    manifest and columns, shares them between all processes of the node. Raise DataError if a file has changed since the
+    manifest was made, UnreadableError (a DataError) if it is missing or damaged, after three tries.
     """
 
     def __init__(
@@ -78,16 +77,16 @@ class Reader:
         return {**self.__dict__, "_rows": OrderedDict()}
 
     def read(self, ids: Int64s) -> tuple[pa.Table, Int64s]:
-        """Return the rows of `ids`, shape (n,), in their order, and the ids of the places that were read."""
+        """Return the rows of `ids`, shape (n,), in order, and the ids of the places that were read."""
         return gather(self.rows_of, self.first_id, ids)
 
     def decode(self, group: int) -> Rows:
-        """Return the rows of a row group; from any thread. What cannot be read is tried again, a few times."""
+        """Return the rows of a row group; thread-safe. Failed reads are retried a few times."""
         decode = partial(_again, self.groups.decode)
         return Rows(self._cache.get(group, decode) if self._cache else decode(group))
 
     def rows_of(self, group: int) -> Rows:
-        """Return the rows of a row group, kept for the next call; from one thread."""
+        """Return the rows of a row group, cached; for one thread only."""
         rows = self._rows.pop(group, None)
         if rows is None:
             rows = self.decode(group)
@@ -101,7 +100,7 @@ class Reader:
 
 
 class MixedReader:
-    """Reads several datasets, whose row groups are numbered one after another; all readers have the same columns."""
+    """Reads several datasets with consecutively numbered row groups; all readers have the same columns."""
 
     def __init__(self, readers: Sequence[Reader]) -> None:
         self._readers = readers
@@ -129,7 +128,7 @@ class MixedReader:
         return self._readers[number].place_of(sample - int(self.first_id[self._first_group[number]]))
 
     def _place_of(self, group: int) -> tuple[int, int]:
-        """Return which dataset has a row group, and the group's number there."""
+        """Return the dataset of a row group, and its number there."""
         number = group_of(self._first_group, group)
         return number, group - int(self._first_group[number])
 

@@ -1,13 +1,12 @@
-"""Decoded row groups in a folder of the node, memory-mapped by all of its processes, and there after a restart.
+"""Cache decoded row groups in a folder of the node, memory-mapped by all its processes, across restarts.
 
-An entry is an Arrow stream and a trailer, written under another name and renamed, so a killed process leaves no torn
-one. A machine that goes down can, and a disk may change one: every entry is compared with its checksum before it is
-used. What is not whole is as good as not there. One process at a time decodes a row group, and the others wait and
-find it.
+An entry is an Arrow stream with a trailer, written under another name and renamed, so a killed process leaves no torn
+entry. A machine that goes down can, and a disk may corrupt one: every entry is compared with its checksum before use,
+and a damaged one counts as missing. One process decodes a row group while the others wait for it.
 
-Invariant: the entries of all datasets together take at most `max_bytes`; the least recently used are deleted first. An
-entry's modification time is the time of its last use. The bytes are counted in a file before an entry is written, never
-too low, and counted again whenever they are too many.
+Invariant: entries of all datasets take at most `max_bytes` in total; the least recently used are deleted first. An
+entry's modification time is that of its last use. Bytes are counted in a file before an entry is written, never too
+low, and recounted when they seem too many.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from elastic_train.system.file_locks import is_locked, locked
 
 MAX_BYTES = 64 << 30
 SLACK = 16
-"""With too many bytes a 1/SLACK more goes than must, since to look through the folder takes long."""
+"""An eviction frees an extra 1/SLACK, since scanning the folder is slow."""
 
 _FORMAT = b"rows 2\0\0"
-_TRAILER = struct.Struct("<QQ8s")  # bytes before it, their CRC-32, format
+_TRAILER = struct.Struct("<QQ8s")  # number of bytes before it, their CRC-32, format
 _COUNT, _LOCKS, _NAME, _PARTIAL = "bytes", "locks", ".rows", ".partial"
 _ENTRY = re.compile(rf"[0-9a-f]{{32}}/[0-9]+({re.escape(_NAME)}|{re.escape(_PARTIAL)})")
 _LOG = logging.getLogger(__name__)
 
 
 class RowCache:
-    """The decoded row groups of one dataset and some of its columns; picklable, may be used from any thread."""
+    """Decoded row groups of one dataset and some of its columns; picklable, thread-safe."""
 
     def __init__(self, folder: Path, manifest: Manifest, columns: Sequence[str], max_bytes: int = MAX_BYTES) -> None:
         key = hashlib.sha256("\0".join((manifest.digest, *columns)).encode()).hexdigest()[:32]
@@ -48,7 +47,7 @@ class RowCache:
         self._is_broken = False
 
     def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
-        """Return a row group, from the folder or decoded and put there; if the folder fails, just decoded."""
+        """Return a row group, from the folder or decoded and stored there; if the folder fails, just decoded."""
         if (table := self._map(group)) is not None:
             return table
         with contextlib.ExitStack() as stack:
@@ -70,7 +69,7 @@ class RowCache:
         return self._folder / f"{group}{_NAME}"
 
     def _map(self, group: int) -> pa.Table | None:
-        """Return an entry if it is whole, else None."""
+        """Return an intact entry, else None."""
         path = self._path(group)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +96,7 @@ class RowCache:
             return None
 
     def _put(self, group: int, table: pa.Table) -> None:
-        """Write an entry, once there is room for it."""
+        """Write an entry once there is room."""
         measure = pa.MockOutputStream()
         _write(table, measure)
         size = measure.size()
@@ -117,7 +116,7 @@ class RowCache:
             partial.unlink(missing_ok=True)
 
     def _reserve(self, size: int, claim: Callable[[], None]) -> bool:
-        """Count bytes that are about to be written, and make room for them; False if there cannot be any."""
+        """Count bytes about to be written, and make room; return False if that is impossible."""
         if size > self._max_bytes:
             return False
         with locked(self._root / _COUNT, 0) as file:
@@ -128,11 +127,11 @@ class RowCache:
             if total + size > self._max_bytes:
                 return False
             os.pwrite(file, (total + size).to_bytes(8, "little"), 0)
-            claim()  # from now on the bytes are seen in the folder as well
+            claim()  # from now on the folder shows the bytes as well
             return True
 
     def _evict(self, size: int) -> int:
-        """Delete litter, then the least recently used entries, until there is room; return the bytes that are left."""
+        """Delete leftovers, then the least recently used entries, until there is room; return the remaining bytes."""
         found, total = [], 0
         for path in self._entries():
             with contextlib.suppress(FileNotFoundError):
@@ -151,13 +150,13 @@ class RowCache:
         return total
 
     def _entries(self) -> Iterator[Path]:
-        """Yield the entries of all datasets, also those that are being written."""
+        """Yield the entries of all datasets, including those being written."""
         for path in self._root.glob("*/*.*"):
             if _ENTRY.fullmatch(path.relative_to(self._root).as_posix()):
                 yield path
 
     def _do_without(self, error: OSError) -> None:
-        """Log once that the folder cannot be used; rows are read from their files."""
+        """Log once that the folder cannot be used; rows are then read from their files."""
         if not self._is_broken:
             self._is_broken = True
             _LOG.warning(
@@ -173,6 +172,6 @@ def _write(table: pa.Table, sink: pa.NativeFile) -> None:
 
 
 def _mark_used(file: int) -> None:
-    """Set an open entry's modification time to now; another user's entry keeps its own."""
+    """Set an open entry's modification time to now; fails silently for another user's entry."""
     with contextlib.suppress(OSError):
         os.utime(file)

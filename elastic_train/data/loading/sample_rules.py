@@ -1,4 +1,4 @@
-"""Rules for samples that cannot be used as they are, and a decoder that follows the rule for holes."""
+"""Rules for unusable samples, and a decoder that follows the rule for holes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from elastic_train.errors import UnreadableError
 
 @dataclass(frozen=True, slots=True)
 class SampleRules:
-    """What to do with samples that cannot be used as they are.
+    """Rules for samples that cannot be used as they are.
 
-    `holes` are row groups, by number, and the first step without each; `left_out` are single samples, as half-open
-    ranges of ids, each with its first step. With `quarantines` a row group that cannot be
-    read is named in its micro-batch in place of raising. `longest` bounds the values of list columns; rows that have
-    more are cut if `truncates`, else they raise.
+    `holes` are row groups by number, each with its first step without them; `left_out` are id ranges [lo, hi), each
+    with its first step. With `quarantines` an unreadable row group is named in its micro-batch instead of raising.
+    `longest` bounds the values of list columns; longer rows are truncated if `truncates`, else they raise.
     """
 
     holes: tuple[tuple[int, int], ...] = ()
@@ -31,14 +30,14 @@ AS_THEY_ARE = SampleRules()
 
 
 class Decoder(Protocol):
-    """What decodes row groups, from any thread."""
+    """Decodes row groups; thread-safe."""
 
     def decode(self, group: int) -> Rows:
         """Return the rows of a row group, or raise UnreadableError."""
 
 
 class SkippingHoles:
-    """A decoder that reads nothing of holes that begin at or before a step."""
+    """A decoder that does not read holes in effect at a step."""
 
     def __init__(self, decoder: Decoder, rules: SampleRules, step: int) -> None:
         self._decoder = decoder

@@ -1,12 +1,12 @@
-"""Feeding lanes from worker processes, with torchdata's StatefulDataLoader, whose state is the cursor.
+"""Feed lanes from worker processes, with torchdata's StatefulDataLoader, whose state is the cursor.
 
-One item of the loader is one lane's micro-batch of one step. Its sampler yields `LaneSlice`s, a pure function of the
-cursor and the lanes; the dataset turns a slice into ids, rows and tensors in a worker. The sampler's iterator is
-stateful in torchdata's sense, and its state is the cursor. torchdata takes that state when a slice is dispatched to a
-worker and releases it when the micro-batch is yielded, so what workers have prefetched is not in it.
+One item is one lane's micro-batch of one step. The sampler yields `LaneSlice`s, a pure function of cursor and lanes; in
+a worker, the dataset turns a slice into ids, rows and tensors. The sampler's iterator is stateful in torchdata's sense,
+with the cursor as state: torchdata takes it when a slice is dispatched and releases it when the micro-batch is yielded,
+so prefetched items are not included.
 
 torchdata's own state also names the number of workers and their states, and cannot be loaded with another number.
-`LaneDataLoader.state_dict` returns only the cursor in it, which can be: with any workers, lanes and world.
+`LaneDataLoader.state_dict` returns only the cursor, which can be: with any workers, lanes and world.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=
 
 LONGEST_END_S = 5.0
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What asks a process to leave, which means the trainer: it ends its workers itself."""
+"""Signals that ask a process to leave; the trainer handles them and ends its workers itself."""
 
 _reading: weakref.WeakSet[Generator[list[LaneBatch], None, None]] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
 class LaneSlice:
-    """Which samples a lane takes in one step: offsets [lo, hi) of its part of the epoch, clipped at its end."""
+    """A lane's samples of one step: offsets [lo, hi) of its part of the epoch, clipped at its end."""
 
     epoch: int
     lane: int
@@ -69,7 +69,7 @@ class LaneDataset:
 
     @property
     def digest(self) -> str:
-        """What tells its rows from other datasets'."""
+        """Identifies its rows among datasets."""
         return self._reader.digest
 
     def __getitem__(self, slice_: LaneSlice) -> LaneBatch:
@@ -78,14 +78,14 @@ class LaneDataset:
         step = self._order.step_of(cursor, self._micro_batch)
         try:
             return self._builder.batch(self._builder.take(slice_.lane, cursor, step, samples, self._reader.rows_of), 0)
-        except SystemExit as error:  # torch would let the worker end with it, and say nothing
+        except SystemExit as error:  # torch would silently end the worker
             raise UnfinishedError(
                 f"making step {step + 1} was to end a worker process with {error.code!r}, by sys.exit, quit or "
                 "SystemExit in the task's collate or in a library: let that code raise an error, or return"
             ) from error
 
     def __getitems__(self, slices: list[LaneSlice]) -> list[LaneBatch | ElasticTrainError]:
-        """Return the micro-batches; an error in place of one, as torch would put a traceback into its message."""
+        """Return the micro-batches; an error replaces one, as torch would put a traceback into its message."""
         return [self._made(slice_) for slice_ in slices]
 
     def _made(self, slice_: LaneSlice) -> LaneBatch | ElasticTrainError:
@@ -96,13 +96,13 @@ class LaneDataset:
 
 
 class LaneSampler:
-    """Yields, step after step, the slice of every owned lane, each as a batch of one."""
+    """Yields, step after step, every owned lane's slice, each as a batch of one."""
 
     def __init__(self, order: RunOrder, lanes: range, micro_batch: int, cursor: Cursor, num_steps: int) -> None:
         self.order, self.lanes, self.micro_batch = order, lanes, micro_batch
         self.cursor, self.num_steps = cursor, num_steps
         self.states = LoaderStates(order, "", micro_batch)
-        """Of any dataset whose order is this one: a sampler reads none."""
+        """Valid for any dataset with this order: a sampler reads none."""
 
     def __len__(self) -> int:
         return self.num_steps * len(self.lanes)
@@ -111,13 +111,13 @@ class LaneSampler:
         return LaneSlices(self)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return the cursor at which an iterator begins, and the fingerprint of the order that it is a place in."""
+        """Return the cursor at which an iterator starts, and the order's fingerprint."""
         return self.states.write(self.cursor)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Let iterators begin at the place of a state, and end with the step with which they would have ended.
+        """Start iterators at a state's position, with the last step unchanged.
 
-        Raises ConfigError if the state is malformed, is of another order or micro-batch, or lies after that step.
+        Raise ConfigError if the state is malformed, of another order or micro-batch, or after that step.
         """
         cursor = self.states.read(state)
         self.num_steps = self.states.num_left(self.cursor, self.num_steps, cursor)
@@ -125,7 +125,7 @@ class LaneSampler:
 
 
 class LaneSlices:
-    """A sampler's iterator; its state is the cursor after the last step of which it has yielded every lane's slice."""
+    """A sampler's iterator; its state is the cursor after the last step yielded for every lane."""
 
     def __init__(self, sampler: LaneSampler) -> None:
         self._sampler, self._cursor, self._num_steps = sampler, sampler.cursor, sampler.num_steps
@@ -159,10 +159,10 @@ class LaneSlices:
 class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # mypy does not follow torchdata
     """A StatefulDataLoader that yields the lanes' micro-batches, and whose state is the cursor.
 
-    `state_dict()` returns what a `LaneLoader` does: {"epoch", "offset", "order"}, the place after the last step of
-    which every lane was yielded. `load_state_dict` takes such a state from any loader of the same order, dataset and
-    micro-batch, whatever its workers and lanes, and continues up to the step with which this loader would have ended;
-    ConfigError for another one.
+    `state_dict()` returns the same as a `LaneLoader`'s: {"epoch", "offset", "order"}, the position after the last step
+    yielded for every lane. `load_state_dict` takes the state of any loader of the same order, dataset and micro-batch,
+    whatever its workers and lanes, and continues up to the step at which this loader would have ended; raise
+    ConfigError for others.
     """
 
     def __init__(self, dataset: LaneDataset, sampler: LaneSampler, *, num_workers: int) -> None:
@@ -174,13 +174,13 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
             pin_memory=torch.cuda.is_available(),
             multiprocessing_context=WorkerContext() if num_workers else None,
             worker_init_fn=_set_up_worker,
-            snapshot_every_n_steps=len(sampler.lanes),  # one of torchdata's steps is an item, a lane of ours
+            snapshot_every_n_steps=len(sampler.lanes),  # a torchdata step is one item, here one lane
         )
         self._lane_sampler = sampler
         self._states = LoaderStates(sampler.order, dataset.digest, sampler.micro_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._iterator is None:  # to ask torchdata would start the workers
+        if self._iterator is None:  # asking torchdata would start the workers
             return self._states.write(self._lane_sampler.cursor)
         state = super().state_dict()
         if self.num_workers:
@@ -193,24 +193,24 @@ class LaneDataLoader(StatefulDataLoader[LaneBatch]):  # type: ignore[misc]  # my
 
     def end(self) -> None:
         """End the workers; the state stays, and another iterator continues from it."""
-        # To drop the iterator is not enough: the traceback of an error that a worker reported refers to it, too.
+        # Dropping the iterator is not enough: the traceback of a worker's error also refers to it.
         if self.num_workers and self._iterator is not None:
             self._iterator._shutdown_workers()
         self.load_state_dict(self.state_dict())
 
 
 def read_in_workers(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], None, None]:
-    """Return the loader's steps, one list each; its worker processes end with them, or with this process."""
+    """Return the loader's steps, one list each; worker processes end with them, or with this process."""
     steps = _read(loader, num_lanes)
     _reading.add(steps)
     return steps
 
 
 class WorkerProcess(SpawnProcess):
-    """A worker that is deaf to requests to leave from its first instruction on, and ends as a forked one does.
+    """A worker that ignores requests to leave from its first instruction on, and ends as a forked one does.
 
-    A terminal sends them to all processes, and the imports of a worker take seconds. At its end, the destructors of
-    C++ libraries would abort it where one of their threads still runs.
+    A terminal sends them to all processes, and a worker's imports take seconds. At its end, destructors of C++
+    libraries would abort it if one of their threads still runs.
     """
 
     def start(self) -> None:
@@ -227,7 +227,7 @@ class WorkerProcess(SpawnProcess):
 
 
 class WorkerContext(SpawnContext):
-    """Starts them."""
+    """Starts `WorkerProcess`es."""
 
     Process = WorkerProcess
 
@@ -248,7 +248,7 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
     except GeneratorExit:
         is_cut_short = False
         raise
-    except (RuntimeError, OSError, EOFError) as error:  # torch's words for a worker that is gone
+    except (RuntimeError, OSError, EOFError) as error:  # torch's errors for a lost worker
         if (why := ended_too_soon(NOTICED_S, needed() - others)) is not None:
             raise why from error
         raise
@@ -259,14 +259,14 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
             if is_cut_short:
                 _kill(workers)
             loader.end()
-        for worker in workers:  # torch terminates those that do not end, with a signal that they ignore
+        for worker in workers:  # torch ends stubborn workers with a signal that they ignore
             worker.join(LONGEST_END_S)
             worker.kill()
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Let workers end: torch's handler would take one that is killed, or fails as it ends, for a failure of the run."""
+    """Let workers end: torch's handler would mistake a killed or failing worker for a failure of the run."""
     is_heard = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_heard else None
     try:
@@ -277,7 +277,7 @@ def _unheard() -> Iterator[None]:
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:
-    """End workers at once: this process has failed, or leaves, and those that still import end for nothing else."""
+    """Kill workers: this process has failed or is leaving, and those still importing respond to nothing else."""
     for worker in workers:
         worker.kill()
         worker.join(LONGEST_END_S)
@@ -285,7 +285,7 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Have the workers end: multiprocessing would send them SIGTERM, to which they are deaf, and wait for ever."""
+    """End the workers at exit: multiprocessing would send SIGTERM, which they ignore, and wait for ever."""
     for steps in list(_reading):
         steps.close()
 
@@ -295,8 +295,8 @@ def _only(batches: list[LaneBatch | ElasticTrainError]) -> LaneBatch | ElasticTr
 
 
 def _set_up_worker(worker: int) -> None:
-    """Leave signals to the trainer: a worker that died first would take the last commit with it."""
+    """Ignore signals, which the trainer handles: a worker that died first would prevent the last commit."""
     torch.set_num_threads(1)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # which it was started with
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked since its start

@@ -1,13 +1,13 @@
-"""Documents into rows of one length: bounded-space best fit, which is first fit in rows sorted by how full they are.
+"""Pack documents into rows of one length: bounded-space best fit, i.e. first fit over rows sorted by fill.
 
 A document goes into the fullest open row in which it fits; if there is none, a new row is opened. At most `num_open`
-rows are open: then the fullest one is closed first. This is BBF_k of Csirik and Johnson (Bounded space on-line bin
-packing: best is better than first, Algorithmica 31, 2001): for every k >= 2 its worst-case ratio is that of unbounded
-first fit, 1.7. Documents longer than a row are cut into whole rows and a rest, and only the rest is packed (as in Ding
-et al.: Fewer truncations improve language modeling, ICML 2024). Rows are a pure function of the documents in their
-order; memory is bounded by the open rows.
+rows are open: the fullest is closed first. This is BBF_k of Csirik and Johnson (Bounded space on-line bin packing: best
+is better than first, Algorithmica 31, 2001): for every k >= 2 its worst-case ratio is that of unbounded first fit, 1.7.
+Documents longer than a row are cut into whole rows and a rest, and only the rest is packed (as in Ding et al.: Fewer
+truncations improve language modeling, ICML 2024). Rows are a pure function of the documents in order; memory is bounded
+by the open rows.
 
-Invariant: the pieces of a document, in the order of their `lo`, are the document, once; no row has more than `length`.
+Invariant: the pieces of a document, ordered by `lo`, are exactly the document; no row has more than `length` tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
-"""A document, token by token: of shape (tokens,), or (tokens, 2) with what belongs to each token beside it."""
+"""A document's tokens: shape (tokens,), or (tokens, 2) with each token's label."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of a document, the first of them its token `lo`."""
+    """Tokens of a document, starting at its token `lo`."""
 
     document: int
     lo: int
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Row:
-    """Pieces that stand one after the other in a row."""
+    """Consecutive pieces in a row."""
 
     pieces: list[Piece] = field(default_factory=list)
     used: int = 0
@@ -54,7 +54,7 @@ class BestFit:
         self._num_opened = 0
 
     def add(self, document: int, tokens: Tokens) -> list[Row]:
-        """Pack a document, and return the rows that are closed by it."""
+        """Pack a document, and return the rows that this closes."""
         closed = []
         for lo in range(0, len(tokens), self._length):
             closed += self._place(Piece(document, lo, tokens[lo : lo + self._length]))
@@ -81,7 +81,7 @@ class BestFit:
             self._rows[self._num_opened] = Row()
             self._num_opened += 1
         free, number = self._rooms.pop(at)
-        self._rows[number].add(replace(piece, tokens=piece.tokens.copy()))  # a view would keep all that it is cut from
+        self._rows[number].add(replace(piece, tokens=piece.tokens.copy()))  # a view would keep the whole document alive
         if free > size:
             insort(self._rooms, (free - size, number))
         else:

@@ -1,6 +1,6 @@
-"""Documents to pack: the token ids of each row of a source, made of its text or taken as they are, with their labels.
+"""Documents to pack: token ids of each source row, made from text or taken as they are, with labels.
 
-A labelled document is of shape (tokens, 2): each token, and what is to be predicted in its place, or IGNORED.
+A labelled document has shape (tokens, 2): each token, and the target at its position, or IGNORED.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from elastic_train.errors import ConfigError
 USUAL = ("input_ids", "text")
 LABELS, MASK = "labels", "attention_mask"
 IGNORED = -100
-"""The label of a token that is no target, as everywhere in the field."""
+"""Label of a token that is no target; the usual convention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Files of each part that is given, and the tokenizer that made their tokens, if they are datasets with one."""
+    """Files of each part, and the tokenizer of their tokens, if they are datasets with one."""
 
     parts: Mapping[str, Sequence[Path]]
     tokenizer: Path | None = None
 
 
 def sources_of(given: Sequence[Path]) -> Sources:
-    """Return the files to read: those given, and those of datasets among them; of one dataset, its two parts."""
+    """Return the files to read: those given, and those of given datasets; of a single dataset, both parts."""
     if not given:
         raise ConfigError("name at least one file or dataset to pack")
     parts = [given[0] / name for name in (TRAIN, VALIDATION) if (given[0] / name / NAME).exists()]
@@ -51,10 +51,10 @@ def sources_of(given: Sequence[Path]) -> Sources:
 
 
 class Documents:
-    """Turns rows into documents; `end` is a token id that is put after each of them.
+    """Turns rows into documents; `end` is a token id appended to each.
 
-    Lists of token ids have labels if there is a column of that name beside them. What a mask hides at their begin or
-    end, which is padding, is left out.
+    Lists of token ids have labels if there is a column of that name. Tokens that a mask hides at either end are
+    padding, and dropped.
     """
 
     def __init__(self, column: str | None, tokenizer: GivenTokenizer | None, end: int | None) -> None:
@@ -62,7 +62,7 @@ class Documents:
         self._has_labels: bool | None = None
 
     def of(self, chunk: Chunk) -> Iterator[Tokens]:
-        """Yield the tokens of each row, none for an empty one; ConfigError names the row that cannot be used."""
+        """Yield the tokens of each row, none for an empty one; raise ConfigError with the row if it is unusable."""
         name = self._column or next((name for name in USUAL if name in chunk.rows.schema.names), USUAL[-1])
         column = column_of(chunk, name, "--column")
         is_tokens = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
@@ -71,8 +71,8 @@ class Documents:
             yield np.concatenate([tokens, self._end_of(tokens)]) if len(tokens) else tokens
 
     def _check_labels(self, chunk: Chunk, *, has_labels: bool) -> None:
-        """Refuse a source of which some rows have labels and others none: in a row of both, who could tell?"""
-        if self._has_labels is False and has_labels:  # that a column is missing, reading says
+        """Reject a source in which some rows have labels and others none: packed rows could not tell them apart."""
+        if self._has_labels is False and has_labels:  # a missing column is reported when reading
             raise ConfigError(
                 f"{chunk.path}: has a column '{LABELS}', and the files before it have none: pack them apart, or give "
                 "all rows labels"
@@ -80,7 +80,7 @@ class Documents:
         self._has_labels = has_labels
 
     def _end_of(self, tokens: Tokens) -> Tokens:
-        """Return the token that ends a document, a target if the document's last one is; none unless asked for."""
+        """Return the token that ends a document, a target if the last token is one; empty if not requested."""
         if self._end is None:
             return tokens[:0]
         if tokens.ndim == 1:
@@ -91,7 +91,7 @@ class Documents:
         if self._tokenizer is None:
             raise ConfigError(f"column '{name}' is text: name a tokenizer.json with --tokenizer")
         texts = texts_of(chunk, name)
-        filled = [text for text in texts if text]  # what a tokenizer puts around a text is not a document
+        filled = [text for text in texts if text]  # tokens that a tokenizer adds are not a document
         made = iter(self._tokenizer.ids_of(filled))
         yield from (next(made) if text else np.zeros(0, dtype=np.int32) for text in texts)
 
@@ -113,7 +113,7 @@ class Documents:
 
 
 def _whole_numbers(chunk: Chunk, name: str, known: range, or_else: int | None = None) -> Tokens:
-    """Return all values of a column of lists, one after the other; ConfigError names a row that has others."""
+    """Return all values of a list column, concatenated; raise ConfigError with the first invalid row."""
     column = chunk.rows.column(name)
     is_lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
     if not is_lists or not pa.types.is_integer(column.type.value_type):
@@ -139,7 +139,7 @@ def _lengths(chunk: Chunk, name: str) -> Int64s:
 
 
 def _check_lengths(chunk: Chunk, name: str, tokens: str) -> None:
-    """Refuse a list that has not one value for each token."""
+    """Reject a list without one value per token."""
     has, needs = _lengths(chunk, name), _lengths(chunk, tokens)
     if (has != needs).any():
         row = int(np.flatnonzero(has != needs)[0])
@@ -150,7 +150,7 @@ def _check_lengths(chunk: Chunk, name: str, tokens: str) -> None:
 
 
 def _unpadded(chunk: Chunk, row: int, mask: Tokens) -> slice:
-    """Return where the tokens are that a mask shows; ConfigError if it hides some between them."""
+    """Return the range of tokens that a mask shows; raise ConfigError if it hides some between them."""
     shown = np.flatnonzero(mask)
     if not len(shown):
         return slice(0, 0)
@@ -164,13 +164,13 @@ def _unpadded(chunk: Chunk, row: int, mask: Tokens) -> slice:
 
 
 def tokenizer_for(wanted: Path | None, sources: Sources) -> GivenTokenizer | None:
-    """Read the tokenizer that was asked for, or the one that the sources' tokens are of."""
+    """Read the requested tokenizer, or the one of the sources' tokens."""
     path = wanted or sources.tokenizer
     return read_tokenizer(path) if path else None
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the files of a dataset in the order of its sample ids."""
+    """Return the files of a dataset in sample id order."""
     if not (folder / NAME).exists():
         raise ConfigError(f"{folder}: has no {NAME}; name a dataset, or files one by one")
     return [folder / entry.path for entry in load_manifest(str(folder)).files]

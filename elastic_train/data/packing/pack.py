@@ -1,10 +1,9 @@
-"""From documents to a dataset of packed rows, each document in it exactly once.
+"""Pack documents into a dataset of rows, each document exactly once.
 
-A row has the tokens of its documents one after the other in `input_ids`, at most `length` of them. `document_ids` has
-for each token the number of its document, from 0 in each part: position ids and the attention mask follow from these.
-`document_offsets` has for each piece in the row where in its document it begins: 0 unless the document was cut. If the
-documents have labels, `labels` has for each token its label. Rows are not padded: that is the collate's, as late as
-possible.
+`input_ids` has the tokens of a row's documents consecutively, at most `length`. `document_ids` has each token's
+document number, from 0 in each part, from which position ids and attention mask follow. `document_offsets` has for each
+piece its start in its document: 0 unless the document was cut. `labels` has each token's label, if documents have
+labels. Rows are not padded: the collate does that, as late as possible.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ SCHEMA = pa.schema(
 )
 LABELLED = SCHEMA.append(pa.field(LABELS, pa.list_(pa.int32()), nullable=False))
 OPEN_ROWS = 256
-"""Rows that are open at once: measured, 64 waste less than 1 % already."""
+"""Rows open at once: 64 already waste less than 1 % (measured)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """Tokens of a row, the tokenizer of text, the column to pack, and the token that ends a document."""
+    """Tokens per row, tokenizer of text, column to pack, and the token that ends a document."""
 
     length: int
     tokenizer: Path | None = None
@@ -63,7 +62,7 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What became of a part's documents; `padding_share` is the share of the places of all rows that hold no token.
+    """Statistics of a part; `padding_share` is the share of positions over all rows without a token.
 
     `targets` counts the tokens whose label is not -100; None without labels.
     """
@@ -82,14 +81,14 @@ class PartReport:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The parts of a packed dataset; without reports where it was there already."""
+    """The parts of a packed dataset; no reports if it existed."""
 
     reports: tuple[PartReport, ...]
     is_new: bool
 
 
 def pack(out: Path, given: Sequence[Path], options: PackOptions, track: Track = silent) -> Packed:
-    """Pack files or datasets; of one part, a share of the documents, by their content, is kept for validation."""
+    """Pack files or datasets; of a single part, a share of documents, by content, is kept for validation."""
     sources = sources_of(given)
     tokenizer = tokenizer_for(options.tokenizer, sources)
     end = _end_of(options, tokenizer)
@@ -118,7 +117,7 @@ def pack(out: Path, given: Sequence[Path], options: PackOptions, track: Track = 
 
 
 def _end_of(options: PackOptions, tokenizer: GivenTokenizer | None) -> int | None:
-    """Return the id of the token that ends documents: named, or a number."""
+    """Return the id of the token that ends documents, given by name or number."""
     if options.end is None:
         return None
     if options.end.isdigit():
@@ -133,8 +132,7 @@ def _end_of(options: PackOptions, tokenizer: GivenTokenizer | None) -> int | Non
 
 @dataclass(slots=True)
 class _Counts:
-    """What was given to a part: all documents, those without tokens, those longer than a row, all tokens, and those to
-    be predicted, None where there are no labels."""
+    """Counts of a part: documents, empty ones, those longer than a row, tokens, and targets (None without labels)."""
 
     documents: int = 0
     empty: int = 0
@@ -145,7 +143,7 @@ class _Counts:
 
 
 class _Part:
-    """One part of the dataset: packs, writes, and proves at the end that every document is in it once."""
+    """One part of the dataset: packs, writes, and finally proves that every document is in it once."""
 
     def __init__(self, folder: Path, options: PackOptions) -> None:
         self._folder, self._options = folder, options
@@ -227,8 +225,8 @@ def rows_of(rows: Sequence[Row]) -> pa.RecordBatch:
 
 
 def written(folder: Path) -> tuple[CoverageSums, int, int | None]:
-    """Read a packed part back; return the sums over the documents that begin in it, and how many tokens and targets it
-    has, None of the latter without labels."""
+    """Read a packed part back; return coverage sums over the documents that begin in it, and the numbers of tokens and
+    targets (None without labels)."""
     sums, num_tokens, num_targets = CoverageSums(), 0, None
     for rows in read_back(folder):
         ids, offsets = (numbers_of(rows.column(name).flatten()) for name in ("document_ids", "document_offsets"))
@@ -243,7 +241,7 @@ def written(folder: Path) -> tuple[CoverageSums, int, int | None]:
 
 
 def read_back(folder: Path) -> Iterator[pa.RecordBatch]:
-    """Yield what a packed part says of its documents, few rows at a time: a row is as long as they were made."""
+    """Yield a packed part's document columns, a few rows at a time, since rows may be long."""
     for path in sorted(folder.glob("*.parquet")):
         file = pq.ParquetFile(path)
         yield from file.iter_batches(ROWS_PER_GROUP, columns=[*SCHEMA.names[1:], *_labels_in(file.schema_arrow)])

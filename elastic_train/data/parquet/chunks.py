@@ -1,7 +1,7 @@
-"""Column chunks: the byte ranges that a row group is read by, and the checksums of their bytes.
+"""Column chunks: the byte ranges of a row group that are read, and their checksums.
 
-A chunk is the least that is ever read, so a checksum for each is compared with bytes that are in memory anyway,
-whichever columns are in use. It is the CRC-32 of zlib, by an implementation that takes a seventh of the time.
+A chunk is the smallest unit of reading, so its checksum is compared with bytes already in memory, whichever columns are
+in use. It is zlib's CRC-32, by an implementation that takes a seventh of the time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The bytes [lo, hi) of a file: a row group's values of one column, `column` its path in the schema.
+    """The bytes [lo, hi) of a file: a row group's values of one column, by its path in the schema.
 
-    `crc32` is their checksum, None if it is not known.
+    `crc32` is their checksum, None if unknown.
     """
 
     column: str
@@ -34,12 +34,13 @@ class Chunk:
         return f"bytes [{self.lo}, {self.hi}) of column '{self.column}'"
 
     def is_of(self, names: Sequence[str]) -> bool:
-        """Say whether it belongs to one of the columns; a nested one's path is longer, and names may have dots."""
+        """Return True if it belongs to one of the columns; nested columns have longer paths, and names may have
+        dots."""
         return f"{self.column}.".startswith(tuple(f"{name}." for name in names))
 
 
 def chunks_of(metadata: pq.FileMetaData, group: int, sums: Sequence[int] | None = None) -> list[Chunk]:
-    """Return a row group's chunks, in the schema's order, with their checksums where these are given."""
+    """Return a row group's chunks in schema order, with checksums if given."""
     chunks, found = [], metadata.row_group(group)
     for place in range(found.num_columns):
         column = found.column(place)

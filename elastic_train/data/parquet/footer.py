@@ -1,11 +1,11 @@
-"""Cutting a Parquet footer into one small footer for each row group.
+"""Cut a Parquet footer into one small footer per row group.
 
-Reading a row group needs its own entry and the schema, yet a footer comes whole: parsing one of 64 row groups takes
-longer than decoding a small row group, and the parsed form of all of a large dataset's footers does not fit the memory
-that a manifest may take. So the bytes are kept as they are, cut at the row groups, and only the one in use is parsed.
+Reading a row group needs its own entry and the schema, but a footer comes whole: parsing one of 64 row groups takes
+longer than decoding a small row group, and parsed footers of a large dataset exceed a manifest's memory. So the bytes
+are kept, cut at the row groups, and only the one in use is parsed.
 
 The footer is Thrift's compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/
-thrift-compact-protocol.md); of Parquet's FileMetaData only the fields 3 (num_rows) and 4 (row_groups) matter here.
+thrift-compact-protocol.md); of Parquet's FileMetaData only fields 3 (num_rows) and 4 (row_groups) matter here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = (1, 2), 3, (4
 class Footer:
     """A footer cut at its row groups: `bounds[i]:bounds[i + 1]` of `content` is row group i's entry.
 
-    `sums` are the CRC-32 of all column chunks of the file, row group by row group; None if they are not known.
+    `sums` are the CRC-32s of all column chunks of the file, row group by row group; None if unknown.
     """
 
     path: str
@@ -43,18 +43,18 @@ class Footer:
 
     @property
     def sha256(self) -> str:
-        """The fingerprint that the manifest keeps."""
+        """Fingerprint as stored in the manifest."""
         return footer_sha256(_closed(self.content))
 
     def sums_of(self, group: int) -> Sequence[int] | None:
-        """Return the CRC-32 of each column chunk of a row group, in the schema's order; None if they are not known."""
+        """Return the CRC-32 of each column chunk of a row group, in schema order; None if unknown."""
         if self.sums is None:
             return None
         num_columns = len(self.sums) // (len(self.bounds) - 1)
         return self.sums[group * num_columns : (group + 1) * num_columns]
 
     def metadata_of(self, group: int, num_rows: int) -> pq.FileMetaData:
-        """Parse the footer as that of a file with this one row group, which has `num_rows` rows."""
+        """Parse the footer of a file reduced to this one row group, which has `num_rows` rows."""
         lo, hi = self.num_rows_at
         thrift = b"".join(
             (
@@ -70,7 +70,7 @@ class Footer:
 
 
 def cut_footer(footer: bytes, path: str) -> Footer:
-    """Cut a footer, given with its length and magic; DataError if it is none."""
+    """Cut a footer, given with length and magic; raise DataError if it is invalid."""
     content = footer[:-8]
     num_rows_at, list_at = (0, 0), 0
     bounds: tuple[int, ...] = (0,)
@@ -97,7 +97,7 @@ def _closed(content: bytes) -> bytes:
 
 
 def _field(content: bytes, at: int, last: int) -> tuple[int, int, int]:
-    """Read a field's header: return its type, its id, and where its value begins."""
+    """Read a field's header: return its type, id, and the offset of its value."""
     header = content[at]
     if header >> 4:
         return header & 15, last + (header >> 4), at + 1
@@ -106,7 +106,7 @@ def _field(content: bytes, at: int, last: int) -> tuple[int, int, int]:
 
 
 def _elements(content: bytes, at: int) -> tuple[int, ...]:
-    """Return where the structs of a list begin, and where the last ends."""
+    """Return the offsets of a list's structs, and the end of the last."""
     _, size, at = _list_header(content, at)
     bounds = [at]
     for _ in range(size):
@@ -116,7 +116,7 @@ def _elements(content: bytes, at: int) -> tuple[int, ...]:
 
 
 def _list_header(content: bytes, at: int) -> tuple[int, int, int]:
-    """Return the elements' type, their count, and where the first begins."""
+    """Return the elements' type, their count, and the offset of the first."""
     header = content[at]
     if header >> 4 < 15:
         return header & 15, header >> 4, at + 1
@@ -125,7 +125,7 @@ def _list_header(content: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _skip(content: bytes, at: int, kind: int) -> int:
-    """Return where a value ends that begins at `at`; a bool inside a struct takes no bytes."""
+    """Return the end of a value that begins at `at`; a bool inside a struct takes no bytes."""
     if kind in _VARINTS:
         while content[at] & 0x80:
             at += 1
@@ -148,7 +148,7 @@ def _skip(content: bytes, at: int, kind: int) -> int:
 
 
 def _skip_many(content: bytes, at: int, kinds: tuple[int, ...], times: int) -> int:
-    """Skip the elements of a list or map, where a bool takes a byte."""
+    """Skip the elements of a list or map, where a bool takes one byte."""
     for _ in range(times):
         for kind in kinds:
             at = at + 1 if kind in _BOOLS else _skip(content, at, kind)

@@ -1,9 +1,8 @@
-"""All footers of a dataset in one file beside its manifest, cut at their row groups, and checksums of what they name.
+"""All footers of a dataset in one file next to its manifest, cut at row groups, with checksums of column chunks.
 
 With it a reader needs no request before the first row group's own bytes. It is not part of the manifest's identity:
-each footer is compared with the fingerprint that the manifest has of it, and a dataset without it is read as well,
-footer by footer. Without it, or if it was made by a version that did not keep checksums yet, row groups are read
-unchecked.
+each footer is compared with its fingerprint in the manifest, and a dataset without the file is read footer by footer.
+Without it, or if it predates checksums, row groups are read unchecked.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SCHEMA = pa.schema(
 
 
 class Footers:
-    """The footers of a dataset's files, in the manifest's order; compressed until one is used."""
+    """The footers of a dataset's files, in manifest order; compressed until used."""
 
     def __init__(self, table: pa.Table) -> None:
         if _SUMS not in table.column_names:
@@ -42,7 +41,7 @@ class Footers:
 
     @property
     def have_sums(self) -> bool:
-        """Say whether every file's chunks have checksums."""
+        """True if every file has checksums."""
         return bool(self._columns[-1].null_count == 0)
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Ranges of S3's objects by plain HTTP: fsspec signs an object's address, and every range of it is then a bare GET.
+"""Read ranges of S3 objects by plain HTTP: fsspec signs an object's address, and every range is a bare GET.
 
-A client that signs, parses and checks each request in Python costs more than decoding what it brings; this one reads a
-body straight into Arrow's memory, in the calling thread, over that thread's own connection. Credentials, endpoint and
-addressing stay those of fsspec. Whatever goes wrong is None, and then fsspec is asked, which retries and knows what
-errors mean. Where it does not work at all (behind a proxy, with another way of signing) it is left alone for a while.
+A client that signs, parses and checks each request in Python costs more than decoding the result; this one reads a body
+straight into Arrow's memory, in the calling thread, over that thread's own connection. Credentials, endpoint and
+addressing are fsspec's. Any failure returns None, and fsspec is asked, which retries and knows the errors. Where this
+does not work at all (behind a proxy, with another way of signing) it is suspended for a while.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import pyarrow as pa
 SIGNED_FOR_S, SIGN_AGAIN_AFTER_S = 3600, 600
 TIMEOUT_S = 15.0
 MOST_FAILURES = 32
-"""Failures in a row, without one range that arrived, after which signed addresses are not used for a while."""
+"""Consecutive failures, without one successful range, after which signed addresses are suspended."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class SignedRanges:
-    """Reads ranges of the objects of an S3 file system; may be used from any thread."""
+    """Reads ranges of objects of an S3 file system; thread-safe."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem) -> None:
         self._filesystem = filesystem
@@ -40,7 +40,7 @@ class SignedRanges:
         self._num_failures, self._idle_until_s = 0, 0.0
 
     def read(self, path: str, lo: int, hi: int) -> memoryview | None:
-        """Return the bytes [lo, hi) of an object, fewer where it ends before; None if they did not come."""
+        """Return the bytes [lo, hi) of an object, fewer at its end; None on failure."""
         if time.monotonic() < self._idle_until_s:
             return None
         try:
@@ -69,7 +69,8 @@ class SignedRanges:
 
     @cached_property
     def _signer(self) -> fsspec.AbstractFileSystem:
-        """The same file system with signatures of version 4; in some regions boto signs as newer buckets refuse."""
+        """The same file system with version 4 signatures; in some regions boto's default is refused by newer
+        buckets."""
         options = self._filesystem.storage_options
         config = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
         if options.get("anon"):
@@ -96,7 +97,7 @@ class SignedRanges:
         return content
 
     def _connection(self, address: SplitResult) -> http.client.HTTPConnection:
-        """Return this thread's connection, opened again if the other side has closed it."""
+        """Return this thread's connection, reopened if the other side has closed it."""
         kept: dict[str, http.client.HTTPConnection] = self._of_thread.__dict__
         if address.netloc not in kept:
             host = address.hostname or ""
@@ -111,7 +112,7 @@ class SignedRanges:
         if connection.sock is not None:
             poll = select.poll()
             poll.register(connection.sock, select.POLLIN)
-            if poll.poll(0):  # nothing was asked, so this is its end
+            if poll.poll(0):  # no request is pending, so this is its end
                 connection.close()
         return connection
 

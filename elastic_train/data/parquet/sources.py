@@ -1,10 +1,10 @@
-"""Where a dataset's bytes come from: local files, or any fsspec URL by ranges, retried, and asked for twice if slow.
+"""Sources of a dataset's bytes: local files, or ranges of any fsspec URL, retried, and hedged if slow.
 
-A remote range is read by a thread of a pool (S3's by plain HTTP, see `signed`), again after a failure, and once more
-beside itself when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Local files
-are read in the calling thread, without the interpreter's lock. Only then does pyarrow see a range, in a file whose
-bytes are here already: decoding never waits for a network, and decodes the very bytes that were checked. No range is
-read that a row group does not need, but near ones are read as one where each is a request.
+A remote range is read by a pool thread (S3 by plain HTTP, see `signed`), retried after a failure, and requested a
+second time when it takes longer than all but a few others did (Dean, Barroso: The Tail at Scale, 2013). Local files are
+read in the calling thread, without the interpreter's lock. pyarrow only sees ranges already in memory: decoding never
+waits for a network, and decodes the bytes that were checked. Only ranges that a row group needs are read, but near ones
+are joined where each costs a request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import fsspec
-import fsspec.implementations.chained  # else these are imported with the first URL, while somebody waits
+import fsspec.implementations.chained  # imported now rather than with the first URL, while somebody waits
 import fsspec.implementations.local
 import pyarrow as pa
 import tenacity
@@ -40,25 +40,25 @@ NUM_FETCHERS = 32
 TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 5, 0.1, 5.0
 HEDGED_SHARE, SOONEST_HEDGE_S, NUM_REMEMBERED = 0.05, 0.1, 128
 MOST_HEDGES_SAVED = 8.0
-"""What late ranges may be asked for again at once; where all are late, second requests would only make it later."""
+"""Limit on saved-up second requests; if all ranges are late, second requests would only make it worse."""
 
 _LOCK = threading.Lock()
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 
 
 class Source(Protocol):
-    """The files below one URL; OSError of what cannot be read. All methods may be called from any thread."""
+    """The files below one URL; raises OSError for unreadable ones. All methods are thread-safe."""
 
     def size(self, path: str) -> int:
         """Return a file's size in bytes."""
 
     def read(self, path: str, lo: int, hi: int) -> bytes:
-        """Return the bytes [lo, hi) of a file; fewer where it ends before."""
+        """Return the bytes [lo, hi) of a file; fewer at its end."""
 
     def open(self, path: str, ranges: Sequence[Range], *, is_again: bool = False) -> Fetched:
         """Return a file for pyarrow, of which only the given ranges can be read.
 
-        With `is_again` the ranges come from where they are stored, and not from the machine's memory.
+        With `is_again` the ranges come from storage, not from the machine's memory.
         """
 
 
@@ -72,7 +72,7 @@ def open_source(url: str) -> Source:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Raise DataError where a location cannot be used: an unknown protocol, no package for it, no answer, no access."""
+    """Raise DataError if a location cannot be used: unknown protocol, missing package, no answer, no access."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -87,7 +87,7 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def join_near(ranges: Sequence[Range], max_gap: int = MAX_GAP) -> list[Range]:
-    """Join half-open ranges that touch, overlap, or are at most `max_gap` bytes apart; the result is in order."""
+    """Join half-open ranges that touch, overlap, or are at most `max_gap` bytes apart; sorted."""
     joined: list[Range] = []
     for lo, hi in sorted(ranges):
         if joined and lo - joined[-1][1] <= max_gap:
@@ -122,7 +122,7 @@ class LocalSource:
 
 
 def _pread(file: int, lo: int, hi: int) -> Content:
-    """Read a range of an open file; less where it ends before."""
+    """Read a range of an open file; fewer bytes at its end."""
     content = memoryview(pa.allocate_buffer(hi - lo)).cast("B")
     at = 0
     while at < len(content) and (size := os.preadv(file, [content[at:]], lo + at)):
@@ -155,7 +155,7 @@ class RemoteSource:
         return bytes(self._content(path, lo, hi))
 
     def _content(self, path: str, lo: int, hi: int) -> Content:
-        """Read a range: by a signed address if that works at once, else through fsspec, again and again."""
+        """Read a range: by a signed address if that works at once, else through fsspec with retries."""
         whole = f"{self._root}/{path}"
         if self._signed is not None and (content := self._signed.read(whole, lo, hi)) is not None:
             return content
@@ -181,7 +181,7 @@ class RemoteSource:
         return content
 
     def _hedge(self, path: str, range_: Range, first: Future[Content]) -> Content:
-        """Wait for a range; ask a second time if it is late and few others were, and take what comes first."""
+        """Wait for a range; request it a second time if it is late and few others were, and take the first answer."""
         started_s = time.monotonic()
         while not wait([first], SOONEST_HEDGE_S).done:
             if time.monotonic() - started_s >= self._late_after_s() and self._may_hedge():
@@ -195,14 +195,14 @@ class RemoteSource:
         return next(future for future in done if not future.exception()).result()
 
     def _may_hedge(self) -> bool:
-        """Take one of the second requests that the first ones, a share each, have earned."""
+        """Spend one of the second requests earned by the first ones."""
         with _LOCK:
             is_earned = self._hedges_left >= 1
             self._hedges_left -= is_earned
         return is_earned
 
     def _late_after_s(self) -> float:
-        """Return how long all but a few of the last ranges took; so few are asked for twice."""
+        """Return the time that all but a few of the last ranges took."""
         took_s = sorted(self._took_s)
         return max(SOONEST_HEDGE_S, took_s[int((1 - HEDGED_SHARE) * len(took_s))] if took_s else LONGEST_PAUSE_S)
 
@@ -213,7 +213,7 @@ def _signed(filesystem: fsspec.AbstractFileSystem) -> SignedRanges | None:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raise OSError in place of what a file system's SDK raises."""
+    """Raise OSError in place of a file system SDK's errors."""
     try:
         yield
     except sdk_errors() as error:
@@ -221,7 +221,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class Fetched(io.RawIOBase):
-    """A file of which some ranges are here; pyarrow reads each column chunk with one call."""
+    """A file with some ranges in memory; pyarrow reads each column chunk with one call."""
 
     def __init__(self, parts: dict[Range, Content]) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Fetched(io.RawIOBase):
         return self.part(lo, self._at)
 
     def part(self, lo: int, hi: int) -> Content:
-        """Return the bytes [lo, hi), without a copy; fewer where the file ends before."""
+        """Return the bytes [lo, hi), without a copy; fewer at the file's end."""
         for (first, end), content in self._parts.items():
             if first <= lo and hi <= end:
                 return content[lo - first : hi - first]

@@ -1,6 +1,6 @@
-"""Scikit-learn's handwritten digits (UCI, Alpaydin and Kaynak 1998): a real image set that needs no download.
+"""Scikit-learn's handwritten digits (UCI, Alpaydin and Kaynak 1998): a real image set without a download.
 
-1,797 grey images of 8 x 8 pixels in ten classes, stored as PNG, which keeps every pixel.
+1,797 grey images of 8 x 8 pixels in ten classes, stored losslessly as PNG.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS_PER_GROUP = 64
 
 
 def import_digits(out: Path, *, share: float, seed: int, replace: bool = False) -> Written:
-    """Make a dataset of the digits; ConfigError without scikit-learn or Pillow."""
+    """Make a dataset of the digits; raise ConfigError without scikit-learn or Pillow."""
     with needed_for("importing digits"):
         import PIL
         import sklearn  # noqa: F401 - the set is a file of it

@@ -1,7 +1,7 @@
-"""Numbers in files of text that a guessed type would change: 010 to 10, 0x1F to 31, 2**53 + 1 to a float nearby.
+"""Detect numbers in text files that type inference would change: 010 to 10, 0x1F to 31, 2**53 + 1 to a nearby float.
 
-What is a number by its form may be a name, such as a postal code, or an id of 64 bits. A column that is given a type
-(--types) is taken as that.
+A value that looks like a number may be a name, such as a postal code, or a 64-bit id. Columns with an explicit type
+(--types) are read as that type.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 _PADDED = r"^\s*[-+]?0[0-9xX]"
 _MANY_DIGITS = r"^\s*[-+]?[0-9]{16,}\s*$"
 _EXACT = float(2**53)
-"""Above it not every whole number is a float."""
+"""Above it not every integer is a float."""
 
 
 def changed_text(texts: pa.RecordBatch, kinds: pa.Schema) -> tuple[int, str] | None:
-    """Return the first row of columns, as text, that has a number which a guessed type would change, and why."""
+    """Return the first row of text columns with a number that type inference would change, and the reason."""
     found = []
     for name in texts.schema.names:
         column, kind = texts.column(name), kinds.field(name).type
@@ -38,14 +38,14 @@ def changed_text(texts: pa.RecordBatch, kinds: pa.Schema) -> tuple[int, str] | N
 
 
 class JsonNumbers:
-    """Compares large floats of a file's rows with its lines, of which it reads those that have any."""
+    """Compares large floats of a file's rows with its lines, reading only lines that have any."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._next = path, 0
         self._lines: Iterator[str] | None = None
 
     def changed(self, rows: pa.RecordBatch, first: int, given: frozenset[str]) -> tuple[int, str] | None:
-        """Return the first row with a whole number that became another one, and why; `first` is the batch's number."""
+        """Return the first row with an integer that was changed, and the reason; `first` is the batch's first row."""
         names = [field.name for field in rows.schema if pa.types.is_floating(field.type) and field.name not in given]
         is_large = np.zeros(rows.num_rows, dtype=bool)
         for name in names:

@@ -1,8 +1,8 @@
-"""Files of rows, read in chunks with Arrow's own readers: JSON lines, CSV, Parquet, Arrow, and plain text.
+"""Read files of rows in chunks with Arrow's own readers: JSON lines, CSV, Parquet, Arrow, and plain text.
 
-Memory stays bounded by a chunk, whatever a file's size. All files have the columns and types of the first; a row that
-does not parse, or has another type, is an error that names file, row and remedy. Rows are counted from 1 and are lines
-in JSON lines and in CSV without line breaks in values, where the header is row 1.
+Memory is bounded by a chunk. All files have the columns and types of the first; a row that does not parse, or has
+another type, is an error with file, row and remedy. Rows count from 1 and are lines in JSON lines, and in CSV without
+line breaks in values, where the header is row 1.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track
 
 BLOCK_BYTES = 16 << 20
-"""Bytes of text that are parsed at once; no row may be longer."""
+"""Bytes of text parsed at once; no row may be longer."""
 ROWS_AT_ONCE = 1024
 _POINTER = b"version https://git-lfs"
 
 Types = Mapping[str, pa.DataType]
 Batches = Iterator[tuple[pa.RecordBatch, float]]
-"""Rows, and the share of the file that is read."""
+"""Rows, and the share of the file read so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive rows of a file, the first of them number `first`, from 0; `done` is the share of all bytes read."""
+    """Consecutive rows of a file, starting at row `first` (from 0); `done` is the share of all bytes read so far."""
 
     path: Path
     first: int
@@ -47,19 +47,19 @@ class Chunk:
     done: float
 
     def place_of(self, row: int) -> str:
-        """Name a row of this chunk, counted from 0, in a message."""
+        """Return the location of a row of this chunk (from 0), for a message."""
         return f"{self.path}: row {self.number_of(row)}"
 
     def number_of(self, row: int) -> int:
-        """Return the number in its file of a row of this chunk, counted from 0."""
+        """Return the number in its file of a row of this chunk (from 0)."""
         return self.first + row + (2 if has_header(self.path) else 1)
 
 
 def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | None = None) -> Iterator[Chunk]:
-    """Yield the rows of files, one after the other; `types` of columns take the place of guessed ones.
+    """Yield the rows of several files; `types` of columns override inference.
 
-    All files must have the columns and types of the file `like` (default: of the first). Raises ConfigError, which
-    names file and row, at the first that cannot be read.
+    All files must have the columns and types of `like` (default: the first file). Raise ConfigError, with file and
+    row, at the first unreadable one.
     """
     sizes = [size_of(path) for path in paths]
     known, total, before = dict(types or {}), sum(sizes) or 1, 0
@@ -86,7 +86,7 @@ def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | N
 
 
 def shown_chunks(chunks: Iterator[Chunk], what: str, track: Track) -> Iterator[Chunk]:
-    """Pass chunks on, and show the per cent of all bytes that is read."""
+    """Pass chunks on, and show the percentage of bytes read."""
     percents, num_shown = iter(track(range(100), f"{what}, per cent", 100)), 0
     for chunk in chunks:
         yield chunk
@@ -98,7 +98,7 @@ def shown_chunks(chunks: Iterator[Chunk], what: str, track: Track) -> Iterator[C
 
 
 def parse_types(texts: Sequence[str]) -> Types:
-    """Read `name=type` as given on a command line; types have Arrow's names, such as string, int64, float64."""
+    """Parse `name=type` options; types have Arrow's names, such as string, int64, float64."""
     types = {}
     for text in texts:
         name, _, kind = text.partition("=")
@@ -112,7 +112,7 @@ def parse_types(texts: Sequence[str]) -> Types:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file of rows; ConfigError if there is none, or if it is of another kind."""
+    """Return the size of a row file in bytes; raise ConfigError if it is missing or of another kind."""
     if _kind_of(path) not in _READERS:
         raise ConfigError(f"{path}: must be one of {', '.join(_READERS)}")
     try:
@@ -122,18 +122,18 @@ def size_of(path: Path) -> int:
 
 
 def has_header(path: Path) -> bool:
-    """Say whether the first row of a file names the columns."""
+    """Return True if a file's first row names the columns."""
     return _kind_of(path) in _WITH_HEADER
 
 
 def is_json(path: Path) -> bool:
-    """Say whether a file's rows are JSON."""
+    """Return True if a file's rows are JSON."""
     return _kind_of(path) in _JSON
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of rows; ConfigError if it cannot be read, or is a pointer to one."""
+    """Open a row file; raise ConfigError if it cannot be read, or is an LFS pointer."""
     try:
         with path.open("rb") as file:
             if file.read(len(_POINTER)) == _POINTER:
@@ -185,7 +185,7 @@ def _json_options(schema: pa.Schema, *, may_infer: bool = False) -> arrow_json.P
 
 
 def _wrong_line(path: Path, first: int, schema: pa.Schema, error: pa.ArrowInvalid) -> ConfigError:
-    """Find the line at which the reader stopped: the first, after `first` rows, that it does not take by itself."""
+    """Return the error for the line at which the reader stopped: the first, after `first` rows, that fails alone."""
     with path.open("rb") as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         for number, line in itertools.islice(lines, first, None):
@@ -220,10 +220,10 @@ def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Bat
 
 
 def _open_csv(file: BinaryIO, path: Path, types: Types, columns: Sequence[str] = ()) -> arrow_csv.CSVStreamingReader:
-    """Open a file; of the same one, with any types and columns, batches have the same rows."""
+    """Open a file; batches of the same file have the same rows for any types and columns."""
     return arrow_csv.open_csv(
         file,
-        # With threads, some messages have no row.
+        # With threads, some messages lack a row.
         arrow_csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
         arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
         arrow_csv.ConvertOptions(column_types=dict(types), include_columns=list(columns)),
@@ -263,7 +263,7 @@ def _arrow(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> B
 
 
 def _cast(rows: pa.RecordBatch, path: Path, types: Types) -> pa.RecordBatch:
-    """Give columns the types asked for, or those of the first file."""
+    """Cast columns to the requested types, or those of the first file."""
     for name in types:
         if name not in rows.schema.names:
             raise ConfigError(f"{path}: no column '{name}'; it has {', '.join(rows.schema.names)}")

@@ -1,7 +1,7 @@
-"""Folders of Hugging Face's datasets: what `save_to_disk` writes, or a clone of a repository of data files.
+"""Import folders of Hugging Face datasets: output of `save_to_disk`, or a clone of a data repository.
 
-Splits are read from the folder's own index, or from the files' names. `train` is trained on, `validation` validates;
-`test` stays where it is. Names of classes and images are understood by the features in the files' metadata.
+Splits come from the folder's own index, or from file names: `train` trains, `validation` validates, `test` is ignored.
+Class names and images are read from the features in the files' metadata.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SPLITS = {
 
 
 def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track = silent) -> Written:
-    """Make a dataset of a folder; ConfigError if it has no rows to train on."""
+    """Make a dataset of a folder; raise ConfigError if it has no training rows."""
     parts = parts_of(folder)
     return import_rows(out, parts, "hf-folder", options, _class_labels(parts[TRAIN][0], options.label_key), track)
 
 
 def parts_of(folder: Path) -> Parts:
-    """Return the data files of training and validation; ConfigError if there are no rows to train on."""
+    """Return the data files of training and validation; raise ConfigError if there are no training rows."""
     parts = {name: paths for name, paths in splits_of(folder).items() if name in (TRAIN, VALIDATION)}
     if not parts.get(TRAIN):
         raise ConfigError(
@@ -47,7 +47,7 @@ def parts_of(folder: Path) -> Parts:
 
 
 def splits_of(folder: Path) -> Parts:
-    """Return the data files of each split, in the order of their names; files that name no split are for training."""
+    """Return the data files of each split, in name order; files that name no split are for training."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder")
     files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and _is_rows(path, folder))
@@ -63,14 +63,14 @@ def splits_of(folder: Path) -> Parts:
 
 
 def _is_rows(path: Path, folder: Path) -> bool:
-    """Say whether a file holds rows: not an index, a cache, or of a hidden folder."""
+    """Return True if a file holds rows: no index or cache, and not in a hidden folder."""
     is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
     is_index = path.name in ("dataset_info.json", "dataset_dict.json", "state.json", "dataset_infos.json")
     return path.is_file() and not is_hidden and not is_index and not path.name.startswith("cache-")
 
 
 def _class_labels(path: Path, wanted: str | None) -> Labels | None:
-    """Return the names of the label's classes, if the features of a file have any."""
+    """Return the label's class names, if a file's features have any."""
     features = _features_of(path)
     column = wanted or USUAL
     names = features.get(column, {}).get("names") if isinstance(features.get(column), dict) else None
@@ -78,7 +78,7 @@ def _class_labels(path: Path, wanted: str | None) -> Labels | None:
 
 
 def _features_of(path: Path) -> Mapping[str, Any]:
-    """Return the features of the dataset; none where a file has no metadata, or cannot be read, which reading says."""
+    """Return the dataset's features; empty without metadata, or if the file cannot be read, which reading reports."""
     try:
         if path.suffix == ".parquet":
             metadata = pq.read_schema(path).metadata
@@ -88,7 +88,7 @@ def _features_of(path: Path) -> Mapping[str, Any]:
         else:
             return {}
         found = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-    except (OSError, ValueError):  # which Arrow's errors are
+    except (OSError, ValueError):  # Arrow's errors are among these
         return {}
     features = found.get("info", {}).get("features", {})
     return features if isinstance(features, dict) else {}

@@ -1,6 +1,6 @@
-"""Folders of images: DIR/<label>/<image>, or DIR/train/<label>/<image> beside DIR/validation or DIR/val.
+"""Import folders of images: DIR/<label>/<image>, or DIR/train/<label>/<image> with DIR/validation or DIR/val.
 
-Files are put in an order that the seed draws, so that every row group is a mix of labels, and keep their bytes.
+Files are shuffled by the seed, so that every row group mixes labels, and keep their bytes.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def import_images(
     check: ImageCheck | None = None,
     track: Track = silent,
 ) -> Written:
-    """Make a dataset of a folder of images, whose bytes are kept; ConfigError names all images that do not decode."""
+    """Make a dataset of a folder of images, keeping their bytes; raise ConfigError with all images that do not
+    decode."""
     check = check or ImageCheck()
     files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
     labels = sorted({path.parent.name for paths in files.values() for path in paths})
     for label in labels:
-        if not label.isprintable():  # as are the bytes of a name that is no UTF-8
+        if not label.isprintable():  # includes names that are not UTF-8
             raise ConfigError(f"{folder}: {label!r} cannot be a class's name: rename the folder")
     if len(labels) < 2:
         raise ConfigError(
@@ -78,10 +79,10 @@ def _parts_of(folder: Path) -> Mapping[str, Path]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the images of a part, in the order of their names.
+    """Return the images of a part, in name order.
 
-    ConfigError names other files in folders of images, broken links, and images that are in no folder of a class, or in
-    a folder below it: none is left out in silence.
+    Raise ConfigError with other files in image folders, broken links, and images outside a class folder or below one:
+    nothing is ignored silently.
     """
     found = sorted(path for path in folder.glob("*/*") if not path.name.startswith("."))
     files = [path for path in found if path.is_file()]

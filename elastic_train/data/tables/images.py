@@ -1,4 +1,4 @@
-"""Encoded images on their way into a dataset: unwrapped, and decoded once, so that a run meets none that it cannot."""
+"""Encoded images on their way into a dataset: unwrapped, and decoded once, so that a run meets no broken one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _REMEDY = "replace it by a whole PNG or JPEG, or leave it out (--skip-corrupt le
 
 @dataclass(slots=True)
 class ImageCheck(UnfitRows):
-    """Decodes images to their last byte, and notes those that cannot be; with `skips` these are left out."""
+    """Decodes images to their last byte, and records those that fail; with `skips` they are left out."""
 
     noun: ClassVar[str] = "image"
     most_megapixels: float = MOST_MEGAPIXELS
 
     @property
     def choices(self) -> dict[str, object]:
-        """The options that are not the default, by name: what an import was made with."""
+        """Non-default options by name, for the origin of an import."""
         chosen: dict[str, object] = {"skip_corrupt": True} if self.skips else {}
         return chosen if self.most_megapixels == MOST_MEGAPIXELS else {**chosen, "max_megapixels": self.most_megapixels}
 
     def are_whole(self, contents: Sequence[bytes | None], place_of: Callable[[int], str]) -> list[bool]:
-        """Say of each image whether it decodes; `place_of` names one by its number."""
+        """Return for each image whether it decodes; `place_of` describes an image by its number."""
         found = [why_undecodable(content, self.most_megapixels) for content in contents]
         self.wrong += [
             f"{place_of(row)}: {why if self.skips else with_remedy(why, _REMEDY)}"
@@ -42,12 +42,12 @@ class ImageCheck(UnfitRows):
 
 
 def is_wrapped(kind: pa.DataType) -> bool:
-    """Say whether a column has Hugging Face's images, which are {bytes, path}."""
+    """Return True if a column has Hugging Face's images, {bytes, path}."""
     return pa.types.is_struct(kind) and {each.name for each in kind} == _WRAPPED
 
 
 def unwrap_images(chunk: Chunk, name: str) -> pa.Array:
-    """Return a column; of Hugging Face's images, which are {bytes, path}, the bytes."""
+    """Return a column; for Hugging Face's images, {bytes, path}, the bytes."""
     column = chunk.rows.column(name)
     if not is_wrapped(column.type):
         return column

@@ -1,6 +1,6 @@
-"""From rows of any origin to a dataset: labels numbered, text tokenised, images unwrapped, rows split and written.
+"""Import rows of any origin: number labels, tokenise text, unwrap images, split and write rows.
 
-Rows keep their order. They stream: no more than a chunk of them, and of each part a row group, is in memory.
+Rows keep their order and are streamed: at most a chunk of them, and a row group per part, are in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Parts = Mapping[str, Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class RowOptions:
-    """Options of imports of rows: names of columns, the tokenizer of the text, and the share kept for validation."""
+    """Options of row imports: column names, tokenizer of the text, and validation share."""
 
     label_key: str | None = None
     text_key: str = "text"
@@ -53,20 +53,19 @@ class RowOptions:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The parts of a dataset; `is_new` is False where it was there already."""
+    """The parts of a dataset; `is_new` is False if it existed."""
 
     manifests: tuple[Manifest, ...]
     is_new: bool
     left_out: tuple[str, ...] = ()
-    """What was left out of a new one, and why."""
+    """Rows left out of a new dataset, with reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Finished rows on their way into a dataset, and what its manifests say of them.
+    """Finished rows on their way into a dataset, and manifest fields.
 
-    `chunks` are of each part that is given. Rows are split by the content of the column `key`, or of all columns where
-    there is none of that name.
+    `chunks` are by part. Rows are split by the content of the column `key`, or of all columns if it does not exist.
     """
 
     chunks: Mapping[str, Iterator[Chunk]]
@@ -78,7 +77,7 @@ class Table:
 def import_rows(
     out: Path, parts: Parts, source: str, options: RowOptions, named: Labels | None = None, track: Track = silent
 ) -> Written:
-    """Make a dataset of files; of a single part, a share validates. `named` are labels that are known."""
+    """Make a dataset of files; of a single part, a share is kept for validation. `named` are known labels."""
     if not any(parts.values()):
         raise ConfigError("name at least one file to import")
     made_from = {"source": source, **_origin_of(options), **contents_of_parts(parts)}
@@ -106,9 +105,9 @@ def write_table(
     rows_per_group: int = ROWS_PER_GROUP,
     unfit: UnfitRows | None = None,
 ) -> Written:
-    """Write the parts of a table with their manifests; the folder appears when it is whole.
+    """Write the parts of a table with their manifests; the folder appears when complete.
 
-    `unfit` notes the rows of the table that cannot be used; its verdict follows when all were met.
+    `unfit` records unusable rows; it decides once all have been seen.
     """
     with origin.filled(out, made_from) as folder:
         names = (TRAIN, VALIDATION) if set(table.chunks) == {TRAIN} and share > 0 else tuple(table.chunks)
@@ -134,7 +133,7 @@ def load_parts(out: Path) -> Written:
 
 
 def contents_of(paths: Sequence[Path]) -> list[list[object]]:
-    """Return what tells files from others: name and digest of each."""
+    """Return name and digest of each file."""
     found: list[list[object]] = []
     for path in paths:
         try:
@@ -145,13 +144,13 @@ def contents_of(paths: Sequence[Path]) -> list[list[object]]:
 
 
 def contents_of_parts(parts: Parts) -> dict[str, object]:
-    """Return what tells the files of one dataset from those of another: names and digests of each part's."""
+    """Return what identifies the files of a dataset: names and digests, by part."""
     content = contents_of([path for paths in parts.values() for path in paths])
     return {"content": content, **({"validation_files": len(parts[VALIDATION])} if VALIDATION in parts else {})}
 
 
 class Finisher:
-    """Turns rows as they were read into rows as they are trained on."""
+    """Turns rows as read into rows to train on."""
 
     def __init__(self, labels: Labels | None, options: RowOptions) -> None:
         self._labels, self._options = labels, options
@@ -160,7 +159,7 @@ class Finisher:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What the manifest says that the rows do not show."""
+        """Manifest fields that the rows do not show."""
         facts: dict[str, object] = {
             "numeric_columns": self._options.numeric,
             "categorical_columns": self._options.categorical,
@@ -170,7 +169,7 @@ class Finisher:
         return {**facts, **self.tokenizer.facts} if self.tokenizer else facts
 
     def all(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Finish chunk after chunk; ConfigError names the row that cannot be."""
+        """Finish chunk after chunk; raise ConfigError with the first bad row."""
         for chunk in chunks:
             yield replace(chunk, rows=self._finished(chunk))
 
@@ -198,7 +197,7 @@ class Finisher:
         return rows if mask is None else rows.filter(mask)
 
     def _check_new_names(self, chunk: Chunk) -> None:
-        """Refuse rows that have a column of the name of one that is made."""
+        """Reject rows with a column named like one to be made."""
         names = set(chunk.rows.schema.names)
         if self.tokenizer and TOKENS.name in names:
             raise ConfigError(f"{chunk.path}: has '{TOKENS.name}', which --tokenizer makes; leave out one of them")
@@ -216,7 +215,7 @@ class Finisher:
 
 
 def texts_of(chunk: Chunk, name: str) -> list[str]:
-    """Return a column of text; ConfigError names the first row without any."""
+    """Return a text column; raise ConfigError with the first row without text."""
     column = column_of(chunk, name, "--text-key")
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
         raise ConfigError(f"{chunk.path}: column '{name}' is {column.type}, not text; read it as --types {name}=string")
@@ -231,7 +230,7 @@ def _reader(paths: Sequence[Path], types: Types, like: Path | None) -> Chunks:
 
 
 def _origin_of(options: RowOptions) -> dict[str, object]:
-    """Name all options that the bytes of a dataset depend on."""
+    """Return all options that the bytes of a dataset depend on."""
     return {
         "label_key": options.label_key,
         "text_key": options.text_key,

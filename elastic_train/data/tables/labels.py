@@ -1,4 +1,4 @@
-"""Labels of rows from elsewhere: names become numbers, the most frequent first; numbers stay as they are."""
+"""Labels of imported rows: names become numbers, the most frequent first; numbers stay."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COLUMN = pa.field("label", pa.int32(), nullable=False)
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The label column, and the names of its classes; None where rows have numbers without names."""
+    """The label column and its class names; None if rows have numbers without names."""
 
     column: str
     names: tuple[str, ...] | None = None
 
     def codes(self, chunk: Chunk) -> pa.Array:
-        """Return the classes of the rows, int32; ConfigError names a row without one, or with an unknown one."""
+        """Return the classes of the rows, int32; raise ConfigError with a row whose class is missing or unknown."""
         column = labels_of(chunk, self.column)
         if self.names is None or pa.types.is_integer(column.type):
             return column.cast(pa.int32())
@@ -40,7 +40,7 @@ class Labels:
 
 
 def survey(chunks: Iterable[Chunk], wanted: str | None) -> Labels | None:
-    """Read all rows once, and number their labels; None if there is no label column and none was asked for."""
+    """Read all rows once, and number their labels; None without a label column if none was requested."""
     column, counts, is_named = wanted, Counter[str](), False
     for chunk in chunks:
         if column is None and USUAL not in chunk.rows.schema.names:
@@ -58,7 +58,7 @@ def survey(chunks: Iterable[Chunk], wanted: str | None) -> Labels | None:
 
 
 def labels_of(chunk: Chunk, column: str) -> pa.Array:
-    """Return the labels of the rows: names, or numbers from 0; ConfigError names the first row that has neither."""
+    """Return the rows' labels: names, or numbers from 0; raise ConfigError with the first row that has neither."""
     found = column_of(chunk, column, "--label-key")
     if pa.types.is_boolean(found.type):
         found = found.cast(pa.int32())
@@ -85,7 +85,7 @@ def labels_of(chunk: Chunk, column: str) -> pa.Array:
 
 
 def column_of(chunk: Chunk, name: str, option: str) -> pa.Array:
-    """Return a column; ConfigError names those that there are, and the option to choose one with."""
+    """Return a column; raise ConfigError with the existing columns, and the option to choose one."""
     names = chunk.rows.schema.names
     if name not in names:
         meant = did_you_mean(nearest(name, names))

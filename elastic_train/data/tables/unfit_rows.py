@@ -1,4 +1,4 @@
-"""Rows that an import cannot use: refused together, by name, or left out and listed."""
+"""Rows that an import cannot use: rejected together, or left out and listed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MOST_NAMED = 50
 
 @dataclass(slots=True)
 class UnfitRows:
-    """Lines on rows that cannot be used; with `skips` these are left out.
+    """Lines about unusable rows; with `skips` the rows are left out.
 
-    `remedy` follows the lines of a refusal, where each line does not have its own.
+    `remedy` ends a rejection whose lines have none of their own.
     """
 
     noun: ClassVar[str] = "row"
@@ -23,7 +23,7 @@ class UnfitRows:
     wrong: list[str] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Raise ConfigError, which names all rows that cannot be used, unless they are left out."""
+        """Raise ConfigError with all unusable rows, unless they are left out."""
         if self.wrong and not self.skips:
             more = len(self.wrong) - _MOST_NAMED
             rest = [f"and {more:,} {self.noun}s more"] if more > 0 else []

@@ -1,4 +1,4 @@
-"""Rows to Parquet files: row groups of bounded rows and bytes, files of a bounded number of row groups."""
+"""Write rows to Parquet files: row groups bounded in rows and bytes, files in row groups."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 
 ROWS_PER_GROUP = 512
 BYTES_PER_GROUP = 2 << 20
-"""So few that eight row groups of each lane, which are shuffled together, fit into memory, also of images."""
+"""Small enough that eight row groups per lane, which are shuffled together, fit into memory, even with images."""
 GROUPS_PER_FILE = 128
 
 
 class PartWriter:
-    """Writes rows to part-00000.parquet, part-00001.parquet, ... of a folder, in the order in which they come.
+    """Writes rows to part-00000.parquet, part-00001.parquet, ... in a folder, in order.
 
-    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes, by the mean of the rows that come together.
+    A row group ends after `rows_per_group` rows or BYTES_PER_GROUP bytes, by mean row size.
     """
 
     def __init__(self, folder: Path, rows_per_group: int = ROWS_PER_GROUP) -> None:
