@@ -1,7 +1,7 @@
-"""Membership and fencing over etcd v3; knows nothing of training.
+"""Membership and fencing over etcd v3; independent of training.
 
-`torchrun --rdzv_backend=etcd` finds its handler here, a trainer its fence, a demo its etcd. `__all__` is the public
-interface. What needs etcd's client is imported at its first use: an error class alone must not cost that import.
+It has the handler of `torchrun --rdzv_backend=etcd`, the fence for trainers, and an etcd for demos. `__all__` is the
+public interface. Modules that need etcd's client are imported at first use, so that error classes stay cheap.
 """
 
 from __future__ import annotations

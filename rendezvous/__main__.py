@@ -14,13 +14,13 @@ from rendezvous.etcd.server import EtcdServer
 
 
 def main() -> None:
-    """Run an etcd until SIGTERM or Ctrl-C, and print where it is."""
+    """Run an etcd until SIGTERM or Ctrl-C, and print its address."""
     parser = argparse.ArgumentParser(prog="python -m rendezvous", description=__doc__)
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
     asked = parser.parse_args()
-    # Python's own handlers run between two steps of a program: a signal that comes just before a wait begins is not
-    # heard by the wait. What the interpreter writes to a socket in the very moment is read whenever the wait begins.
+    # Python runs signal handlers between bytecodes, so a signal just before a wait would not end it. The wakeup socket
+    # does, because the interpreter writes to it at once.
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
     signal.set_wakeup_fd(wakes.fileno())

@@ -1,7 +1,7 @@
-"""What a node passes to its workers about their world, in one environment variable.
+"""The description of their world that a node passes to its workers in one environment variable.
 
-A worker reads `context()`, and opens the fence of its job with `open_fence(context)`. The variable carries the
-credentials for etcd, if there are any, and is as private as the process's environment.
+A worker reads `context()`, and opens the fence of its job with `open_fence(context)`. The variable contains etcd's
+credentials, if there are any, and is as private as the process's environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RendezvousContext:
 
 @dataclass(frozen=True, slots=True)
 class LiveContext:
-    """What a worker needs to form worlds by itself (`recovery=live`); the same for all of its worlds."""
+    """The settings with which a worker forms worlds itself (`recovery=live`); the same for all of its worlds."""
 
     endpoints: tuple[str, ...]
     run_id: str
@@ -54,14 +54,14 @@ class LiveContext:
     timeout_s: float
     options: Mapping[str, str] = field(default_factory=dict)
     compacts: bool = True
-    """Whether the leader compacts etcd's history."""
+    """True if the leader compacts etcd's history."""
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
 
 def live_context() -> LiveContext | None:
-    """Return what the launcher left for a worker in `live` mode; None in any other mode."""
+    """Return the launcher's settings for a worker in `live` mode; None in any other mode."""
     text = os.environ.get(LIVE_VARIABLE)
     if not text:
         return None
@@ -70,7 +70,7 @@ def live_context() -> LiveContext | None:
 
 
 def context() -> RendezvousContext | None:
-    """Return the context that our launcher left; None under another launcher or without one."""
+    """Return our launcher's context; None under another launcher or without one."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None
@@ -81,7 +81,7 @@ def context() -> RendezvousContext | None:
 def open_fence(context: RendezvousContext, *, give_up_after_s: float = 10.0) -> EtcdFence:
     """Connect to the job's etcd as one of its workers; the fence knows the term of the worker's world.
 
-    Its calls survive an election in etcd, and raise StoreUnavailableError after `give_up_after_s`.
+    Its calls survive an etcd election, and raise StoreUnavailableError after `give_up_after_s`.
     """
     from rendezvous.etcd.store import EtcdStore  # only here, because etcd's client is slow to import
 

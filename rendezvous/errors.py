@@ -21,11 +21,11 @@ from __future__ import annotations
 
 
 class RendezvousError(Exception):
-    """An error meant for the user."""
+    """Base class of errors for the user."""
 
 
 class OptionError(RendezvousError):
-    """One or more options are wrong; all of them are in `problems`."""
+    """One or more options are wrong; `problems` has all of them."""
 
     def __init__(self, *problems: str) -> None:
         self.problems = problems
@@ -33,31 +33,31 @@ class OptionError(RendezvousError):
 
 
 class LimitsDifferError(OptionError):
-    """This node was started with another --nnodes, or in another mode of recovery, than those that run."""
+    """This node has another --nnodes, or another mode of recovery, than the running ones."""
 
 
 class StoreError(RendezvousError):
-    """The control plane could not do what was asked."""
+    """The control plane could not carry out a request."""
 
 
 class StoreUnavailableError(StoreError):
-    """Etcd did not do it in time; a write may or may not have happened. Those that need it wait."""
+    """Etcd did not answer in time; a write may or may not have happened. Callers wait and retry."""
 
 
 class StoreBlockedError(StoreUnavailableError):
-    """An alarm keeps etcd from writing; reads, renewals and running worlds go on."""
+    """An alarm keeps etcd from writing; reads, renewals and running worlds continue."""
 
 
 class StoreDeniedError(StoreUnavailableError):
-    """Etcd does not accept the user, or does not let it do this."""
+    """Etcd rejects the user, or denies permission."""
 
 
 class StoreRefusedError(StoreError):
-    """Etcd answered, and would refuse the same again."""
+    """Etcd answered, and would refuse the same request again."""
 
 
 class NewerVersionError(RendezvousError):
-    """A newer version of this package has written a world, a head or an end in a format that this one cannot read."""
+    """A newer version of this package has written a world, head or end in a format that this version cannot read."""
 
 
 class FencedError(RendezvousError):

@@ -1,1 +1,1 @@
-"""What a node's agent answers at its port: which node it is, and how fast the link to it is."""
+"""The port of a node's agent: it identifies the node, and measures the link to it."""

@@ -1,9 +1,8 @@
-"""Who listens at an address: a node's agent says which node it is to anybody who asks.
+"""Identify the listener at an address: a node's agent tells anyone its node.
 
 One line each way, `elastic? NONCE` and `elastic! NODE NONCE`. An address that leads elsewhere (another machine has it,
-too; the port was given to another process) answers with another node or not at all; one whose machine refuses says
-nothing about the node, which may be alive somewhere else. There the agent also lets others measure the link
-(`link_speed`).
+too; the port was given to another process) answers with another node or not at all; a machine that refuses says nothing
+about the node, which may be alive elsewhere. The agent also serves link measurements there (`link_speed`).
 """
 
 from __future__ import annotations
@@ -22,18 +21,19 @@ _QUESTION, _ANSWER = "elastic?", "elastic!"
 _MOST_BYTES = 512
 
 Answer = Literal["itself", "other", "refused", "mute", "silent"]
-"""`other`: another node or program. `mute`: connected, no answer: a frozen or busy agent, or a relay before nothing.
-`silent`: not connected, and nothing refused."""
+"""`other`: another node or program. `mute`: connected, no answer: a frozen or busy agent, or a relay without target.
+`silent`: not connected, and not refused.
+"""
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT; raises ValueError if the port is not a number."""
+    """Return host and port of HOST:PORT; raise ValueError if the port is not a number."""
     host, _, port = endpoint.rpartition(":")
     return host, int(port)
 
 
 def ask(endpoint: str, node: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
-    """Ask who listens at HOST:PORT, and say whether it is a node's agent."""
+    """Ask the listener at HOST:PORT for its node, and classify the answer."""
     nonce = secrets.token_hex(8)
     try:
         connection = socket.create_connection(split_endpoint(endpoint), timeout=timeout_s)
@@ -53,7 +53,7 @@ def ask(endpoint: str, node: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
 
 
 def refuses(endpoint: str, timeout_s: float) -> bool:
-    """Say whether HOST:PORT refuses a connection; quicker than to ask, as no program has to answer."""
+    """Return True if HOST:PORT refuses connections; faster than `ask`, as no program has to answer."""
     try:
         socket.create_connection(split_endpoint(endpoint), timeout=timeout_s).close()
     except ConnectionRefusedError:
@@ -76,7 +76,7 @@ class IdentityPort:
     def close(self) -> None:
         """Refuse connections from now on."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # lets the thread out of accept()
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept()
         self._listener.close()
 
     def _serve(self) -> None:
@@ -100,7 +100,7 @@ class IdentityPort:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    """Read until a line, the connection or the patience ends."""
+    """Read up to the end of a line, the connection or the timeout."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _MOST_BYTES:
         read = connection.recv(_MOST_BYTES)

@@ -1,11 +1,10 @@
-"""How fast the link to another node is: it sends some bytes and takes some, for a moment, and answers a few at once.
+"""Measure the link to another node: rates in both directions and the round trip.
 
-The other end is the node's agent, at the port at which it says who it is. `elastic% NONCE` is answered as any question
-is, with the best rates, in bytes a second, that others have had from the agent and to it. Then the asker says what is
-next: `.` for an answer at once, `< N` for N bytes from the agent, `> N` for N bytes to it and an answer, and at the
-end `= TAKES GIVES`, the rates that it has had. It takes the time to the last byte, or its answer, and the best of some
-rates counts: what else two machines have to do only makes them lower. An agent measures with one node at a time, on a
-thread of its own.
+The other end is the node's agent, at its identity port. It answers `elastic% NONCE` like a question for its identity,
+plus the best rates, in bytes per second, that others have had from and to it. Then the client sends commands: `.` for
+an immediate answer, `< N` for N bytes from the agent, `> N` for N bytes to it and an answer, and finally `= TAKES
+GIVES`, the rates it measured. Time is measured up to the last byte or the answer, and the best of several rates counts,
+because other load can only lower them. An agent measures with one node at a time, on its own thread.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from typing import NamedTuple
 
 MEASURE = "elastic%"
 ANSWER_S = 2.0
-"""How long is waited for the next bytes."""
+"""Seconds to wait for the next bytes."""
 SERVE_S = 8.0
-"""How long an agent measures with one node at most."""
+"""Maximum seconds that an agent measures with one node."""
 FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 11, 1 << 23, 4
-"""The first are so few that a link over which nothing could be trained still brings them in time."""
+"""Sizes start so small that even a link too slow for training delivers the first ones in time."""
 SHORT_S, SHORT_TRIPS, TRIES = 0.1, 3, 3
-"""What took less time, or fewer round trips, is followed by more: a moment's stall would be much of it, and a
-connection begins slowly. What took longer is tried so often."""
+"""Transfers shorter than this, or than this many round trips, are followed by larger ones, because a short stall would
+dominate them and connections start slowly; longer ones are repeated this often.
+"""
 WAY_S, ANSWERS_S = 1.0, 0.3
-"""After so long neither way is tried again, nor an answer awaited once more."""
+"""Seconds after which a direction, or the round trip, is not tried again."""
 _NUM_ANSWERS = 8
 _MOST_LINE = 512
 
 
 class LinkSpeed(NamedTuple):
-    """What was measured between here and a node: bytes a second from and to there, and seconds to there and back.
+    """A measured link: bytes per second from and to the node, and the round trip in seconds.
 
-    `others_take` and `others_give` are the best rates that others have had with that node; 0 where none has.
+    `others_take` and `others_give` are the best rates that others have had with that node; 0 if none.
     """
 
     takes: float
@@ -48,14 +48,14 @@ class LinkSpeed(NamedTuple):
     others_give: float = 0.0
 
     def or_better(self, other: LinkSpeed) -> LinkSpeed:
-        """Return the better of two measurements of one link, each way."""
+        """Return the better of two measurements of one link, per direction."""
         trip_s = min(self.round_trip_s, other.round_trip_s)
         ways = [max(one, two) for one, two in zip(self, other, strict=True)]
         return LinkSpeed(ways[0], ways[1], trip_s, ways[3], ways[4])
 
 
 def measure_link(endpoint: tuple[str, int], node: str) -> LinkSpeed | None:
-    """Measure the link to a node's agent; None if it does not measure now, or stops, or is another's."""
+    """Measure the link to a node's agent; None if it is busy, stops, or belongs to another node."""
     nonce = secrets.token_hex(8)
     try:
         with socket.create_connection(endpoint, timeout=ANSWER_S) as connection:
@@ -74,14 +74,14 @@ def measure_link(endpoint: tuple[str, int], node: str) -> LinkSpeed | None:
 
 
 class LinkServer:
-    """The other end: measures with one node at a time, and remembers the best rates that others have had."""
+    """The serving end: measures with one node at a time, and remembers the best rates of others."""
 
     def __init__(self) -> None:
         self._free = threading.Lock()
         self._takes = self._gives = 0
 
     def serve(self, connection: socket.socket, answer: str) -> None:
-        """Take over a connection on which was asked for a measurement; `answer` says who this is."""
+        """Take over a connection that asked for a measurement; `answer` identifies this node."""
         if self._free.acquire(blocking=False):
             threading.Thread(target=self._measure, args=(connection, answer), name="link", daemon=True).start()
         else:
@@ -111,14 +111,14 @@ class LinkServer:
 
 
 class _Link:
-    """A connection on which lines and bytes come in turn.
+    """A connection that carries lines and bytes alternately.
 
-    Bytes are moved by calls that last until all have been: between two calls a thread may have to wait for Python's
-    lock, 5 ms each time, where others compute.
+    Bytes are moved by blocking system calls: between calls a thread may wait for Python's lock, 5 ms each time, while
+    others compute.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)  # what waits is the system's call, not Python around it
+        connection.settimeout(None)  # the system call waits, not Python
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(ANSWER_S), 0))
@@ -128,7 +128,7 @@ class _Link:
         self._connection.sendall(f"{line}\n".encode())
 
     def line(self) -> str:
-        """Return the next line; empty if there is none any more."""
+        """Return the next line; empty at the end of the connection."""
         line = b""
         while not line.endswith(b"\n") and len(line) < _MOST_LINE and (read := self._connection.recv(1)):
             line += read
@@ -165,7 +165,7 @@ class _Link:
 
 
 def _round_trip_s(link: _Link) -> float:
-    """Return how long the quickest of some answers takes."""
+    """Return the shortest of several round trips, in seconds."""
     deadline, best = time.monotonic() + ANSWERS_S, float("inf")
     for _ in range(_NUM_ANSWERS):
         best = min(best, _seconds_of(lambda: link.ask(".")))
@@ -175,11 +175,11 @@ def _round_trip_s(link: _Link) -> float:
 
 
 def _best_rate(move: Callable[[int], None], trip_s: float) -> float:
-    """Return the best rate at which more and more bytes are moved."""
+    """Return the best rate while moving more and more bytes."""
     number, best, short_s, num_long = FIRST_BYTES, 0.0, max(SHORT_S, SHORT_TRIPS * trip_s), 0
     deadline = time.monotonic() + WAY_S
     while number <= MOST_BYTES and num_long < TRIES and time.monotonic() < deadline:
-        seconds = _seconds_of(lambda: move(number))  # noqa: B023 - it is called at once
+        seconds = _seconds_of(lambda: move(number))  # noqa: B023 - called at once
         best = max(best, number / seconds)
         if seconds > short_s:
             num_long += 1

@@ -1,13 +1,12 @@
-"""How a worker ends: finished, as the worker itself has said, or in another way, which its agent can describe.
+"""How a worker ends: finished, as declared by itself, or otherwise, as described by its agent.
 
-An exit code of 0 is no evidence of completion: a library that calls `quit()` or `os._exit(0)` has it as well. So a
-worker that knows of this module announces its work, and declares it finished at the end, on a page of memory that its
-agent reads. Until then an exit code of 0 is a failure. A program that announces nothing is judged by its exit code.
+An exit code of 0 does not prove completion: a library that calls `quit()` or `os._exit(0)` has it as well. So a worker
+announces its work, and declares it finished at the end, in a page of memory that its agent reads. Until then an exit
+code of 0 is a failure. A program that announces nothing is judged by its exit code.
 
 Without an agent nobody reads the page. So Python's own `os._exit` is guarded in between, in the announcing process.
 
-A worker that is killed says nothing. So it names on the page, while it lives, a file in which its agent is to note how
-it ended.
+A killed worker cannot report. So while it lives it names, in the page, a file in which its agent notes how it ended.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from subprocess import TimeoutExpired
 from typing import Any, NoReturn, Protocol
 
 PAGE = "ELASTIC_WORKER_PAGE"
-"""The variable with the path of a worker's page; taken away as soon as the worker has read it."""
+"""Environment variable with the path of a worker's page; removed once the worker has read it."""
 ANNOUNCED, FINISHED = b"announced", b"finished!"
 UNFINISHED_CODE = 70
-"""In place of 0, of a worker that has announced its work and ended without finishing it (sysexits: EX_SOFTWARE)."""
+"""Replaces exit code 0 of a worker that has announced its work and not finished it (sysexits: EX_SOFTWARE)."""
 FAILURE_CODE = 1
 IN_GOOD_ORDER = frozenset({0, 74, 75, 77, 79})
-"""Codes by which agents and schedulers know a worker that has left in good order."""
+"""Exit codes that agents and schedulers accept as an orderly exit."""
 LONGEST_PAGE = 1 << 14
 NOTED_WITHIN_S = 2.0
-"""How long an agent that ends waits for its notes: the folder may hang."""
+"""Seconds that an ending agent waits for its notes: the folder may hang."""
 _NOTES = "note of an end"
 _REASONS = {
     signal.SIGBUS: "memory behind a mapped file is gone: shared memory (/dev/shm) is full, or a file was cut",
@@ -43,7 +42,7 @@ _REASONS = {
 
 
 class Process(Protocol):
-    """What is asked of a worker's process, such as a Popen."""
+    """The interface used of a worker's process, e.g. a Popen."""
 
     pid: int
 
@@ -62,7 +61,7 @@ class Handler(Protocol):
 
 
 class _Work:
-    """What this process has announced: its page, and the `os._exit` that is guarded meanwhile."""
+    """This process's announcement: its page, and the original `os._exit` while that is guarded."""
 
     page: Path | None = None
     pid = 0
@@ -72,11 +71,11 @@ class _Work:
 
 
 def announce(where: Callable[[], str] | None = None) -> None:
-    """Say that this process declares its work finished itself: ending with 0 before is a failure.
+    """Announce that this process declares its work finished: until then, ending with 0 is a failure.
 
-    With `where`, which says how far the work is, `os._exit` is guarded from now on until `release`.
+    With `where`, which describes the progress, `os._exit` is guarded from now on until `release`.
     """
-    path = os.environ.pop(PAGE, None)  # what this process starts has no part in it
+    path = os.environ.pop(PAGE, None)  # child processes must not use it
     if path is not None:
         _Work.page, _Work.pid = Path(path), os.getpid()
     _say(ANNOUNCED)
@@ -86,14 +85,14 @@ def announce(where: Callable[[], str] | None = None) -> None:
 
 
 def declare_finished() -> None:
-    """Say that the work is done: an exit code of 0 means what it says."""
+    """Declare the work done: an exit code of 0 counts as success."""
     _say(FINISHED)
 
 
 def note_end_in(folder: str | Path, name: str, **facts: object) -> None:
-    """Let the agent append a JSON line of these facts to <folder>/<name>-<agent>.jsonl, unless this process says it.
+    """Make the agent append a JSON line with these facts to <folder>/<name>-<agent>.jsonl, unless this process does so.
 
-    The line has the time as `t`, the `exit_code` (a signal negated) and `why`, the rest of a sentence about this
+    The line has the time as `t`, the `exit_code` (a signal negated) and `why`, the predicate of a sentence about this
     process. It is written for a worker that neither finishes nor leaves in good order, if the folder exists.
     """
     path = Path(folder).absolute() / f"{name}-{os.getppid()}.jsonl"
@@ -102,24 +101,24 @@ def note_end_in(folder: str | Path, name: str, **facts: object) -> None:
 
 
 def has_noted_end() -> None:
-    """Say that this process has noted itself how it ends."""
+    """Note that this process has recorded its end itself."""
     _Work.note = b""
     _say(ANNOUNCED)
 
 
 def release() -> None:
-    """Guard `os._exit` no longer."""
+    """Stop guarding `os._exit`."""
     _Work.where, os._exit = None, _Work.exit_now
 
 
 def _say(word: bytes) -> None:
     if _Work.page is not None and _Work.pid == os.getpid():
-        with contextlib.suppress(OSError):  # the agent has ended, and this process is about to
+        with contextlib.suppress(OSError):  # the agent has ended, and this process will
             _Work.page.write_bytes(word + _Work.note)
 
 
 def _guarded_exit(status: int) -> NoReturn:
-    """End this process, but not as if its work were finished; processes that it has forked end as they like."""
+    """End this process, but not as if its work were finished; forked children end normally."""
     if _Work.where is None or _Work.pid != os.getpid() or status not in IN_GOOD_ORDER:
         _Work.exit_now(status)
     text = f"error: os._exit({status}) was called {_Work.where()} without finishing: code of the task, or a library\n"
@@ -128,7 +127,7 @@ def _guarded_exit(status: int) -> NoReturn:
 
 
 class Worker:
-    """A worker's handler, whose exit code of 0 counts only if the worker has finished what it announced."""
+    """A worker's handler; exit code 0 counts only if the worker has finished what it announced."""
 
     def __init__(self, start: Callable[[Mapping[str, str]], Handler]) -> None:
         """Start the worker with its own page, named in the environment that `start` adds."""
@@ -153,13 +152,13 @@ class Worker:
         return self._handler.proc.pid
 
     def poll(self) -> int | None:
-        """Return the exit code, a signal negated, UNFINISHED_CODE for a 0 that is none; None while it runs."""
+        """Return the exit code, a signal negated, UNFINISHED_CODE for a false 0; None while it runs."""
         if self._code is None and (code := self._handler.proc.poll()) is not None:
             self._code = self._judged(code)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end and return what `poll` does; raises TimeoutExpired."""
+        """Wait for the end and return the result of `poll`; raises TimeoutExpired."""
         self._handler.proc.wait(timeout)
         code = self.poll()
         if code is None:
@@ -171,13 +170,13 @@ class Worker:
         self._handler.close(death_sig)
 
     def how_it_ended(self) -> str:
-        """Describe its end, as the rest of a sentence about it."""
+        """Describe its end, as the predicate of a sentence."""
         code = self.poll()
         assert code is not None, "it has ended"
         return described(code, self._kills_before)
 
     def note_that_its_node_leaves(self, why: str) -> None:
-        """Add to the note of its end that no other takes its place."""
+        """Add to the note of its end that it is not replaced."""
         note_end(self._named, self.poll() or 0, f"{self.how_it_ended()}, and {why}", node_leaves=True)
 
     def _judged(self, code: int) -> int:
@@ -200,29 +199,29 @@ class Worker:
 
 
 def judged(code: int, page: int | None) -> int:
-    """Return the exit code of a process with this page: UNFINISHED_CODE for a 0 without what it has announced."""
+    """Return the exit code of a process with this page: UNFINISHED_CODE for a 0 with unfinished work."""
     said = b"" if page is None else os.pread(page, len(FINISHED), 0)
     return UNFINISHED_CODE if code == 0 and said == ANNOUNCED else code
 
 
 def named_on(page: int | None) -> Mapping[str, Any] | None:
-    """Return what a worker has said to `note_end_in`; None if it has said how it ends, finished, or named no file."""
+    """Return a worker's request to `note_end_in`; None if it has recorded its end, finished, or made no request."""
     content = b"" if page is None else os.pread(page, LONGEST_PAGE, 0)
     if content.startswith(ANNOUNCED) and len(content) > len(ANNOUNCED):
-        with contextlib.suppress(ValueError):  # it was killed while it wrote
+        with contextlib.suppress(ValueError):  # it was killed while writing
             return dict(json.loads(content[len(ANNOUNCED) :]))
     return None
 
 
 def note_end(named: Mapping[str, Any] | None, code: int, how: str, **more: object) -> None:
-    """Write what a worker could not, where it has named a file: by a thread, since the folder may hang."""
+    """Write the note that a worker requested, on a thread, because the folder may hang."""
     if named is not None and code not in IN_GOOD_ORDER:
         line = {**named["facts"], "t": time.time(), "exit_code": code, "why": how, **more}
         threading.Thread(target=_append, args=(named["path"], line), name=_NOTES, daemon=True).start()
 
 
 def await_notes() -> None:
-    """Wait a moment for the notes that are being written."""
+    """Wait briefly for pending notes."""
     deadline = time.monotonic() + NOTED_WITHIN_S
     for thread in threading.enumerate():
         if thread.name == _NOTES:
@@ -235,7 +234,7 @@ def _append(path: str, line: Mapping[str, object]) -> None:
 
 
 def new_page() -> int | None:
-    """Return a page that a child of this process can write to by its path; None where there is none (not on Linux)."""
+    """Return a page that a child of this process can write to by its path; None if not available (not on Linux)."""
     try:
         page = os.memfd_create("worker")
     except (AttributeError, OSError):
@@ -247,7 +246,7 @@ def new_page() -> int | None:
 
 
 def how_it_ended(worker: object, code: int) -> str:
-    """Describe the end of what an agent has as a worker."""
+    """Describe the end of an agent's worker."""
     return worker.how_it_ended() if isinstance(worker, Worker) else described(code)
 
 
@@ -269,7 +268,7 @@ def described(code: int, kills_before: int | None = None) -> str:
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:
-    """Return how many processes of this one's cgroup, else of this machine, the kernel has killed for memory so far."""
+    """Return the number of processes killed for memory so far, in this process's cgroup or else on this machine."""
     for file in _memory_files(root):
         try:
             lines = file.read_text().splitlines()
@@ -284,7 +283,7 @@ def memory_kills(root: Path = Path("/")) -> int | None:
 def _memory_files(root: Path) -> list[Path]:
     """Return the files that count kills, the most specific first: of cgroups v2 and v1, then of the machine.
 
-    A container sees its own cgroup at the top, whatever path the kernel names.
+    A container sees its own cgroup at the root, whatever path the kernel names.
     """
     files: list[Path] = []
     try:

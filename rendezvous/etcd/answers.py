@@ -1,7 +1,7 @@
-"""What etcd means when it does not do what it was asked: ask again, log in again, wait for its operator, or never.
+"""Interpret etcd's errors: retry, log in again, wait for its operator, or give up.
 
-etcd's codes alone do not say: a full database and too many requests share one, and so do a wrong password and a token
-that is a moment too old. The texts are those of etcd 3.4 to 3.6.
+etcd's codes alone are ambiguous: a full database and too many requests share one, and so do a wrong password and an
+expired token. The texts are those of etcd 3.4 to 3.6.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rendezvous.errors import (
 
 
 class Meaning(Enum):
-    """What to do about a call that failed."""
+    """The reaction to a failed call."""
 
     AGAIN = auto()
-    """Nobody leads, a member is down or busy: ask again, another member if need be."""
+    """There is no leader, or a member is down or busy: retry, with another member if necessary."""
     LOG_IN = auto()
-    """The token has expired, or users were changed since it was given: ask again with a new one."""
+    """The token has expired, or users have changed since: retry with a new one."""
     BLOCKED = auto()
-    """An alarm keeps etcd from writing until its operator has cleared it."""
+    """An alarm keeps etcd from writing until its operator clears it."""
     DENIED = auto()
-    """The user, the password or the permissions are not right, until somebody corrects them here or there."""
+    """User, password or permissions are wrong, until corrected here or in etcd."""
     NEVER = auto()
-    """The request itself cannot be done."""
+    """The request itself cannot be carried out."""
 
 
 _AGAIN = {
@@ -40,7 +40,7 @@ _AGAIN = {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.CANCELLED,
-    # What etcd has no code for, above all its own "context deadline exceeded" while no member leads.
+    # Errors without a code in etcd, above all "context deadline exceeded" while there is no leader.
     grpc.StatusCode.UNKNOWN,
 }
 _OLD_TOKEN = ("auth store is old", "auth store revision is old", "revision in header is old")
@@ -55,11 +55,11 @@ ALARMS = {
         "to differ, or restore a snapshot; then clear the alarm with `etcdctl alarm disarm`"
     ),
 }
-"""What etcd's text says while an alarm is raised: which alarm it is, and what clears it."""
+"""Parts of etcd's texts during an alarm, with the alarm's name and remedy."""
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """Say what to do about an error of a call."""
+    """Return the reaction to a call's error."""
     code, text = code_of(error), details_of(error)
     if alarm_in(text) is not None:
         return Meaning.BLOCKED
@@ -75,21 +75,21 @@ def meaning_of(error: BaseException) -> Meaning:
 
 
 def needs_new_client(error: BaseException) -> bool:
-    """Say whether the client is not to be used again: pyetcd would ask the same member, with the same token."""
+    """Return True if the client must be replaced: pyetcd would ask the same member, with the same token."""
     return meaning_of(error) is Meaning.LOG_IN or code_of(error) is grpc.StatusCode.UNKNOWN
 
 
 def says_without_users(error: BaseException) -> bool:
-    """Say whether a login was refused because etcd has no users (any more): nobody needs to log in."""
+    """Return True if a login was refused because etcd has no users (any more), so none is needed."""
     return code_of(error) is grpc.StatusCode.FAILED_PRECONDITION and "not enabled" in details_of(error)
 
 
 def explained(
     error: Exception, where: str, user: str | None, waited_s: float, last_words: str
 ) -> StoreUnavailableError | StoreRefusedError:
-    """Return the error for the caller: what etcd said, where, and what to do; `last_words` are the last that it said.
+    """Return the error for the caller: etcd's message, where, and what to do; `last_words` is the last message.
 
-    Once every endpoint has just failed, pyetcd itself says only that there is none to ask.
+    Once every endpoint has just failed, pyetcd only reports that none is left.
     """
     text = details_of(error)
     match meaning_of(error):
@@ -112,7 +112,7 @@ def explained(
 
 
 def alarm_in(text: str) -> str | None:
-    """Return which alarm a text of etcd's speaks of, and what clears it; None if it speaks of none."""
+    """Return the alarm, with its remedy, in a text of etcd's; None if there is none."""
     return next((alarm for said, alarm in ALARMS.items() if said in text), None)
 
 
@@ -123,7 +123,7 @@ def code_of(error: BaseException) -> grpc.StatusCode | None:
 
 
 def details_of(error: BaseException) -> str:
-    """Return the first line of what etcd, or gRPC, said."""
+    """Return the first line of etcd's or gRPC's message."""
     cause = _cause(error)
     text = cause.details() if isinstance(cause, grpc.RpcError) and hasattr(cause, "details") else str(error)
     return (text or type(error).__name__).splitlines()[0]

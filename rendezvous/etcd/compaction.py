@@ -1,11 +1,11 @@
-"""Compacts the history of an etcd that has only jobs like this one, so that it does not fill its disk.
+"""Compact the history of an etcd that has only jobs like this one, so that it does not fill its disk.
 
-Etcd keeps every revision until somebody compacts it, and by default nobody does: a regroup of a thousand members
-writes a megabyte. The member that leads compacts all revisions that are older than ten minutes.
+Etcd keeps every revision until it is compacted, which by default never happens: a regroup of a thousand members writes
+a megabyte. The leading member compacts all revisions older than ten minutes.
 
-Compaction is for the whole of etcd, and a client that resumes a watch at a compacted revision has to list again. Ours
-do; of others' we cannot know. So an etcd that holds any key that is not below /elastic/, or in which this user may not
-count all keys, is left to its operator, as is one that somebody else compacts.
+Compaction affects the whole etcd, and a client that resumes a watch at a compacted revision must list again. Ours do;
+others may not. So an etcd with any key outside /elastic/, or in which this user may not count all keys, is left to its
+operator, as is one that someone else compacts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.records import JOBS
 
 KEEP_S = 600.0
-"""How much of its history stays: nobody who resumes a watch within this time finds it compacted."""
+"""Seconds of history to keep: watches resumed within this time are not compacted."""
 LOOK_EVERY_S = 60.0
 
 _log = logging.getLogger("rendezvous")
@@ -43,7 +43,7 @@ class Compaction:
     ) -> None:
         self._options, self._is_leading, self._keep_s, self._look_every_s = options, is_leading, keep_s, look_every_s
         self._seen: deque[tuple[float, int]] = deque()
-        """When which revision was the newest."""
+        """Times, and the newest revision at each."""
         self._compacted = 0
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="compaction", daemon=True).start()
@@ -66,7 +66,7 @@ class Compaction:
                 connection.close()
 
     def _look(self, connection: Connection) -> None:
-        """Note the newest revision, and compact at the newest of those that are old enough."""
+        """Record the newest revision, and compact at the newest one that is old enough."""
         revision, num_ours = _count(connection, JOBS, utils.prefix_range_end(JOBS.encode()))
         if self._seen and revision < self._seen[-1][1]:
             self._seen.clear()  # etcd has lost its data
@@ -82,7 +82,7 @@ class Compaction:
 
 
 def _count(connection: Connection, start: str | bytes, end: bytes) -> tuple[int, int]:
-    """Return etcd's revision, and how many keys there are from `start` up to `end`; an end of zero is that of all."""
+    """Return etcd's revision, and the number of keys from `start` up to `end`; an end of zero means all."""
     answer = connection.call(
         lambda client: client.get_response(start, range_end=end, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
     )

@@ -1,8 +1,8 @@
 """A connection to etcd over pyetcd, with deadlines, retries and fail-over that pyetcd lacks.
 
-Every call has a deadline and is retried with jitter until then; a member of etcd that failed is skipped for a moment,
-not for five minutes, by the monotonic clock; an expired token is renewed, and so are certificates, and addresses that
-a file names. What etcd's errors mean is in `answers`.
+Every call has a deadline and is retried with jitter until then. A failed etcd member is skipped for a moment of the
+monotonic clock, not for five minutes. Expired tokens, certificates, and addresses from a file are renewed. `answers`
+interprets etcd's errors.
 
 Invariant: a client is closed only when no call uses it. gRPC ends the *process* that uses a closed channel.
 """
@@ -53,32 +53,33 @@ GIVE_UP_AFTER_S = 4.0
 TRY_S = 2.0
 ENDPOINT_RETRY_S = 0.2
 DENIED_S = (2.0, 6.0)
-"""How long a login that failed is not tried again: a check of a password costs etcd a tenth of a second, and all
-workers of a job may log in at once."""
+"""Range of seconds before a failed login is retried: checking a password costs etcd a tenth of a second, and all
+workers of a job may log in at once.
+"""
 LOGIN_TIMEOUT_S = 10.0
 DISK_S = 2.0
-"""How long what is on disk is waited for."""
+"""Seconds to wait for reads from disk."""
 
 _log = logging.getLogger("rendezvous")
 
 _CHANNEL = {
-    # etcd drops clients that ping more often than every 5 s; without pings, a black-holed connection looks idle.
+    # etcd drops clients that ping more often than every 5 s; without pings, a dead connection looks idle.
     "grpc.keepalive_time_ms": 6000,
     "grpc.keepalive_timeout_ms": 2000,
     "grpc.http2.max_pings_without_data": 0,
     "grpc.initial_reconnect_backoff_ms": 50,
     "grpc.min_reconnect_backoff_ms": 50,
     "grpc.max_reconnect_backoff_ms": 500,
-    # The control plane is never reached through the proxy that a cluster sets for downloads.
+    # The control plane is never behind a cluster's proxy for downloads.
     "grpc.enable_http_proxy": 0,
-    # The records of 8,400 workers exceed gRPC's own limit of 4 MiB to an answer; what we list is our own.
+    # The records of 8,400 workers exceed gRPC's limit of 4 MiB per answer; we only list our own data.
     "grpc.max_receive_message_length": -1,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class _OnDisk:
-    """What files say of the way to etcd: where it is, and the certificates of both sides; () without TLS."""
+    """etcd's addresses, and the certificates of both sides, as read from files; () without TLS."""
 
     addresses: tuple[str, ...]
     certificates: tuple[bytes, ...]
@@ -86,7 +87,7 @@ class _OnDisk:
 
 @dataclass(slots=True)
 class _Lent:
-    """A client, what it was made from, and how many calls have it."""
+    """A client, its configuration from disk, and its number of running calls."""
 
     client: pyetcd.MultiEndpointEtcd3Client
     made_from: _OnDisk
@@ -94,10 +95,10 @@ class _Lent:
 
 
 class Connection:
-    """One pyetcd client to all endpoints, made when it is first needed.
+    """One pyetcd client to all endpoints, made at first use.
 
-    Another takes its place when its token has expired, or when it fails and the files on disk are not what it was made
-    from: gRPC would present old certificates for ever, and look for etcd where it was. Threads may share a connection.
+    It is replaced when its token has expired, or when it fails and the files on disk have changed: gRPC would keep
+    using the old certificates and addresses. Threads may share a connection.
     """
 
     def __init__(self, options: EtcdOptions, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
@@ -111,10 +112,10 @@ class Connection:
         self._denied_until = -math.inf
 
     def call(self, ask: Callable[[pyetcd.MultiEndpointEtcd3Client], T], *, give_up_after_s: float) -> T:
-        """Run `ask`, again after failures that may pass, until it answers or the time is over.
+        """Run `ask`, retrying temporary failures, until it answers or the time is over.
 
         Raises StoreDeniedError at once, any other StoreUnavailableError after `give_up_after_s`, and StoreRefusedError
-        at once if the request itself cannot be done.
+        at once if the request itself cannot be carried out.
         """
         attempts = tenacity.Retrying(
             stop=tenacity.stop_after_delay(give_up_after_s),
@@ -129,7 +130,7 @@ class Connection:
             raise explained(error, options.where, options.user, give_up_after_s, self._last_words) from error
 
     def client(self) -> pyetcd.MultiEndpointEtcd3Client:
-        """Return the present client without counting a use of it: only for a connection that one thread uses."""
+        """Return the current client without counting a use of it: only for a connection that one thread uses."""
         with self._lock:
             return self._lend().client
 
@@ -163,14 +164,14 @@ class Connection:
                 lent.client.close()
 
     def _lend(self) -> _Lent:
-        """Return the present client, or log in with another one; a login that failed is not repeated at once."""
+        """Return the current client, or log in with a new one; a failed login is not repeated at once."""
         if self._current is None:
             if self._denied is not None and time.monotonic() < self._denied_until:
                 raise self._denied
             try:
                 self._current = self._make()
                 self._denied = None
-            except grpc.RpcError as error:  # of a login
+            except grpc.RpcError as error:  # from a login
                 self._denied, self._denied_until = error, time.monotonic() + between(*DENIED_S)
                 raise
         return self._current
@@ -178,10 +179,10 @@ class Connection:
     def _make(self) -> _Lent:
         try:
             found = self._read_from_disk()
-        except OSError as error:  # the file is just being replaced, or its storage hangs
+        except OSError as error:  # the file is being replaced, or its storage hangs
             self._last_words = f"{error.filename} cannot be read: {error.strerror}"
             raise failures.NoServerAvailableError(self._last_words) from None
-        except OptionError as error:  # or etcd is not there yet, and will say where it is
+        except OptionError as error:  # e.g. etcd is not there yet, and will write the file
             self._last_words = str(error)
             raise failures.NoServerAvailableError(self._last_words) from None
         try:
@@ -199,7 +200,7 @@ class Connection:
             return False
 
     def _read_from_disk(self) -> _OnDisk:
-        """Read what is on disk, on another thread, since its storage may hang; a read that hangs is not begun again."""
+        """Read the files on another thread, since their storage may hang; a hanging read is not started again."""
         if not self.options.is_on_disk:
             return _read_from_disk(self.options)
         reading = self._reading or begin("etcd's files", partial(_read_from_disk, self.options))
@@ -232,10 +233,9 @@ def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GI
 
 
 def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
-    """Return once etcd answers: what took this node may have taken etcd, too. TooFewNodesError if it never does.
+    """Wait until etcd answers, since it may have failed together with this node; raise TooFewNodesError on timeout.
 
-    Another start would find it no sooner, and an address that is wrong looks the same. One that is too old raises
-    OptionError.
+    A restart would not help, and a wrong address looks the same. Raises OptionError if etcd is too old.
     """
     log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
     with contextlib.closing(Connection(options)) as connection:
@@ -252,10 +252,10 @@ def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
 
 
 def _refuse_too_old(connection: Connection) -> None:
-    """Raise OptionError for an etcd without what jobs need, which would fail them one call after the other."""
+    """Raise OptionError for an etcd without features that jobs need: calls would fail one by one."""
     try:
         version = connection.call(lambda client: client.status().version, give_up_after_s=TRY_S)
-    except StoreError as error:  # a user may lack the right to ask, and what speaks for an etcd may not know
+    except StoreError as error:  # the user may lack the permission, or a proxy may not know
         _log.debug("etcd at %s does not say its version: %s", connection.options.where, error)
         return
     if too_old(version):
@@ -266,21 +266,21 @@ def _refuse_too_old(connection: Connection) -> None:
 
 
 def text_of(found: bytes) -> str:
-    """Return a key or a value as text; bytes that are none, which we do not write, become escapes."""
+    """Return a key or value as text; invalid bytes, which we never write, become escapes."""
     return found.decode(errors="backslashreplace")
 
 
 def list_in_life(
     connection: Connection, prefix: str, data_loss: DataLossDetector, give_up_after_s: float = GIVE_UP_AFTER_S
 ) -> Snapshot:
-    """Read all keys below `prefix`, and note in which of etcd's lives that was."""
+    """Read all keys below `prefix`, with the number of the etcd life that they belong to."""
     asked = data_loss.ask()
     listed = list_prefix(connection, prefix, give_up_after_s)
     return replace(listed, life=data_loss.heard(asked, listed.revision))
 
 
 class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]
-    """A member of etcd; pyetcd's own skips one that failed by the wall clock, which may be set back by an hour."""
+    """An etcd member; pyetcd's class times failures by the wall clock, which may be set back."""
 
     _failed_at = -math.inf
 
@@ -293,7 +293,7 @@ class _Endpoint(pyetcd.Endpoint):  # type: ignore[misc]
 
 
 def _read_from_disk(options: EtcdOptions) -> _OnDisk:
-    """Read where etcd is, the authority's certificate, and the client's key and certificate if there are any.
+    """Read etcd's addresses, the authority's certificate, and the client's key and certificate, if given.
 
     Raises OSError or OptionError.
     """
@@ -322,6 +322,6 @@ def _make_client(options: EtcdOptions, found: _OnDisk, call_timeout_s: float) ->
         for endpoint in endpoints:
             endpoint.close()
         raise
-    # The token travels as metadata already; as call credentials, too, gRPC refuses it on a channel without TLS.
+    # The token already travels as metadata; as call credentials, gRPC refuses it on a channel without TLS.
     client.call_credentials = None
     return client

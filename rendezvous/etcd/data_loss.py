@@ -1,7 +1,7 @@
-"""How often etcd has lost its data: a linearizable read never answers with a lower revision than an earlier read.
+"""Count etcd's data losses: a linearizable read never returns a lower revision than an earlier read.
 
-Etcd itself does not report a loss. If it comes back empty, as a pod without a volume does, its revisions start at 1
-again. So every request notes the newest revision known when it was sent; a lower one in the answer means another life.
+Etcd itself does not report a loss. If it comes back empty, e.g. as a pod without a volume, its revisions start at 1
+again. So every request records the newest revision known when it was sent; a lower one in the answer means a new life.
 
 Invariant: an answer belongs to the life in which it was requested, or to a later one that it proves.
 """
@@ -19,18 +19,18 @@ class DataLossDetector:
         self._life = self._newest = 0
 
     def ask(self) -> tuple[int, int]:
-        """Return the current life and the newest revision known in it; call it before a request, for `heard`."""
+        """Return the current life and its newest known revision; call it before a request, for `heard`."""
         with self._lock:
             return self._life, self._newest
 
     def shown(self, life: int, revision: int) -> None:
-        """Note a revision that a stream of a life has brought: later reads answer with at least that one."""
+        """Record a revision from a life's stream: later reads answer with at least this one."""
         with self._lock:
             if life == self._life:
                 self._newest = max(self._newest, revision)
 
     def heard(self, asked: tuple[int, int], revision: int) -> int:
-        """Return the life that an answer belongs to; `asked` is what `ask` returned before the request."""
+        """Return the life that an answer belongs to; `asked` is the result of `ask` before the request."""
         life, newest = asked
         with self._lock:
             if revision >= newest:

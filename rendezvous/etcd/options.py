@@ -1,4 +1,4 @@
-"""How etcd is reached: endpoints, TLS, user; parsed from what torchrun passes, and passed on to the workers.
+"""Options to reach etcd: endpoints, TLS, user; parsed from torchrun's arguments, and passed on to the workers.
 
 Bad input is refused before any connection is made: every problem at once, with the nearest valid name.
 """
@@ -15,8 +15,7 @@ from rendezvous.errors import OptionError
 
 DEFAULT_PORT = 2379
 FILE = "@"
-"""How an endpoint begins that is a file, which says where etcd is now: one that a scheduler moves has no address for
-good."""
+"""Prefix of an endpoint that is a file with etcd's current address, e.g. if a scheduler moves etcd."""
 
 LEAST_VERSION = (3, 4)
 LEAST = ".".join(map(str, LEAST_VERSION))
@@ -24,13 +23,13 @@ MOST_CHARS_OF_AN_ID = 200
 
 
 def too_old(version: str) -> bool:
-    """Say whether an etcd of this version lacks what jobs need; an unknown form of version is taken."""
+    """Return True if an etcd of this version lacks features that jobs need; unknown version formats pass."""
     found = re.match(r"v?([0-9]+)\.([0-9]+)", version)
     return found is not None and (int(found[1]), int(found[2])) < LEAST_VERSION
 
 
 def wrong_id(run_id: str) -> list[str]:
-    """Return what is wrong with a run id, which is one part of etcd's keys, of paths, and of variables."""
+    """Return the problems of a run id, which becomes part of etcd keys, paths, and variables."""
     is_printable = run_id.isprintable() and run_id == run_id.strip() and not any(char in "/\\" for char in run_id)
     if run_id.strip(".") and is_printable and len(run_id) <= MOST_CHARS_OF_AN_ID:
         return []
@@ -46,7 +45,7 @@ class EtcdOptions:
     """Everything a process needs to reach its job's etcd."""
 
     endpoints: tuple[str, ...]
-    """HOST:PORT of each member, or @ and the path of a file that says so."""
+    """HOST:PORT of each member, or @ and the path of a file with these."""
     ca_cert: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -71,9 +70,9 @@ class EtcdOptions:
             raise OptionError(*problems)
 
     def addresses(self) -> tuple[str, ...]:
-        """Return HOST:PORT of each member: those given, or those that the file of endpoints names now.
+        """Return HOST:PORT of each member, as given, or as currently in the endpoint file.
 
-        Raises OptionError if that cannot be read, or names none.
+        Raises OptionError if the file cannot be read, or names none.
         """
         if not self.endpoints[0].startswith(FILE):
             return self.endpoints
@@ -88,16 +87,16 @@ class EtcdOptions:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether files say where etcd is, or hold certificates."""
+        """True if the addresses or certificates come from files."""
         return self.endpoints[0].startswith(FILE) or self.ca_cert is not None
 
     @property
     def where(self) -> str:
-        """The endpoints, as messages name them."""
+        """The endpoints, for messages."""
         return ", ".join(self.endpoints)
 
     def secrets(self) -> dict[str, str]:
-        """The options that `etcd_options` needs beside the endpoints."""
+        """Return the options that `etcd_options` needs besides the endpoints."""
         return {name: value for name, value in asdict(self).items() if name != "endpoints" and value is not None}
 
 
@@ -105,7 +104,7 @@ ETCD_KEYS = ("ca_cert", "cert", "key", "user", "password")
 
 
 def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None = None) -> EtcdOptions:
-    """Read `host:port[,host:port]`, or `@file`, and the etcd keys of a rendezvous configuration."""
+    """Parse `host:port[,host:port]`, or `@file`, and the etcd keys of a rendezvous configuration."""
     parts = [part.strip() for part in (endpoint.split(",") if isinstance(endpoint, str) else endpoint)]
     for part in parts:
         if part.startswith("https://") and "ca_cert" not in (conf or {}):
@@ -118,7 +117,7 @@ def etcd_options(endpoint: str | Iterable[str], conf: Mapping[str, str] | None =
 
 
 def unknown_keys(conf: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a message for each unknown key, with the name that was probably meant."""
+    """Return a message for each unknown key, with the probably intended name."""
     names = sorted(known)
     return [f"--rdzv_conf: unknown key {key!r}{_hint(key, names)}" for key in conf if key not in names]
 

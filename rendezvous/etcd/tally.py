@@ -1,4 +1,4 @@
-"""How quickly etcd answers this process: added up over all of its connections, for whoever watches it."""
+"""Statistics of etcd's answers to this process, over all of its connections, for monitoring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Answers(NamedTuple):
-    """Requests that were answered, the seconds that took, and requests that were not, since a process began."""
+    """Number of answered requests, their total seconds, and number of failed requests, since process start."""
 
     num_answers: int = 0
     answer_s: float = 0.0
@@ -15,13 +15,13 @@ class Answers(NamedTuple):
 
 
 class Tally:
-    """Requests that were answered, the seconds that took, and requests that were not; threads may share it."""
+    """Counts answered requests, their seconds, and failed requests; threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_answers, self.num_failures = 0, 0
         self.answer_s = 0.0
-        """Seconds from request to answer, of all answers."""
+        """Total seconds from request to answer."""
 
     def add_answer(self, seconds: float) -> None:
         with self._lock:
@@ -29,15 +29,15 @@ class Tally:
             self.answer_s += seconds
 
     def add_failure(self) -> None:
-        """A request got an error in place of an answer: etcd was not reached in time, had no leader, or refused it."""
+        """Count a failed request: etcd was not reached in time, had no leader, or refused it."""
         with self._lock:
             self.num_failures += 1
 
     def read(self) -> Answers:
-        """Return the sums of one moment."""
+        """Return consistent totals."""
         with self._lock:
             return Answers(self.num_answers, self.answer_s, self.num_failures)
 
 
 TALLY = Tally()
-"""Of this process."""
+"""The tally of this process."""

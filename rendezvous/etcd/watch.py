@@ -1,9 +1,9 @@
 """A mirror of an etcd prefix that follows every change through broken streams, restarts and compactions.
 
-It lists at revision R and streams from R+1, from the member of etcd that has just answered. When the stream breaks, or
-starts at a revision that was compacted away, it lists again, through another member if need be, and streams from there.
-After `PROBE_S` of silence that member has to answer a request, and after `RELIST_S` the whole list is read again, so a
-stream that died silently is noticed soon.
+It lists at revision R and streams from R+1, from the etcd member that has just answered. When the stream breaks, or
+starts at a compacted revision, it lists again, through another member if necessary, and streams from there. After
+`PROBE_S` of silence the member must answer a request, and after `RELIST_S` the whole list is read again, so that a
+silently dead stream is noticed soon.
 
 Invariant: each snapshot is a state that etcd had at that revision, and none is older than the one before it or of an
 earlier life of etcd, before it lost its data.
@@ -40,7 +40,7 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 
 
 class Mirror:
-    """The Watch of EtcdStore: a thread that brings the newest snapshot."""
+    """The Watch of EtcdStore: a thread that provides the newest snapshot."""
 
     def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, data_loss: DataLossDetector) -> None:
         self._connection = Connection(options)
@@ -74,7 +74,7 @@ class Mirror:
         self._connection.close()
 
     def _stream(self) -> None:
-        """List, then apply what one stream brings until it breaks or its member of etcd no longer answers."""
+        """List, then apply one stream's changes until it breaks or its etcd member no longer answers."""
         self._list()
         said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._said = said
@@ -82,12 +82,12 @@ class Mirror:
         try:
             self._apply(said)
         finally:  # or its answers would pile up unread
-            # If that member of etcd is gone, so is the watch, and there may be no other member to ask.
+            # If that etcd member is gone, so is the watch, and there may be no other member to ask.
             with contextlib.suppress(grpc.RpcError, failures.Etcd3Exception):
                 self._connection.client().cancel_watch(watch_id)
 
     def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
-        """Show what a stream brings, until it breaks or the connection moves to another member."""
+        """Apply a stream's changes, until it breaks or the connection moves to another member."""
         streaming_from = self._connection.client().endpoint_in_use
         while not self._closed.is_set():
             try:
@@ -111,7 +111,7 @@ class Mirror:
         self._listed_at = time.monotonic()
 
     def _probe(self) -> None:
-        """Ask for something small; if this member does not answer, the connection moves to another."""
+        """Send a small request; if this member does not answer, the connection moves to another."""
         if time.monotonic() - self._listed_at >= RELIST_S:
             self._list()
         else:
