@@ -32,7 +32,7 @@ from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cu
 from elastic_train.job.cells.cut_model import all_weights
 from elastic_train.job.model_layout import check_memory_is_apart
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.recipe_changes import Recipe
+from elastic_train.job.optimizers.recipe_changes import Recipe, say_end_of_rates
 from elastic_train.job.optimizers.schedule import check_schedule
 from elastic_train.job.plan_facts import (
     config_of,
@@ -231,6 +231,7 @@ class Plan:
     def describe(self) -> Mapping[str, object]:
         """Return the derived facts, for display."""
         order, length = self.order, self.total_steps * self.micro_batch
+        recipe = Recipe(self.config.optimizer, self.total_steps, self.config.compile is True)
         return {
             "samples": self.manifest.num_rows,
             **(describe_sources(order, self.sources, length) if isinstance(order, Mixture) else {}),
@@ -240,6 +241,7 @@ class Plan:
             "steps": self.total_steps,
             **({"pipeline": describe_pipeline(self.config)} if self.config.parallel.pipeline > 1 else {}),
             "learning rate": describe_rate(self.config),
+            **({"schedule": said} if (said := say_end_of_rates(recipe, 0)) is not None else {}),
             "device": str(self.device),
             **({"tested": tested} if (tested := describe_tests(self.config, self.device)) is not None else {}),
             **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),

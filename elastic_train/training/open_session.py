@@ -187,7 +187,7 @@ def _announce(process: Process, world: World) -> None:
 
 
 def _say_of_rates(process: Process, world: World) -> None:
-    """Announce once if the schedule ends before the job does."""
+    """Report once a warm-up or schedule that does not fit the run's length."""
     state = process.state
     said = None if state.recipe is None else say_end_of_rates(state.recipe, state.step)
     if said is not None and _RATES not in process.warned:

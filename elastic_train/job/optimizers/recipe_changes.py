@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.schedule import rate_factor
+from elastic_train.system.wording import counted
 
 _FREE = frozenset({"optimizer.ema_decay"})
 """Keys that do not affect trained weights."""
@@ -85,10 +86,16 @@ def _have_same_rates(before: Recipe, now: Recipe, step: int) -> bool:
 
 
 def say_end_of_rates(recipe: Recipe, step: int) -> str | None:
-    """Say if the schedule ends before the run, or if no steps are left to train; else None."""
+    """Say if the warm-up outlasts the run, the schedule ends before it, or no steps are left to train; else None."""
     config, total = recipe.optimizer, recipe.total_steps
     if step > total:
         return f"{step} steps are applied already, and max_steps or epochs ask for {total}: nothing is left to train"
+    if step < total < config.warmup_steps:
+        return (
+            f"optimizer.warmup_steps: {config.warmup_steps}, but the run has {counted(total, 'step')}: the learning "
+            f"rate rises to {_number(recipe.rate_at(total - 1))} only, not to optimizer.lr {_number(config.lr)}. Set "
+            "fewer warmup_steps, or train for more epochs"
+        )
     end = config.schedule_steps
     if end is None or end >= total or config.schedule == "constant" or config.has_own_schedule or step >= total:
         return None

@@ -99,10 +99,19 @@ def test_a_change_is_said_with_both_values_and_its_effect(
                 "rate is 0.005, and it stays there"
             ),
         ),
+        (recipe(8, warmup_steps=8), 0, None),
+        (
+            recipe(4, warmup_steps=8),
+            0,
+            (
+                "optimizer.warmup_steps: 8, but the run has 4 steps: the learning rate rises to 0.005 only, not to "
+                "optimizer.lr 0.01. Set fewer warmup_steps, or train for more epochs"
+            ),
+        ),
         (recipe(40), 60, "60 steps are applied already, and max_steps or epochs ask for 40: nothing is left to train"),
     ],
 )
-def test_the_end_of_a_schedule_before_the_runs_is_said(one: Recipe, step: int, said: str | None) -> None:
+def test_a_schedule_that_does_not_fit_the_run_is_said(one: Recipe, step: int, said: str | None) -> None:
     assert say_end_of_rates(one, step) == said
 
 
