@@ -6,6 +6,7 @@ class derives from a task of the package.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,15 @@ from elastic_train.errors import ConfigError
 from elastic_train.tasks.rows.vocabulary import check_lists
 
 CONFIG, TASK = "config.yaml", "task.py"
+ROW_LENGTH = 1024
+"""Most tokens of a packed row in a new configuration that fine-tunes a model of the user's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
     """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`, from the files of
-    `trial`, and `own_data` those that make one of the user's file for a model of the user's, whose folder is MODEL.
+    `trial`, and `own_data` those that make one of the user's file for a model of the user's: MODEL stands for its
+    folder, LENGTH for the tokens of a row.
 
     Without `task`, `path` names a task of the package.
     """
@@ -56,7 +60,7 @@ class Starter:
             validation=write_flow(f"{folder}/validation" if has_validation else None),
             make="".join(f"#   {command}\n" for command in self.making(data, model)),
             path=self.path,
-            params=(self.params if is_trial else self.own_params).replace("MODEL", write_flow(model)),
+            params=_filled(self.params if is_trial else self.own_params, model, write_flow(model)),
             more_data=self.more_data,
             batch=self.batch,
             rest=self.rest if is_trial or self.own_rest is None else self.own_rest,
@@ -68,7 +72,7 @@ class Starter:
         """Return the commands that make the dataset; none if there is one."""
         if data is not None:
             return ()
-        return self.data if model is None else [each.replace("MODEL", shlex.quote(model)) for each in self.own_data]
+        return self.data if model is None else [_filled(each, model, shlex.quote(model)) for each in self.own_data]
 
 
 def write_starter(kind: str, folder: Path, data: str | None, model: str | None = None) -> list[str]:
@@ -112,6 +116,22 @@ def _checked_model(kind: str, model: Path) -> str:
             "downloaded, so clone the model or `save_pretrained` it first"
         )
     return str(model.absolute())
+
+
+def _filled(text: str, model: str | None, shown: str) -> str:
+    """Return a starter's text with the model's folder, written as `shown`, and the tokens of a row filled in."""
+    return text if model is None else text.replace("LENGTH", str(_row_length(Path(model)))).replace("MODEL", shown)
+
+
+def _row_length(model: Path) -> int:
+    """Return the tokens of a packed row: ROW_LENGTH, or the model's positions if they are fewer."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model / 'config.json'}: cannot be read: {error}; clone the model again") from error
+    text = config.get("text_config", config)
+    positions = [text.get(name) for name in ("max_position_embeddings", "n_positions")]
+    return min([ROW_LENGTH, *(each for each in positions if isinstance(each, int))])
 
 
 def _has_manifest(url: str) -> bool:
@@ -285,8 +305,8 @@ _SFT = Starter(
     ),
     own_data=(
         "cp YOUR_CHATS.jsonl chats.jsonl",
-        "elastic-train data import rows chats chats.jsonl --tokenizer MODEL --max-tokens 1024",
-        "elastic-train data pack data chats --length 1024",
+        "elastic-train data import rows chats chats.jsonl --tokenizer MODEL --max-tokens LENGTH",
+        "elastic-train data pack data chats --length LENGTH",
     ),
     trial={"trial.py": TRIAL},
     path="elastic_train.tasks.causal_lm:CausalLM        # or task:Mine, a class in task.py that derives from it",
@@ -296,7 +316,7 @@ _SFT = Starter(
     lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear}
 """,
     own_params="""\
-    max_tokens: 1024        # of a row: as many as `elastic-train data pack --length` gave it
+    max_tokens: LENGTH        # of a row: as many as `elastic-train data pack --length` gave it
     hf: {path: MODEL}        # dtype: bfloat16 halves the memory of the weights that are not trained
     lora: {r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all-linear}        # without it, all weights train
 """,

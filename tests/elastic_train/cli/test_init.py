@@ -140,6 +140,14 @@ def test_a_fine_tuning_names_the_users_model(tmp_path: Path, capsys: pytest.Capt
     (model / "config.json").write_text("{}")
     lines = call(capsys, "sft", tmp_path / "made", "--model", model).output.splitlines()
     assert f"elastic-train data import rows chats chats.jsonl --tokenizer '{model}' --max-tokens 1024" in lines
+    for number, positions in enumerate(({"max_position_embeddings": 512}, {"text_config": {"n_positions": 512}})):
+        (model / "config.json").write_text(json.dumps(positions))
+        short = call(capsys, "sft", tmp_path / f"short-{number}", "--model", model).output
+        assert "--max-tokens 512" in short and "--length 512" in short and "1024" not in short
+        assert load_config(tmp_path / f"short-{number}" / "config.yaml").task.params["max_tokens"] == 512
+    (model / "config.json").write_text("{")
+    assert "config.json: cannot be read" in call(capsys, "sft", tmp_path / "broken", "--model", model).output
+    (model / "config.json").write_text("{}")
     assert lines[-1] == "elastic-train train config.yaml" and [*(tmp_path / "made").iterdir()] == [
         tmp_path / "made" / "config.yaml"
     ]
