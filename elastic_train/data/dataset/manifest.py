@@ -24,6 +24,7 @@ from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
 from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.splitting import TRAIN, VALIDATION
 from elastic_train.data.parquet.chunks import all_chunks, digest
 from elastic_train.data.parquet.files import (
     footer_sha256,
@@ -146,7 +147,16 @@ def _content(url: str, path: str) -> bytes:
     try:
         with fsspec.open(path, "rb") as file:
             content: bytes = file.read()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        fs, root = fsspec.core.url_to_fs(url)
+        if fs.isfile(root):
+            raise DataError(
+                f"{url}: is a file, and a dataset is a folder: import the file with `elastic-train data import rows "
+                f"OUT {url}` and name OUT/train"
+            ) from error
+        if parts := [part for part in (TRAIN, VALIDATION) if fs.exists(f"{root}/{part}/{NAME}")]:
+            places = " or ".join(f"{url.rstrip('/')}/{part}" for part in parts)
+            raise DataError(f"{url}: no {NAME} there, but in its parts: name {places}") from error
         raise DataError(
             f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
             "files of your own with elastic_train.build_manifest"

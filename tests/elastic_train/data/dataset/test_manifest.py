@@ -224,6 +224,18 @@ def test_a_folder_without_manifest_says_how_to_make_one(tmp_path: Path) -> None:
         load_manifest(str(tmp_path))
 
 
+def test_a_place_that_is_nearly_a_dataset_says_what_to_name(tmp_path: Path) -> None:
+    """The folder that an import wrote has parts, and a file of rows is to be imported."""
+    (tmp_path / "rows.csv").write_text("text")
+    with pytest.raises(DataError, match=r"rows\.csv: is a file, .* `elastic-train data import rows OUT .*rows\.csv`"):
+        load_manifest(str(tmp_path / "rows.csv"))
+    for part in ("train", "validation"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / NAME).write_text("{}")
+    with pytest.raises(DataError, match=rf"but in its parts: name {tmp_path}/train or {tmp_path}/validation"):
+        load_manifest(str(tmp_path))
+
+
 def without_files(fields: dict[str, object]) -> str:
     return json.dumps({name: value for name, value in fields.items() if name != "files"})
 
