@@ -13,8 +13,8 @@ from chaos.judge.evidence.run_files import Evidence
 from chaos.tasks.orders import done_by, give
 from rendezvous import EtcdServer
 from tests.elastic_train.training.jobs import history, result, succeed
-from tests.elastic_train.training.live.test_cells import MODEL
-from tests.elastic_train.training.live.test_cells import write_config as write_cells
+from tests.elastic_train.training.live.test_layouts import MODEL
+from tests.elastic_train.training.live.test_layouts import write_config as write_cells
 from tests.elastic_train.training.live.test_live import (
     NO_HANG_S,
     etcd,

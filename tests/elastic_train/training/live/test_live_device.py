@@ -10,7 +10,7 @@ import yaml
 
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
-from tests.elastic_train.training.live.test_cells import assert_nothing_is_lost
+from tests.elastic_train.training.live.test_layouts import assert_nothing_is_lost
 from tests.elastic_train.training.live.test_live import (
     PARAMS,
     etcd,
@@ -49,4 +49,4 @@ def test_a_peer_lost_around_an_exchange_between_devices_costs_no_step(
 def test_a_stage_lost_between_devices_costs_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Its peers' devices are at exchanges of several groups then, all of which end."""
     parallel, places = {"pipeline": 2, "shards": "gradients"}, ["backward"]
-    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, places, alone={}, tasks="tests.device_task")
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, 2, places, tasks="tests.device_task")

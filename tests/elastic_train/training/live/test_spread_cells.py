@@ -18,7 +18,7 @@ from rendezvous.process_table import pids, stat_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.jobs import result, succeed
-from tests.elastic_train.training.live.test_cells import MODEL, write_config
+from tests.elastic_train.training.live.test_layouts import MODEL, write_config
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     STARTED,

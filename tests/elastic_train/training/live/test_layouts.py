@@ -1,0 +1,186 @@
+"""Layouts that lose ranks, by processes: while each part of the state is left no step is given up, and no bit differs.
+
+Every layout loses ranks at every point in memory (`whole_runs.test_lost_ranks`); here are those whose survivors wait
+for one another in different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chaos.judge.invariants.rollbacks import copies
+from chaos.judge.invariants.whole_run import check_kept
+from chaos.judge.job_shape import cell_size
+from elastic_train.system.failpoints import VARIABLE
+from rendezvous import EtcdServer
+from tests.conftest import standby_with
+from tests.elastic_train.tasks.language_rows import LLAMA
+from tests.elastic_train.training.jobs import result, succeed
+from tests.elastic_train.training.live.test_live import (
+    ENDLESS,
+    JOB,
+    etcd,
+    eventually,
+    history,
+    launch,
+    leave,
+    lose_ranks,
+    nothing_left,
+    steps_of,
+    until_whole,
+    weights,
+)
+from tests.elastic_train.training.live.test_sharded import lose_a_share
+from tests.memory_job import start
+
+__all__ = ["etcd", "nothing_left"]  # fixtures
+pytestmark = pytest.mark.slow
+HUNT, LONG = pytest.mark.hunt, pytest.mark.long
+Parallel = Mapping[str, object]
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
+OF_TRANSFORMERS = {**LLAMA, "vocab_size": 64, "tie_word_embeddings": False, "attention_dropout": 0.1}
+OWN_BITS = ("tensor", "sequence", "context")
+"""The degrees that decide the bits: a job that loses nobody has these alone."""
+
+
+def write_config(
+    folder: Path,
+    rows: Path,
+    steps: int,
+    parallel: Parallel,
+    sizes: Mapping[str, object] = MODEL,
+    tasks: str = "chaos.tasks.paced_language",
+) -> str:
+    """Write a job of a language model, of transformers if `sizes` say so; where it is endless, each lane takes a while
+    longer."""
+    model = {"hf": {"config": sizes}} if "model_type" in sizes else {"model": sizes}
+    params = {**model, "max_tokens": 16, "lane_ms": 40.0 if steps == ENDLESS else 0.0}
+    tree = {
+        **JOB,
+        "run": {"dir": str(folder / "run"), "seed": 5},
+        "data": {"train": str(rows / "train"), "too_long": "truncate"},
+        "validation": {},
+        "task": {"path": f"{tasks}:PacedLanguage", "params": params},
+        "parallel": parallel,
+        "max_steps": steps,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
+
+
+def sizes_of(parallel: Parallel) -> Mapping[str, object]:
+    depth = {"depth": 4} if parallel.get("schedule") == "interleaved" else {}
+    return {**MODEL, **depth, **({"experts": 4, "hidden": 16} if "expert" in parallel else {})}
+
+
+def assert_nothing_is_lost(
+    folder: Path,
+    rows: Path,
+    etcd: EtcdServer,
+    parallel: Parallel,
+    num_cells: int,
+    places: Sequence[str],
+    sizes: Mapping[str, object] | None = None,
+    tasks: str = "chaos.tasks.paced_language",
+) -> None:
+    """Kill a rank of cells at each place in turn: others go on with their processes and parts.
+
+    A new process takes the place, and gets the part. In the end weights are those of as many steps of an undisturbed
+    job, of one cell without shares.
+    """
+    points, sizes = folder / "points", sizes or sizes_of(parallel)
+    points.mkdir()
+    config = write_config(folder, rows, ENDLESS, parallel, sizes, tasks)
+    per_cell = cell_size({"parallel": parallel})
+    size = per_cell * num_cells
+    job = launch(folder, etcd, config, ranks=size, **{VARIABLE: str(points)})
+    try:
+        term, _ = until_whole(folder / "run", size, least=2)
+        lose_ranks(folder, points, size, [(place, "kill") for place in places])
+        log = (folder / "node.log").read_text()
+        run = leave(job, folder)
+    finally:
+        job.kill()
+    whole = f"{num_cells} cells of {per_cell} ranks" if num_cells > 1 else f"{per_cell} ranks make one cell, and"
+    assert whole in log or (num_cells == 1 and f"1 cell of {per_cell} ranks" in log), log
+    assert "Traceback" not in log, log
+    check_kept(run)
+    copies(run)
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
+    assert len({line["term"] for line in restored}) >= len(places)
+    assert all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
+    alone = {key: value for key, value in parallel.items() if key in OWN_BITS}
+    undisturbed = write_config(folder / "alone", rows, steps_of(run), alone, sizes)
+    succeed(start([undisturbed], num_ranks=cell_size({"parallel": alone})))
+    assert weights(run) == result(folder / "alone")["weights_sha256"]
+
+
+TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
+GRADIENTS, PARAMETERS = {"shards": "gradients", "copies": 2}, {"shards": "parameters", "copies": 2}
+ROWS = [
+    # stages gather weights while the other cell waits for gradients
+    pytest.param({**STAGES, **PARAMETERS}, 2, ("forward 5", "backward 7", "applied")),
+    # the other pipeline waits for its experts, a rank's own for activations
+    pytest.param({**EXPERTS, **STAGES, "recompute": "units"}, 2, ("backward 13",)),
+    pytest.param(TENSOR, 2, ("backward", "apply", "commit"), marks=HUNT),
+    pytest.param({**TENSOR, "sequence": True}, 2, ("backward",), marks=HUNT),
+    pytest.param({**TENSOR, **GRADIENTS}, 3, ("backward 3", "exchange", "commit"), marks=HUNT),
+    pytest.param({**CONTEXT, **PARAMETERS}, 2, ("backward 3", "applied"), marks=HUNT),
+    # a stage's other rank holds the same part, and gives it to the newcomer
+    pytest.param({**CONTEXT, **STAGES}, 1, ("backward 7", "exchange 2", "commit"), marks=HUNT),
+    # two ranks die at the hand-over, which may have held the same stage
+    pytest.param(STAGES, 3, ("hand-over",), marks=HUNT),
+    pytest.param({**STAGES, "schedule": "interleaved"}, 2, ("forward 5", "backward 7"), marks=HUNT),
+    pytest.param({**EXPERTS, **PARAMETERS}, 2, ("backward", "exchange"), marks=HUNT),
+    pytest.param({**EXPERTS, "offload": "optimizer"}, 2, ("backward 7", "apply 3"), marks=HUNT),
+    pytest.param(TENSOR, 2, ("forward", "exchange", "applied"), marks=LONG),
+    pytest.param({**TENSOR, **PARAMETERS}, 3, ("exchange", "apply", "applied"), marks=LONG),
+    pytest.param({**TENSOR, "shards": "optimizer", "copies": 3}, 3, ("hand-over",), marks=LONG),
+    pytest.param(CONTEXT, 1, ("backward", "applied"), marks=LONG),
+    pytest.param({**STAGES, "schedule": "gpipe"}, 2, ("forward 8", "apply 3"), marks=LONG),
+    pytest.param({**STAGES, **GRADIENTS}, 3, ("backward 7", "exchange 2", "apply 3", "applied"), marks=LONG),
+    pytest.param({**EXPERTS, "shards": "optimizer", "copies": 2}, 2, ("backward", "apply", "applied"), marks=LONG),
+]
+
+
+@pytest.mark.parametrize(("parallel", "num_cells", "places"), ROWS, ids=str)
+def test_ranks_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, parallel: Parallel, num_cells: int, places: Sequence[str]
+) -> None:
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, num_cells, places)
+
+
+@HUNT
+@pytest.mark.xdist_group("transformers")  # one process imports it
+def test_stages_of_transformers_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """A newcomer has none of the weights until its peer in the other cell gives it those of its stage."""
+    pytest.importorskip("transformers")
+    standby_with("tests.preload_transformers")
+    assert_nothing_is_lost(tmp_path, rows, etcd, STAGES, 2, ["backward 7"], OF_TRANSFORMERS)
+
+
+@LONG  # test_sharded has one without cells
+def test_without_a_second_copy_the_newest_commit_is_what_is_left(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+    """Although the other cell has all of the weights; it is said at the start, and no bit differs in the end."""
+    parallel = {"tensor": 2, "shards": "optimizer", "copies": 1}
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS, parallel), ranks=4)
+    try:
+        eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
+        term = lose_a_share(tmp_path / "run", 4)
+        log = (tmp_path / "node.log").read_text()
+        run = leave(job, tmp_path)
+    finally:
+        job.kill()
+    assert "2 cells of 2 ranks, over which the optimizer's state of each place is held once" in log
+    assert "Traceback" not in log, log
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
+    assert any(line.get("lost") for line in restored) and "all holders of" in log, log
+    assert all(int(str(line["step"])) > 0 for line in restored)
+    alone = write_config(tmp_path / "alone", rows, steps_of(run), {"tensor": 2}, MODEL)
+    succeed(start([alone], num_ranks=2))
+    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
