@@ -34,10 +34,12 @@ from elastic_train.system.wording import counted
 
 app = App(name="import", help="Make a dataset, OUT/train and OUT/validation, of text, rows or images.")
 
-Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True)]
+Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)]
 Held = Annotated[
     tuple[Path, ...],
-    Parameter(consume_multiple=True, help="Your own files for validation; default: a share of FILES."),
+    Parameter(
+        consume_multiple=True, show_default=False, help="Your own files for validation; default: a share of FILES."
+    ),
 ]
 
 

@@ -91,6 +91,7 @@ def test_files_of_ones_own_validate(tmp_path: Path, call: Call) -> None:
         done = call("import", kind, tmp_path / kind, path, "--validation", held)
         assert (done.code, f"{tmp_path / kind}/validation: 1 rows in 1 file" in done.output) == (0, True), done.output
     (tmp_path / "b.csv").write_text("text,label\na,b\n")
+    assert "default: ()" not in call("import", "rows", "--help").output
     wrong = call("import", "rows", tmp_path / "wrong", path, "--validation", tmp_path / "b.csv")
     assert (wrong.code, "b.csv: must be .jsonl or .json" in wrong.output) == (2, True)
     pytest.importorskip("transformers")
