@@ -1,8 +1,8 @@
-"""Live worlds: workers that train in the same processes through one world after another.
+"""Live worlds: workers that train in the same process through one world after another.
 
-The agent's rendezvous is node-local. Each worker is a member by itself, registers when it has warmed up, and forms
-worlds with the others through etcd; a fault costs the survivors a new world, not a new process. The worker asks
-`is_broken()` while it waits for others and `wants_to_grow()` between its steps; if either is true, it calls
+The agent's rendezvous is node-local. Each worker is a member itself, registers once it has warmed up, and forms worlds
+with the others through etcd; a fault costs the survivors a new world, not a new process. The worker checks
+`is_broken()` while it waits for others and `wants_to_grow()` between its steps; if either is True, it calls
 `next_world()`.
 """
 
@@ -30,12 +30,12 @@ from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.standing import mates_of
 
 GROW_QUIET_S = 0.5
-"""A world grows once no member has come or gone for this long, so that workers of one node are admitted together."""
+"""Seconds without arrivals or departures before a world grows, so that a node's workers are admitted together."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveWorld:
-    """A world that this worker has a rank in, the store where its members meet, and what its fence needs to know."""
+    """A world in which this worker has a rank, the store where its members meet, and the context of its fence."""
 
     rank: int
     size: int
@@ -55,14 +55,11 @@ class LiveMember:
         cell: CellShape = CellShape(),  # noqa: B008 - it is frozen
         at_request: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_members` is the most that a world can use: further ones wait, warmed up, until one is lost.
+        """`max_members` is the most that a world can use: further ones stand by, warmed up, until one is lost.
 
-        `cell` says which workers make up a cell; a world has whole ones only.
-
-        `at_request` is called, on a thread, if somebody asks this worker's node to leave by a key in etcd.
-
-        `job` says what is trained, for members that come when it is done. Raises StoreUnavailableError if etcd does not
-        answer.
+        `cell` is the shape of cells; a world has only complete ones. `at_request` is called, on a thread, if this
+        worker's node is asked to leave by a key in etcd. `job` describes the training, for members that come after its
+        end. Raises StoreUnavailableError if etcd does not answer.
         """
         announce()
         self._context = context
@@ -93,11 +90,10 @@ class LiveMember:
         self._meeting = Meeting(self._participant, context.address, context.timeout_s, self.is_broken)
 
     def next_world(self, is_stopped: Callable[[], bool], *, as_last: bool = False) -> LiveWorld | None:
-        """Leave the world that this worker is in, if any, and wait for the next; None if the job is done.
+        """Leave this worker's world, if any, and wait for the next; return None if the job is done.
 
-        With `as_last` it takes the last place among the members, so that another one leads.
-
-        Raises TooFewNodesError if fewer nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
+        With `as_last` it becomes the last of the members, so that another one leads. Raises TooFewNodesError if fewer
+        nodes than the minimum come in time, StoppedWaiting when `is_stopped()`.
         """
         while True:
             self._participant.join(self._context.timeout_s, is_stopped, as_last=as_last)
@@ -112,36 +108,35 @@ class LiveMember:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
     def is_broken(self, waited_s: float = 0.0) -> bool:
-        """Whether the present world can take no further step: a member is gone or has left, or a newer one exists.
-
-        After waiting for longer than a lease lasts, the others' nodes are probed: they may be out of reach.
+        """Return True if the current world cannot take another step: a member is gone, or a newer world exists.
+        After a wait longer than a lease, the others' nodes are probed: they may be unreachable.
         """
         if waited_s > self._participant.ttl_s:
             self._reachability.ask()
         return self._participant.is_broken()
 
     def look_for_unreachable(self) -> None:
-        """Have the nodes of the present world asked soon, because it could not begin; returns at once."""
+        """Have the nodes of the current world probed soon, because it could not begin; returns at once."""
         self._reachability.ask(is_urgent=True)
 
     def wants_to_grow(self) -> bool:
-        """Whether warmed-up members wait to be admitted."""
+        """Return True if warmed-up members wait to be admitted."""
         return self._participant.wants_to_grow(GROW_QUIET_S)
 
     @property
     def closed(self) -> Closed | None:
-        """What was done under this run id, once it is; None before, and some time later."""
+        """The finished job under this run id; None before its end, and some time after it."""
         return self._participant.view.closed
 
     @property
     def published(self) -> str | None:
-        """The commit that the job's head named when etcd was last heard of; None if it named none."""
+        """The commit that etcd last named as the job's head; None if it named none."""
         head = self._participant.view.head
         return head.commit if head is not None else None
 
     @property
     def store(self) -> str | None:
-        """The word of the store that has the job's commits; None if there is none yet, or the job is done."""
+        """The word of the store with the job's commits; None if there is none yet, or the job is done."""
         view = self._participant.view
         return view.store if view.closed is None else None
 
@@ -156,7 +151,7 @@ class LiveMember:
         return self._participant.ask_to_leave(rank)
 
     def leave(self) -> None:
-        """Leave at once: the others need not wait for a lease to end."""
+        """Leave at once, so that the others need not wait for a lease to end."""
         self._reachability.close()
         if self._compaction is not None:
             self._compaction.close()
@@ -177,5 +172,5 @@ class LiveMember:
 
 
 def member_prefix(node: str, local_rank: int) -> str:
-    """Return the prefix of the member ids of a node's worker, by which its agent finds the member of a dead worker."""
+    """Return the prefix of the member ids of a node's worker, by which its agent finds a dead worker's member."""
     return f"{node}.{local_rank}"

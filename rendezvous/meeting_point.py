@@ -1,6 +1,6 @@
-"""Where the members of a world meet: a TCPStore that its first seat hosts, a new one for every world.
+"""The meeting point of a world's members: a TCPStore hosted by its first seat, a new one for every world.
 
-So a world can never read what an older one has left there.
+So a world can never read data that an older one has left there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Meeting:
     def __init__(
         self, participant: Participant, address: str, timeout_s: float, is_broken: Callable[[float], bool]
     ) -> None:
-        """`is_broken(waited_s)` ends the waiting for others."""
+        """`is_broken(waited_s)` ends the wait for others."""
         self._participant, self._address, self._timeout_s, self._is_broken = participant, address, timeout_s, is_broken
         self._hosted: TCPStore | None = None
         self._hosted_for = 0
@@ -40,8 +40,8 @@ class Meeting:
     def host(self, seal: Seal) -> tuple[str, int]:
         """Start the TCPStore of a world that this member is about to seal; return the address for all of its seats.
 
-        There is one per term, because the first try to seal it may have succeeded although its answer was lost.
-        Raises OSError where none can be started here: no port is free, or no file can be opened.
+        There is one per term, because the first try to seal it may have succeeded although its answer was lost. Raises
+        OSError if no store can be started: no port is free, or no file can be opened.
         """
         if self._hosted is None or self._hosted_for != seal.term:
             try:
@@ -52,7 +52,7 @@ class Meeting:
         return self._address, self._hosted.port
 
     def connect(self, world: World) -> Store | None:
-        """Reach the TCPStore of a world, or return None as soon as the world has fallen apart."""
+        """Connect to the TCPStore of a world, or return None as soon as the world has fallen apart."""
         if self._hosted is not None and self._hosted.port == world.port and world.rank_of(self._participant.id) == 0:
             return self._hosted
         started = time.monotonic()
@@ -65,7 +65,7 @@ class Meeting:
         return None
 
     def close(self) -> None:
-        """Host no store any longer; one that others still hold lives on."""
+        """Release the hosted store; it lives on while others hold it."""
         self._hosted = None
 
     def _open(self, world: World, started: float) -> TCPStore:

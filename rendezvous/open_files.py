@@ -1,6 +1,6 @@
-"""How many files a process may open: each rank has a connection to every other one, and one has the store's, too.
+"""The limit of open files, for connections between all ranks and to the store; and missing standard streams.
 
-And the three that every process has: one that was started without them (`>&-`) gets ones that take and give nothing.
+A process started without standard streams (`>&-`) gets null devices for them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PER_RANK, BESIDES = 2, 256
-"""Connections for each other rank, and what a process has open besides."""
+"""Connections per other rank, and other open files of a process."""
 MOST = 1 << 20
-"""Linux's own default for the highest that a process may have."""
+"""Linux's default maximum per process."""
 
 _log = logging.getLogger("rendezvous")
 
 
 def raise_limit() -> int:
-    """Raise this process's soft limit of open files, 1024 on many machines, to its hard limit; return what it is."""
+    """Raise this process's soft limit of open files, 1024 on many machines, to its hard limit; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -40,7 +40,7 @@ def raise_limit() -> int:
 
 
 def make_room_for(num_ranks: int) -> None:
-    """Raise the limit of open files, and warn once if it is too low for a world of so many ranks."""
+    """Raise the limit of open files, and warn once if it is too low for a world of `num_ranks`."""
     limit, needed = raise_limit(), PER_RANK * num_ranks + BESIDES
     if limit < needed:
         _warn_once(limit, needed, num_ranks)
@@ -56,7 +56,7 @@ def _warn_once(limit: int, needed: int, num_ranks: int) -> None:
 
 
 class _Surviving(io.FileIO):
-    """A stream that takes and forgets what is written once its reader, or its terminal, is gone."""
+    """A stream that discards its output once its reader, or its terminal, is gone."""
 
     def write(self, content: ReadableBuffer) -> int:
         try:
@@ -72,9 +72,9 @@ class _Surviving(io.FileIO):
 
 
 def fill_standard_streams(*, outlive_readers: bool = True) -> None:
-    """Open what this process lacks of its standard streams, or a socket would become one, and be printed to.
+    """Open missing standard streams, because otherwise a socket could get their number, and be printed to.
 
-    With `outlive_readers` output may lose its reader: what a task prints must not end a run, as under `| head`.
+    With `outlive_readers`, output may lose its reader: prints of a task must not end a run, e.g. under `| head`.
     """
     for number in range(3):
         try:
@@ -87,7 +87,7 @@ def fill_standard_streams(*, outlive_readers: bool = True) -> None:
 
 
 def _surviving(number: int, stream: TextIO | None) -> TextIO:
-    """Return a stream of the same kind that survives; one that is not the process's own, as in tests, stays."""
+    """Return a surviving stream of the same kind; streams that are not the process's own, as in tests, stay."""
     if stream is not None and not (isinstance(stream, io.TextIOWrapper) and stream.fileno() == number):
         return stream
     raw = _Surviving(number, "w", closefd=False)

@@ -1,13 +1,13 @@
-"""Child processes that die with their parent, so that no worker survives its agent and no etcd survives its test.
+"""Child processes that die with their parent, so that no worker survives its agent and no etcd its test.
 
-`die_with_parent()` is for a process that can call it. Any other program is started through this file,
-`python -I -S orphans.py PARENT_PID PROGRAM ARGS…`, which asks the kernel and then becomes the program: the request
-survives exec. Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel watches the parent's *thread*:
-start such children from a thread that lives as long as they should.
+`die_with_parent()` is for a process that can call it. Any other program is started through this file, `python -I -S
+orphans.py PARENT_PID PROGRAM ARGS…`, which asks the kernel and then becomes the program: the request survives exec.
+Linux only (PR_SET_PDEATHSIG); elsewhere both do nothing. The kernel watches the parent's *thread*: start such children
+from a thread that lives as long as they should.
 
-A function that runs in a process of its own is started as `BoundFunction(function)`.
+A function that runs in its own process is started as `BoundFunction(function)`.
 
-`adopting()` makes this process the parent of those below it whose own parent ends (PR_SET_CHILD_SUBREAPER).
+`adopting()` makes this process the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def die_with_parent() -> None:
 
 
 def set_name(name: str) -> None:
-    """Set what `ps` and /proc/PID/comm call this process: at most 15 bytes."""
+    """Set this process's name in `ps` and /proc/PID/comm: at most 15 bytes."""
     _prctl(_PR_SET_NAME, ctypes.create_string_buffer(name.encode()[:15]))
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Become the parent of every process below this one that loses its own meanwhile."""
+    """Become the parent of every descendant whose own parent ends meanwhile."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
@@ -52,7 +52,7 @@ def bound_command(*command: str) -> list[str]:
 class BoundFunction:
     """A function that dies with the process that started it with multiprocessing, by whatever start method.
 
-    It can be pickled if the function can be, and has its name.
+    It can be pickled if the function can, and has its name.
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
@@ -60,7 +60,7 @@ class BoundFunction:
         self.__qualname__ = function.__qualname__
 
     def __call__(self, *args: object) -> object:
-        import multiprocessing  # here, because any program is started through this file, and it has to be quick
+        import multiprocessing  # here, because any program is started through this file, which has to be quick
 
         die_with_parent()
         parent = multiprocessing.parent_process()

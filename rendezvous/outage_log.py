@@ -1,7 +1,7 @@
-"""One line for each thing that a member waits for, not one for each try.
+"""Log one line per reason for waiting, not one per try.
 
-An alarm of etcd may last for hours, in which every worker of a job tries again every few seconds. And nobody is to sit
-before a silent terminal while nodes are missing.
+An etcd alarm may last for hours, in which every worker of a job retries every few seconds. And a terminal should not be
+silent while nodes are missing.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ FIRST_WORD_S, EVERY_S = 5.0, 60.0
 
 
 class OutageLog:
-    """Says why etcd is waited for when that begins or the reason changes, and that it answers again."""
+    """Logs why etcd is waited for, at the start or when the reason changes, and that it answers again."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._said = ""
 
     def waits(self, error: Exception) -> None:
-        """Note that something could not be done yet."""
+        """Note that a request failed and will be retried."""
         if str(error) != self._said:
             self._said = str(error)
             self._log.warning("waiting for etcd: %s", error)
 
     def is_over(self) -> None:
-        """Note that it could be done."""
+        """Note that a request succeeded."""
         if self._said:
             self._said = ""
             self._log.warning("etcd answers again")
 
 
 class WaitingLog:
-    """Says what is waited for once that has taken some seconds, and then each minute, or never again."""
+    """Logs what is waited for after some seconds, and then each minute, or only once."""
 
     def __init__(self, log: logging.Logger, timeout_s: float = math.inf, every_s: float = EVERY_S) -> None:
         self._log, self._every_s = log, every_s
@@ -44,7 +44,7 @@ class WaitingLog:
         self._is_urgent = False
 
     def waits(self, what: Callable[[float], str], *, at_once: bool = False) -> None:
-        """Say it if it is time to, the first time `at_once` if asked to; `what` is given the seconds that are left."""
+        """Log a wait if it is due, the first time `at_once` if requested; `what` gets the remaining seconds."""
         now = time.monotonic()
         if now >= self._due_at or (at_once and not self._is_urgent):
             self._is_urgent = at_once

@@ -1,4 +1,4 @@
-"""Random pauses, from a generator apart: a draw from the global one, in any thread, would be missing in a task's."""
+"""Random pauses from a separate generator: drawing from the global one would change a task's random numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _generator = random.Random()
 
 
 def between(least_s: float, most_s: float) -> float:
-    """Draw a pause."""
+    """Return a random pause."""
     return _generator.uniform(least_s, most_s)
 
 
 class RandomExponential(tenacity.wait_exponential):
-    """Wait for a random part of a time that doubles, as `tenacity.wait_random_exponential` does."""
+    """Wait for a random fraction of a doubling time, as `tenacity.wait_random_exponential` does."""
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         return between(self.min, super().__call__(retry_state))

@@ -1,8 +1,8 @@
-"""What the kernel says of the processes of this machine, in /proc (Linux).
+"""The kernel's table of this machine's processes, in /proc (Linux).
 
-A process that has ended stays in the table, as a zombie, until its parent has asked for its exit code; in a container
-without an init that may be never. So a number in the table is not a running process, and `is_alive` says the
-difference. A number is also given away again: `born` tells two processes of one number apart.
+A process that has ended stays in the table, as a zombie, until its parent has read its exit code; in a container
+without an init that may be never. So a listed process need not be running, which `is_alive` checks. Process ids are
+also reused: `born` distinguishes two processes with one id.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _BORN = 0, 1, 11, 12, 19
-"""Places in /proc/PID/stat after the program's name, which may itself hold blanks and brackets."""
+"""Field indices in /proc/PID/stat after the program's name, which may itself contain blanks and brackets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ProcessStat:
     """One line of the table.
 
     `state` is the kernel's letter, such as R, S, D, T (stopped by a signal), t (by a debugger) and Z (a zombie); `born`
-    is in clock ticks since the boot, `cpu_ticks` what it has used, user and system.
+    is in clock ticks since boot, and `cpu_ticks` is the time used, user and system.
     """
 
     state: str
@@ -31,17 +31,17 @@ class ProcessStat:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is a zombie: nothing of it runs any more."""
+        """True if it is a zombie or dead."""
         return self.state in "ZX"
 
 
 def pids() -> Iterator[int]:
-    """Yield the numbers of all processes, of ended ones as well."""
+    """Yield the ids of all processes, including ended ones."""
     return (int(path.name) for path in _PROC.iterdir() if path.name.isdigit())
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Return what the table says of a process; None if it is not there."""
+    """Return a process's entry in the table; None if there is none."""
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     if not fields:
         return None
@@ -50,19 +50,19 @@ def stat_of(pid: int) -> ProcessStat | None:
 
 
 def is_alive(pid: int, born: int | None = None) -> bool:
-    """Say whether a process runs, or is stopped; with `born`, whether it is still the one that began then."""
+    """Return True if a process runs, or is stopped; with `born`, only if it is the one that began then."""
     stat = stat_of(pid)
     return stat is not None and not stat.has_ended and born in (None, stat.born)
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a signal or a debugger has stopped a process."""
+    """Return True if a signal or a debugger has stopped a process."""
     stat = stat_of(pid)
     return stat is not None and stat.state in "Tt"
 
 
 def children_of(parent: int | None) -> list[int]:
-    """Return the processes that have a parent and have not ended."""
+    """Return the children of a process that have not ended."""
     return [pid for pid in pids() if (stat := stat_of(pid)) and stat.parent == parent and not stat.has_ended]
 
 
@@ -73,12 +73,12 @@ def environ_of(pid: int) -> dict[str, str]:
 
 
 def name_of(pid: int) -> str:
-    """Return a process's own name, as `ps` shows it, of 15 bytes at most; empty if it is gone."""
+    """Return a process's own name, as `ps` shows it, of at most 15 bytes; empty if it is gone."""
     return _read(pid, "comm").decode(errors="replace").rstrip("\n")
 
 
 def boot_id() -> str:
-    """Return what tells this boot of this machine from all others; empty where the kernel does not say."""
+    """Return the unique id of this boot of this machine; empty if the kernel has none."""
     try:
         return (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     except OSError:

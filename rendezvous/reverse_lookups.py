@@ -1,12 +1,12 @@
-"""Reverse DNS lookups by torch's stores are switched off.
+"""Switch off reverse DNS lookups by torch's stores.
 
 torch looks up a name for the address of every connection to a store, at both ends, only to print it in messages; the
-store's host does so for one connection after another. Where DNS is slow, or drops some of many queries that arrive at
-once, a world forms seconds later: 5 s for each dropped query. torch stops its lookups after the first that fails, so
-this module makes one fail: for a moment the resolver of the calling thread asks a closed port of this machine.
+store's host does so for one connection after another. If DNS is slow, or drops queries, a world forms seconds later: 5
+s per dropped query. torch stops its lookups after the first failure, so this module makes one fail: for a moment the
+resolver of the calling thread asks a closed port of this machine.
 
-No thread is started for it. A thread that has used the resolver takes a lock of glibc once more as it exits, after
-Python's `join` has returned; a process that is forked at that moment can never look up a name.
+This uses no extra thread. A thread that has used the resolver takes a lock of glibc once more as it exits, after
+Python's `join` has returned; a process forked at that moment can never look up a name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 _NAMELESS = "127.83.67.1"
-"""An address of every machine, for which no file has a name, so that DNS is asked."""
+"""A loopback address for which no file has a name, so that DNS is asked."""
 _PATIENCE = timedelta(seconds=2)
 _NOBODY = struct.pack("=H", socket.AF_INET) + struct.pack("!H", 1) + socket.inet_aton("127.0.0.1") + bytes(8)
 """A `struct sockaddr_in`."""
 
 
 class _Resolver(ctypes.Structure):
-    """The beginning of a thread's `struct __res_state`, as <resolv.h> has it."""
+    """The beginning of a thread's `struct __res_state`, as in <resolv.h>."""
 
     _fields_ = [
         ("retrans", ctypes.c_int),
@@ -44,9 +44,9 @@ _is_done = False
 
 
 def switch_off() -> None:
-    """Stop the lookups of this process and of its later forks; no effect where libc is not glibc.
+    """Stop the lookups of this process and of its later forks; no effect unless libc is glibc.
 
-    Only the first call does anything, also in a fork of a process that has made it.
+    Only the first call has an effect, also in a fork of a process that has made it.
     """
     global _is_done
     libc = ctypes.CDLL(None)
@@ -58,17 +58,17 @@ def switch_off() -> None:
     resolver = _Resolver.from_address(libc.__res_state())
     resolver.retry, resolver.nscount, resolver.nsaddr[:] = 1, 1, _NOBODY
     try:
-        # where that address or a socket is refused, lookups stay on
+        # if that address or a socket is refused, lookups stay on
         with _silenced(), contextlib.suppress(DistError, OSError):
             TCPStore(_NAMELESS, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     finally:
-        resolver.retry = 0  # which __res_init sets, as it reads the servers again
+        resolver.retry = 0  # __res_init sets it, as it reads the servers again
         libc.__res_init()
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Keep torch's warning of the lookup that failed from standard error."""
+    """Suppress torch's warning about the failed lookup on standard error."""
     try:
         before = os.dup(2)
     except OSError:  # it is closed

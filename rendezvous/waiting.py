@@ -1,9 +1,9 @@
-"""Calls that may never return, and can be abandoned: they run on another thread while the caller does something else.
+"""Calls that may never return, and can be abandoned: they run on another thread while the caller can stop waiting.
 
-Nothing can unblock a collective whose peer is frozen: not `abort()`, not dropping the group, whose destructor blocks,
-too. Nor can a read or a sync of storage that hangs be interrupted. So the thread that is stuck keeps what the call
-needs, for a collective until the group's own timeout, and nobody waits for the thread: it is a daemon, in no executor
-that the interpreter joins at its end.
+Nothing can unblock a collective whose peer is frozen: neither `abort()` nor dropping the group, whose destructor blocks
+as well. Nor can a hanging read or sync of storage be interrupted. So the stuck thread keeps what the call needs, for a
+collective until the group's own timeout, and nobody waits for it: it is a daemon, in no executor that the interpreter
+joins at exit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GivenUp(Exception):  # noqa: N818 - not a failure: the caller did not want
 
 
 class Call(Generic[T]):
-    """A call on another thread; `ended` is set when its result or its error is known."""
+    """A call on another thread; `ended` is set once its result or error is known."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function: Callable[[], T] | None = function
@@ -38,13 +38,13 @@ class Call(Generic[T]):
         try:
             self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            # An error that nobody is to see would hold, by its frames and in a circle, all that the call had.
+            # An unread error would keep, by its frames and in a cycle, everything that the call had.
             self._error = None if self._is_given_up else error
         self._function = None
         self.ended.set()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Return what the call returns or raise what it raises; GivenUp if that takes longer than `timeout_s`."""
+        """Return the call's result or raise its error; GivenUp if that takes longer than `timeout_s`."""
         if not self.ended.wait(timeout_s):
             raise GivenUp
         if self._error is not None:
@@ -52,7 +52,7 @@ class Call(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def result_unless(self, is_hopeless: Callable[[], bool], look_every_s: float = LOOK_EVERY_S) -> T:
-        """Return what the call returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
+        """Return the call's result or raise its error; GivenUp as soon as `is_hopeless()`."""
         while not self.ended.wait(look_every_s):
             if is_hopeless():
                 self.give_up()
@@ -60,12 +60,12 @@ class Call(Generic[T]):
         return self.result()
 
     def give_up(self) -> None:
-        """Want neither result nor error any more."""
+        """Discard the result or error."""
         self._is_given_up, self._error = True, None
 
 
 def begin(name: str, function: Callable[[], T]) -> Call[T]:
-    """Make a call on a thread of its own."""
+    """Make a call on its own thread."""
     call = Call(function)
     threading.Thread(target=call.run, name=name, daemon=True).start()
     return call
@@ -85,11 +85,11 @@ class Bystander:
         return call
 
     def call(self, function: Callable[[], T], is_hopeless: Callable[[], bool]) -> T:
-        """Return what `function` returns or raise what it raises; GivenUp as soon as `is_hopeless()`."""
+        """Return the result of `function` or raise its error; GivenUp as soon as `is_hopeless()`."""
         return self.begin(function).result_unless(is_hopeless)
 
     def leave(self, last_words: Callable[[], object] = lambda: None) -> None:
-        """End the thread with a last call, once it is free; returns at once."""
+        """End the thread with a last call, once it is idle; returns at once."""
         self._calls.put(Call(last_words))
         self._calls.put(None)
 

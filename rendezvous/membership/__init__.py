@@ -1,1 +1,1 @@
-"""Members, terms and worlds: pure decisions, the store protocol they run over, and its twin in memory."""
+"""Members, terms and worlds: pure decisions, the store protocol they use, and an in-memory store."""

@@ -1,7 +1,7 @@
-"""The fence around a job's lineage: only the holder of the newest claimed term may publish.
+"""The fence of a job's lineage: only the holder of the newest claimed term may publish.
 
-Two worlds may compute at once, and nothing can prevent that; two worlds may never both extend the lineage. A world
-claims a term before it reads anything, and publishes only while the head still carries that term.
+Two worlds may compute at once, which cannot be prevented; two worlds may never both extend the lineage. A world claims
+a term before it reads anything, and publishes only while the head still carries that term.
 
 Invariant: the head's term only grows, and a world that is not the newest one cannot raise it.
 """
@@ -52,7 +52,10 @@ class EtcdFence:
         return _head(self._store.get(self._keys.head), self._keys)
 
     def bind(self, word: str | None) -> str | None:
-        """Bind the job to the store that has a word, unless it is bound; return the word that holds. None only asks."""
+        """Bind the job to the store with this word, unless it is bound.
+
+        Return the word in effect. None only reads it.
+        """
         key = self._keys.store
         for _ in range(MAX_TRIES):
             bound = self._store.get(key).entries.get(key)
@@ -63,7 +66,7 @@ class EtcdFence:
         raise self._contended()
 
     def num_members(self, run_id: str) -> int:
-        """Count the live members of a job, which may be another one."""
+        """Return the number of live members of a job, this or another one."""
         return len(self._store.get(Keys(run_id).members).entries)
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class EtcdFence:
 def raise_head(snapshot: Snapshot, keys: Keys, at_least: int, claim: str, world_term: int | None) -> tuple[int, Change]:
     """Return the term that a claim would get, and the write that claims it.
 
-    A world that is sealed between the look and the write must win, so the guard covers the world, too.
+    A world sealed between the read and the write must win, so the guard includes the world.
     """
     view = read_view(snapshot, keys)
     refuse_newer(view.newer)

@@ -1,9 +1,9 @@
-"""What one member knows of other nodes' agents, from having asked them itself who they are.
+"""One member's knowledge of other nodes' agents, from asking them for their identity.
 
-A refused connection says by itself neither that an agent is dead nor that it can be reached: the address may lead to
-another machine, or something on the way refuses. It means that the agent is gone if this very member has had the right
-answer there before. That holds for the registration of which it was heard: a node that was taken for dead and
-registers again is not known until it answers again.
+A refused connection alone proves neither that an agent is dead nor that it is reachable: the address may lead to
+another machine, or a firewall may refuse. It means that the agent is gone only if this member got the right answer
+there before, for the same registration: a node that was taken for dead and registers again is unknown until it answers
+again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KnownAgents:
         self._met: set[str] = set()
 
     def has_met(self, member: Member) -> bool:
-        """Say whether a member's agent has answered since it registered; there is nothing to ask of its own node."""
+        """Return True if a member's agent has answered since it registered; its own node's counts as met."""
         return not member.agent or member.node_id == self._node or member.id in self._met
 
     def ask(self, members: Collection[Member], timeout_s: float) -> Standing:
@@ -45,19 +45,19 @@ class KnownAgents:
         return "gone" if is_known and answer in ("refused", "other") else "away"
 
     def has_ended(self, members: Collection[Member], timeout_s: float) -> bool:
-        """Say whether the agent of a node that this member has met refuses; a quick look, for those who wait for it."""
+        """Return True if a node's agent that this member has met now refuses connections; faster than `ask`."""
         first = next(iter(members))
         is_known = first.node_id != self._node and any(member.id in self._met for member in members)
         return is_known and refuses(first.agent, timeout_s)
 
     def forget_all_but(self, view: View) -> None:
-        """Keep nothing of members that have left."""
+        """Forget members that have left."""
         if self._met:
             self._met.intersection_update(member.id for member in view.members)
 
 
 def by_node(members: Iterable[Member]) -> dict[str, list[Member]]:
-    """Return members by the node that they belong to."""
+    """Return members by their node."""
     nodes: dict[str, list[Member]] = {}
     for member in members:
         nodes.setdefault(member.node_id, []).append(member)

@@ -1,4 +1,4 @@
-"""The newest snapshot of a job's keys, from whichever thread brought it, and what it says.
+"""The newest snapshot of a job's keys, from any thread, and the view parsed from it.
 
 Invariant: the newest snapshot is never replaced by one of an older revision, or of a life of etcd before it lost its
 data; and snapshot and view of one `now` belong together.
@@ -27,7 +27,7 @@ class LatestSnapshot:
             return self._snapshot
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take a snapshot in, if it is newer."""
+        """Store a snapshot if it is newer."""
         with self._changed:
             if snapshot.is_newer(self._snapshot):
                 self._snapshot = snapshot
@@ -41,7 +41,7 @@ class LatestSnapshot:
 
 
 class Now(NamedTuple):
-    """A snapshot, what it says, and for how many seconds the same members have been ready."""
+    """A snapshot, its view, and the seconds for which the same members have been ready."""
 
     snapshot: Snapshot
     view: View
@@ -49,7 +49,7 @@ class Now(NamedTuple):
 
 
 class LatestView(LatestSnapshot):
-    """The newest snapshot, with the records in it, as the watch or a write of the member itself brought it."""
+    """The newest snapshot with its records, from the watch or from a write of the member itself."""
 
     def __init__(self, keys: Keys, first: Snapshot) -> None:
         super().__init__(first)
@@ -57,13 +57,13 @@ class LatestView(LatestSnapshot):
         self._view = read_view(first, keys)
         self._same_since = time.monotonic()
         self.newest_term = self._view.term
-        """The highest term of any world that was seen, in any life of etcd."""
+        """Highest term of any world seen, in any life of etcd."""
         self.finished: dict[str, str] = {}
-        """The hosts of the members of the present world that were seen to have finished, and may have left since."""
+        """Hosts, by member, of the current world's members that were seen to finish, and may have left since."""
 
     @property
     def view(self) -> View:
-        """The newest records alone, which nobody has to wait for: they are one object, and are never changed."""
+        """The newest view, without locking: views are never changed."""
         return self._view
 
     def now(self) -> Now:
@@ -71,8 +71,8 @@ class LatestView(LatestSnapshot):
             return Now(self._snapshot, self._view, time.monotonic() - self._same_since)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take a snapshot in, with the records in it, if it is newer."""
-        view = read_view(snapshot, self._keys)  # outside the lock: a thousand members take a while to read
+        """Store a snapshot and its parsed records, if it is newer."""
+        view = read_view(snapshot, self._keys)  # outside the lock: parsing a thousand members takes a while
         with self._changed:
             if snapshot.is_newer(self._snapshot):
                 if view.ready != self._view.ready:

@@ -1,11 +1,10 @@
-"""Records that another version, or a person, may have written: dataclasses from JSON, as far as they can be read.
+"""Read dataclasses from JSON leniently, since another version, or a person, may have written them.
 
-A field that this version does not know is ignored, so a newer version may add fields: members of both can train
-together while a job is upgraded node by node. What cannot be read is an error that the reader can act on, not one of
-the parser's.
+Unknown fields are ignored, so a newer version may add fields: members of both versions can train together while a job
+is upgraded node by node. Unreadable text raises an error that the reader can act on, not the parser's.
 
-A record's field `format` says which layout it has; absent means 1. It is raised only by a change that older versions
-must not misread.
+A record's field `format` gives its layout; absent means 1. It is raised only by changes that older versions must not
+misread.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ R = TypeVar("R")
 
 
 class UnreadableRecordError(ValueError):
-    """A text is not the record that its key promises; the message says why."""
+    """A text is not the record expected under its key; the message says why."""
 
 
 class NewerRecordError(UnreadableRecordError):
@@ -56,7 +55,7 @@ def _made(kind: Any, found: Mapping[str, Any]) -> Any:
 
 
 def _value(found: Any, hint: Any, name: str) -> Any:
-    """Return a field's value; lists become tuples and objects dataclasses, as the hint says."""
+    """Return a field's value; lists become tuples and objects dataclasses, according to the hint."""
     origin = get_origin(hint)
     if origin is tuple and isinstance(found, list):
         return tuple(_value(each, get_args(hint)[0], name) for each in found)
@@ -73,6 +72,6 @@ def _value(found: Any, hint: Any, name: str) -> Any:
 
 @cache
 def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the type of every field, and whether a record must have it."""
+    """Return the type of every field, and True if it is required."""
     hints = get_type_hints(kind)
     return {field.name: (hints[field.name], field.default is MISSING) for field in fields(kind)}

@@ -1,7 +1,7 @@
-"""A store in memory, with a virtual clock: the twin of etcd in unit tests and in simulation.
+"""A store in memory, with a virtual clock: replaces etcd in unit tests and in simulation.
 
-Time passes only by `advance`. A lease that is renewed never ends; an abandoned one ends when its time to live has
-been advanced over. Threads may share one store: a watch wakes when another thread writes.
+Time passes only by `advance`. A renewed lease never ends; an abandoned one ends once time has advanced by its time to
+live. Threads may share one store: a watch wakes when another thread writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rendezvous.membership.store import (
 
 
 class MemoryStore:
-    """Keep keys, revisions and leases in this process."""
+    """Keys, revisions and leases in this process."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
@@ -63,10 +63,10 @@ class MemoryStore:
         return MemoryWatch(self, prefix)
 
     def close(self) -> None:
-        """Nothing to release: others may still use this store."""
+        """Do nothing: others may still use this store."""
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and end the leases that nobody renewed meanwhile."""
+        """Advance the time, and end the leases that were not renewed."""
         with self.changed:
             self._now_s += seconds
             for lease in [lease for lease in self._leases if lease.is_over(self._now_s)]:
@@ -125,7 +125,7 @@ class MemoryLease:
 
 
 class MemoryWatch:
-    """A watch that reads the store itself, so that it is never late."""
+    """A watch that reads the store itself, so it is never late."""
 
     def __init__(self, store: MemoryStore, prefix: str) -> None:
         self._store = store
@@ -141,4 +141,4 @@ class MemoryWatch:
             return self.snapshot if arrived else None
 
     def close(self) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: there is no background thread."""

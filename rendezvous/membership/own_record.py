@@ -1,7 +1,7 @@
-"""A member's own record: what it publishes about itself, under a lease that ends with the member.
+"""A member's own record, which it publishes under a lease that ends with the member.
 
-Every write of a member goes through `swap`, which updates the view before it returns, so a decision is made on a view
-that contains the member's own last write. One thread rewrites the record at a time.
+Every write of a member goes through `swap`, which updates the view before it returns, so that decisions are based on a
+view that contains the member's own last write. One thread at a time rewrites the record.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rendezvous.membership.store import (
 )
 
 MOST_TRIES, PAUSE_S = 20, 0.1
-"""How often an update is tried if the record keeps changing, and the longest wait for the watch to bring a change."""
+"""Number of tries of an update if the record keeps changing, and the longest wait for the watch to bring a change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a member is, and what it brings; see `Member` for what a worker of a node adds."""
+    """A member's location and contribution; see `Member` for the fields of a node's worker."""
 
     host: str
     address: str
@@ -44,16 +44,16 @@ class Place:
 
 
 class OwnRecord:
-    """The record of the member at a place; there is none before it registers, and each registration has a new id."""
+    """The record of the member at a place; none before it registers, and each registration has a new id."""
 
     def __init__(self, store: Store, keys: Keys, place: Place, latest: LatestView, ttl_s: float) -> None:
         self.id = ""
         self.place = place
-        """What the record says from the next registration on."""
+        """Contents of the record from the next registration on."""
         self.missed: frozenset[str] = frozenset()
-        """The nodes that it cannot reach, as the record says from the next registration on."""
+        """Nodes that it cannot reach, for the next registration."""
         self.ttl_s = ttl_s
-        """How long the lease lasts; etcd may grant more than was asked for."""
+        """Duration of the lease in seconds; etcd may grant more than requested."""
         self.lease: Lease | None = None
         self._store, self._keys, self._latest = store, keys, latest
         self._rank, self._rank_in = -1, 0
@@ -61,20 +61,20 @@ class OwnRecord:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no record, or its lease is known to have ended."""
+        """True if there is no record, or its lease is known to have ended."""
         return self.lease is None or self.lease.is_lost
 
     def register(self) -> None:
-        """Be a member under a new id; raises StoreUnavailableError if etcd does not answer."""
+        """Register under a new id; raises StoreUnavailableError if etcd does not answer."""
         try:
             self._register()
         except StoreRefusedError:
             self._register()  # the lease ended before its first use, because this process was frozen in between
 
     def update(self, change: Callable[[Member, View], Member], *, is_renamed: bool = False) -> bool:
-        """Rewrite the record; False if its lease has ended.
+        """Rewrite the record; return False if its lease has ended.
 
-        With `is_renamed` it gets a new id, and is behind those of all others then.
+        With `is_renamed` it gets a new id, which orders it behind all other members.
         """
         for _ in range(MOST_TRIES):
             with self._writing:
@@ -100,13 +100,13 @@ class OwnRecord:
         return changes.rename(snapshot, self._keys, self.id, wanted)
 
     def note_rank(self, world: World) -> None:
-        """Say from the next write on which rank this member had in a world, whatever etcd comes to know of that."""
+        """Record, for all later writes, the rank that this member has in a world, whatever etcd remembers of it."""
         rank = world.rank_of(self.id)
         assert rank is not None, "asked by a member of it"
         self._rank, self._rank_in = rank, world.term
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
-        """Try a transaction, its keys under a lease or under none, and have its result in the view before returning."""
+        """Try a transaction, its keys under a lease or none, and have its result in the view before returning."""
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
         if self._store.swap(writes, change.guards) is None:
             return False

@@ -1,7 +1,7 @@
-"""One member's part in a job: it registers, follows the job, and does what `decisions` decides.
+"""One member's participation in a job: it registers, follows the job, and carries out `decisions`.
 
-A thread follows the watch, and shows a sign of life when another member's workers failed; the caller's thread joins,
-waits for its world, and asks questions. Knows nothing of torch: an agent of TorchElastic uses it, and so does a worker.
+One thread follows the watch, and confirms that this member is alive when another's workers failed; the caller's thread
+joins, waits for its world, and asks questions. Independent of torch: used by a TorchElastic agent and by workers.
 
 Invariant: a decision is made on a view that contains the node's own last write.
 """
@@ -45,12 +45,12 @@ from rendezvous.membership.store import Put, Snapshot, Store
 from rendezvous.outage_log import OutageLog, WaitingLog
 
 CLOSED_S = 300.0
-"""How long a finished job is marked as done, in seconds."""
+"""Seconds for which a finished job is marked as done."""
 
 LEASE_MARGIN_S = 2.0
-"""How much longer than a lease a dead member may be seen."""
+"""Seconds beyond its lease for which a dead member may still be seen."""
 STEP_BACK_S = 0.5
-"""How long a member that cannot host a world leaves it to others before it tries again."""
+"""Seconds for which a member that cannot host a world leaves it to others before it tries again."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -79,7 +79,7 @@ class Participant:
         self.world: World | None = None
         self.joined_at = 0.0
         self.job = Job()
-        """What this member trains: a job that it closes is marked as that."""
+        """Description of this member's job, recorded when it closes the job."""
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
@@ -95,7 +95,7 @@ class Participant:
 
     @property
     def place(self) -> Place:
-        """Where this member is, and what it publishes about itself from its next registration on."""
+        """This member's location, which it publishes at its next registration."""
         return self._own.place
 
     @place.setter
@@ -104,7 +104,7 @@ class Participant:
 
     @property
     def ttl_s(self) -> float:
-        """How long the lease lasts, in seconds."""
+        """Duration of the lease in seconds."""
         return self._own.ttl_s
 
     @property
@@ -112,12 +112,11 @@ class Participant:
         return self._latest.view
 
     def join(self, timeout_s: float, is_stopped: Callable[[], bool] = lambda: False, *, as_last: bool = False) -> None:
-        """Be ready for the next world: register, or leave the world that this member was in.
+        """Become ready for the next world: register, or leave the current world.
 
-        With `as_last` it counts as the one that has registered last, so that it does not lead.
-        Waits for etcd if it does not answer, takes no writes, or does not let this member in; raises
-        StoreUnavailableError after `timeout_s`, StoppedWaiting when `is_stopped()`, and LimitsDifferError if other
-        members were started with another --nnodes, or in another mode.
+        With `as_last` it is ordered as the last to register, so that it does not lead. Waits if etcd does not answer,
+        takes no writes, or denies access; raises StoreUnavailableError after `timeout_s`, StoppedWaiting when
+        `is_stopped()`, and LimitsDifferError if other members were started with another --nnodes, or in another mode.
         """
         self.joined_at = time.time()
         if self._own.is_gone:
@@ -145,13 +144,12 @@ class Participant:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> World | None:
-        """Wait for a world with this member in it, sealing it if this member leads; None if the job is done.
+        """Wait for a world with this member in it, sealing it if this member leads; return None if the job is done.
 
-        `host` starts the store of a world that is about to be sealed and returns its address; where it raises OSError
-        another member is to lead. Raises TooFewNodesError
-        after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError if a newer version has written what
-        this one cannot read, and LimitsDifferError if members that were there before have another --nnodes or mode; a
-        member for which there is no room waits without end.
+        `host` starts the store of a world about to be sealed and returns its address; if it raises OSError, another
+        member leads. Raises TooFewNodesError after `timeout_s`, StoppedWaiting when `is_stopped()`, NewerVersionError
+        if a newer version has written records that this one cannot read, and LimitsDifferError if earlier members have
+        another --nnodes or mode. A member without room in the world waits indefinitely.
         """
         deadline = time.monotonic() + timeout_s
         waiting, standing_by = WaitingLog(_log, timeout_s), WaitingLog(_log, every_s=math.inf)
@@ -185,7 +183,7 @@ class Participant:
         return words.waiting(self.view, self.policy, self.keys, left_s, self._latest.finished)
 
     def _check_limits(self, is_stopped: Callable[[], bool]) -> None:
-        """Refuse to register beside members of other limits or mode, unless they are dead, with leases about to end."""
+        """Refuse to register if members have other limits or another mode, unless dead members' leases end soon."""
         deadline = time.monotonic() + self.ttl_s + LEASE_MARGIN_S
         nodes, is_live = self.policy.nodes, bool(self.place.node)
         while (why := admission.disagreement((now := self._latest.now()).view, nodes, is_live=is_live)) is not None:
@@ -196,24 +194,24 @@ class Participant:
             self._latest.wait(now.snapshot, LOOK_S)
 
     def num_waiting(self) -> int:
-        """How many changes require a new round; 0 while the world stands."""
+        """Return the number of changes that require a new round; 0 while the world stands."""
         return 0 if self.world is None else standing.num_waiting(self.view, self.id, self.world, self.policy)
 
     def is_broken(self) -> bool:
-        """Whether the world that this member is in can take no further step."""
+        """Return True if this member's world cannot take another step."""
         return self.world is not None and standing.is_broken(self.view, self.id, self.world)
 
     @property
     def is_leading(self) -> bool:
-        """Whether this member has the first seat of its world."""
+        """True if this member has the first seat of its world."""
         return self.world is not None and self.world.rank_of(self.id) == 0
 
     def note_missed(self, nodes: frozenset[str]) -> None:
-        """Say from the next registration on which nodes this member cannot reach."""
+        """Record, for the next registration, the nodes that this member cannot reach."""
         self._own.missed = nodes
 
     def report_missed(self, nodes: frozenset[str]) -> None:
-        """Publish which nodes this member cannot reach, and leave its world if one of them is in it."""
+        """Publish the nodes that this member cannot reach, and leave its world if one of them is in it."""
         world = self.world
         mates = standing.mates_of(self.view, world) if world is not None else ()
         leaves = world is not None and any(mate.node_id in nodes for mate in mates)
@@ -226,13 +224,13 @@ class Participant:
         self._own.update(reported)
 
     def remove_dead_member(self, member_id: str) -> bool:
-        """Remove a member that is known to be dead; False if it has changed meanwhile, or etcd does not answer."""
+        """Remove a member known to be dead; return False if it has changed meanwhile, or etcd does not answer."""
         return self._try(changes.remove_dead_member(self._latest.now().snapshot, self.keys, member_id))
 
     def wants_to_grow(self, quiet_s: float) -> bool:
-        """Whether members wait to be admitted whose agents this one has met, and none has come or gone for `quiet_s`.
+        """Return True if members with agents that this one has met wait, and none has come or gone for `quiet_s`.
 
-        So they come together, and a world does not end for a newcomer at whose address somebody else is, or nobody.
+        So they are admitted together, and a world does not end for a newcomer whose address is wrong.
         """
         if self._latest.now().same_for_s < quiet_s or self.num_waiting() == 0 or self.world is None:
             return False
@@ -242,9 +240,9 @@ class Participant:
         return self.world is not None and standing.is_only_growing(self.view, self.world)
 
     def is_to_blame(self) -> bool:
-        """Report that this node's workers failed, and return whether the restart is charged to this node.
+        """Report that this node's workers failed, and return True if the restart is charged to this node.
 
-        Waits until every other member has shown a sign of life, or one is gone: at most for a lease and two seconds.
+        Waits until every other member has confirmed that it is alive, or one is gone: at most a lease and two seconds.
         """
         world = self.world
         assert world is not None, "workers run in a world"
@@ -263,8 +261,8 @@ class Participant:
     def finish(self, timeout_s: float) -> None:
         """Publish that this node's workers are done, wait for the others, and close the job with the last of them.
 
-        Waits for etcd if it does not answer, since the workers have finished either way. Nodes whose workers still run
-        after `timeout_s` are not waited for: they finish without this one.
+        Waits if etcd does not answer, since the workers have finished anyway. Nodes whose workers still run after
+        `timeout_s` finish without this one.
         """
         world = self.world
         assert world is not None, "workers run in a world"
@@ -283,7 +281,7 @@ class Participant:
             self._latest.wait(now.snapshot, min(left_s, LOOK_S))
 
     def _say_done(self, term: int, deadline: float) -> None:
-        """Publish it; tried once, however early the deadline is."""
+        """Publish that the workers are done; tried at least once, whatever the deadline."""
         while True:
             try:
                 self._own.update(lambda member, view: replace(member, done=term))
@@ -296,7 +294,7 @@ class Participant:
                 return
 
     def close(self, term: int, for_s: float = CLOSED_S) -> None:
-        """Mark the job as done for `for_s`: members that join by then leave, and later the run id may be used again."""
+        """Mark the job as done for `for_s` seconds: members that join by then leave; later the run id may be reused."""
         now = self._latest.now()
         change = changes.close(now.snapshot, now.view, self.keys, Closed(term, time.time(), self.job))
         try:
@@ -306,9 +304,9 @@ class Participant:
             _log.warning("could not mark the job as done: %s", error)
 
     def ask_to_leave(self, rank: int) -> str | None:
-        """Ask the node of a rank of the present world to leave, and return it; None if too few nodes would stay.
+        """Ask the node of a rank of the current world to leave, and return it; None if too few nodes would stay.
 
-        Returns at once; an etcd that does not take the request is a warning.
+        Returns at once; if etcd does not take the request, a warning is logged.
         """
         assert self.world is not None, "ranks are a world's"
         node = standing.node_to_spare(self.view, self.world, rank, self.policy)
@@ -323,7 +321,7 @@ class Participant:
             _log.warning("node %s could not be asked to leave, and stays: %s", node, error)
 
     def leave(self) -> None:
-        """Revoke the lease, so that the others need not wait for its end, and stop following; once is enough."""
+        """Revoke the lease, so that the others need not wait for its end, and stop following; idempotent."""
         if self._left.is_set():
             return
         self._left.set()
@@ -336,7 +334,7 @@ class Participant:
         self._store.close()
 
     def _leave_finished(self) -> None:
-        """Let those who still work know that this member is not lost, if its workers have finished."""
+        """Tell the remaining members that this one is not lost, if its workers have finished."""
         snapshot, view, _ = self._latest.now()
         for _ in range(MOST_TRIES):
             change = changes.leave_finished(snapshot, view, self.keys, self.id)
@@ -346,7 +344,7 @@ class Participant:
             view = read_view(snapshot, self.keys)
 
     def _decide(self) -> tuple[Decision, Snapshot]:
-        """Return what to do next, and the snapshot behind the decision, whose revisions guard the write."""
+        """Return the next action, and the snapshot behind the decision, whose revisions guard the write."""
         now = self._latest.now()
         return decisions.decide(now.view, self.id, self.policy, now.same_for_s), now.snapshot
 
@@ -383,7 +381,7 @@ class Participant:
             self._latest.wait(snapshot, 0.2)
 
     def _step_back(self, snapshot: Snapshot) -> None:
-        """Be the last of the members, and leave the others a moment; the only one leads all the same."""
+        """Become the last of the members, and give the others a moment to lead; a single member still leads."""
         try:
             self._own.update(changes.leaving_world, is_renamed=True)
         except StoreUnavailableError as error:
@@ -391,12 +389,12 @@ class Participant:
         self._latest.wait(snapshot, STEP_BACK_S)
 
     def _bury(self, snapshot: Snapshot) -> bool:
-        """Remove the late members whose agent is gone; return whether any was."""
+        """Remove the late members whose agent is gone; return True if there were any."""
         gone = self._dead_agents.gone(self.view)
         return any([self._try(changes.remove_dead_member(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
 
     def _try(self, change: Change) -> bool:
-        """Like `OwnRecord.swap`, but False if etcd does not answer: the caller tries again later."""
+        """Like `OwnRecord.swap`, but return False if etcd does not answer, so that the caller retries later."""
         try:
             done = self._own.swap(change, None)
         except StoreError as error:
@@ -420,7 +418,7 @@ class Participant:
                 self._show_life()
 
     def _show_life(self) -> None:
-        """Show a member whose workers failed that this member is not the one that was lost."""
+        """Confirm to a member whose workers failed that this member is alive."""
         view, world = self.view, self.world
         mine = view.member(self.id)
         if world is None or mine is None or view.failure is None or view.failure.term != world.term:
@@ -434,6 +432,6 @@ class Participant:
             _log.debug("could not show a sign of life: %s", error)
 
     def _speaks_for_its_node(self) -> bool:
-        """Whether this is the first of the members of its node, one of which is enough to say what all wait for."""
+        """Return True if this is the first member of its node, which logs on behalf of all."""
         mates = [member.id for member in self.view.members if member.node_id == (self.place.node or self.id)]
         return self.id == min(mates, default=self.id)

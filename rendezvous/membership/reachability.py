@@ -1,14 +1,14 @@
-"""Finds nodes that a member cannot reach although all of them reach etcd: no lease ends, yet a world of both hangs.
+"""Find nodes that a member cannot reach although all reach etcd: no lease ends, yet a world with both hangs.
 
-A thread asks the agents of other nodes who they are:
+A thread asks the agents of other nodes for their identity:
 
-* a newcomer asks those of the standing world before it registers, and says in its record which it cannot reach;
-* the first worker of each of the first nodes of a world asks its newcomers before the world makes room for them, and
-  the others of the world, so that it knows a dead agent's refusal when it comes;
-* a member that has waited for its peers for longer than a lease asks all of them, one worker for all of its node.
+* a newcomer asks those of the standing world before it registers, and records those it cannot reach;
+* the first worker of each of the first nodes of a world asks newcomers before the world makes room for them, and the
+  others of the world, so that it later recognizes a dead agent's refusal;
+* a member that has waited for its peers longer than a lease asks all of them, one worker per node.
 
-A node that is away twice in a row is named in the asking member's record, and `decisions` makes worlds without such
-pairs; it is asked again from time to time, so that a network that heals is used again. An agent that is gone is buried.
+A node that is away twice in a row is named in the asking member's record, and `decisions` forms worlds without such
+pairs. It is asked again periodically, so that a recovered network is used again. An agent that is gone is removed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from rendezvous.membership.rules import standing
 from rendezvous.membership.rules.admission import count_nodes
 
 AGAIN_S = 1.0
-"""How long after the first look nodes that were away are asked again."""
+"""Seconds after the first look at which nodes that were away are asked again."""
 BEFORE_S = 0.2
-"""The same for a newcomer, which has not registered yet."""
+"""The same for a newcomer before it registers."""
 
 LOOK_EVERY_S = 10.0
 SELDOM_S = 60.0
-"""How often a member checks whether its own record misses any node: an answer from etcd may have been lost."""
+"""Seconds between checks of a member's own record for unreachable nodes: an answer from etcd may have been lost."""
 
 NUM_MEETING = 16
-"""The first worker of each of so many nodes of a world asks who the others are, and its newcomers."""
+"""Number of nodes of a world whose first worker asks the others and newcomers for their identity."""
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")
 
 
 class Reachability:
-    """Which nodes one member reaches; a thread looks when `ask`ed, when somebody is new, and now and then."""
+    """The nodes that one member can reach; a thread looks on request, for newcomers, and periodically."""
 
     def __init__(self, participant: Participant) -> None:
         self._participant, self._agents = participant, participant.agents
         self._away: Mapping[str, float] = {}
-        """The nodes that were away at the last look, and since which one."""
+        """Nodes that were away at the last look, each with the time of its first such look."""
         self._hung_at = 0.0
         self._hangs = self._is_warned = False
         self._looking = threading.Lock()
@@ -62,7 +62,7 @@ class Reachability:
     def ask(self, *, is_urgent: bool = False) -> None:
         """Have all nodes of this member's world asked soon, because the world hangs; returns at once.
 
-        `is_urgent`: it could not even begin.
+        `is_urgent` is True if it could not even begin.
         """
         if time.monotonic() - self._hung_at > (AGAIN_S if self._away or is_urgent else LOOK_EVERY_S):
             self._hangs = True
@@ -73,7 +73,7 @@ class Reachability:
         self._asked.set()
 
     def look_ahead(self) -> None:
-        """Before this member registers: ask the nodes of the standing world, and note which it cannot reach."""
+        """Before registering, ask the nodes of the standing world, and record those that cannot be reached."""
         nodes = by_node(self._participant.view.mates)
         for _ in range(2):
             away = {name for name, standing in self._standing_of(nodes).items() if standing != "here"}
@@ -86,7 +86,7 @@ class Reachability:
         self._participant.note_missed(frozenset(nodes))
 
     def look(self, *, hangs: bool = True) -> None:
-        """Ask whom there is reason to ask, and report what has changed; `hangs`: the world does, so ask all of it."""
+        """Ask the nodes that there is reason to ask, and report changes; with `hangs`, ask all of the world."""
         with self._looking:
             view = self._participant.view
             mine = view.member(self._participant.id)
@@ -105,7 +105,7 @@ class Reachability:
             self._judge(view, nodes, held, missed)
 
     def _judge(self, view: View, nodes: Mapping[str, list[Member]], held: Set[str], missed: frozenset[str]) -> None:
-        """Ask nodes; of those that it is held against and that are away again, bury the dead and miss the others."""
+        """Ask nodes; of those in `held` that are away again, remove the dead and report the others."""
         now, before = time.monotonic(), self._away
         standing = self._standing_of(nodes)
         self._away = {name: before.get(name, now) for name, how in standing.items() if how != "here" and name in held}
@@ -117,14 +117,14 @@ class Reachability:
             self._participant.report_missed(frozenset(again - dead))
 
     def notice(self) -> None:
-        """Look soon if there is anybody whose agent this member is to meet; called whenever the view has changed."""
+        """Look soon if there are agents that this member should meet; called whenever the view has changed."""
         view = self._participant.view
         if self._new(view) or self._unmet_mates(view):
             self._asked.set()
         self._warn_if_missed(view)
 
     def _new(self, view: View) -> list[Member]:
-        """The members that a world of which this member is one of the first would make room for, not met yet."""
+        """Return the unmet newcomers that the world would admit, if this member is one of its first."""
         world = self._participant.world
         if world is None or self._participant.id not in _first_ones(view):
             return []
@@ -153,7 +153,7 @@ class Reachability:
         _log.warning("nodes in etcd that cannot be reached from here: %s", where or "none any more")
 
     def _warn_if_missed(self, view: View) -> None:
-        """Say once, on a node that others cannot reach, what to do about it."""
+        """Warn once, on a node that others cannot reach, with the remedy."""
         mine = view.member(self._participant.id)
         if self._is_warned or mine is None or not view.is_split:
             return
@@ -167,7 +167,7 @@ class Reachability:
             )
 
     def _serve(self) -> None:
-        """Look when asked, and every few seconds while this member's record misses any node."""
+        """Look on request, and every few seconds while this member's record names unreachable nodes."""
         pause_s = SELDOM_S
         while not self._closed.is_set():
             is_asked = self._asked.wait(pause_s)
@@ -191,7 +191,7 @@ class Reachability:
 
 @lru_cache(8)
 def _first_ones(view: View) -> frozenset[str]:
-    """The first worker of each of the first nodes of the present world."""
+    """Return the first worker of each of the first nodes of the current world."""
     firsts: dict[str, str] = {}
     for mate in view.mates:
         firsts.setdefault(mate.node_id, mate.id)

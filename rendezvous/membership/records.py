@@ -30,11 +30,11 @@ _log = logging.getLogger("rendezvous")
 Cause = Literal["start", "lost", "joined", "restart"]
 
 JOBS = "/elastic/"
-"""What the keys of all jobs begin with."""
+"""Prefix of the keys of all jobs."""
 
 
 REQUEST_S = 60.0
-"""How long a request to leave lasts; nodes that are there see it at once."""
+"""Seconds for which a request to leave lasts; running nodes see it at once."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,25 @@ class Member:
     after: int
     """It is ready for a world of a term above this one."""
     seen: int = 0
-    """It was alive after somebody failed in this term."""
+    """It was alive after a member failed in this term."""
     done: int = 0
     """Its workers finished in this term."""
     node: str = ""
-    """The node that it is a worker of; empty for a member that is a node by itself."""
+    """Node of a worker; empty for a member that is a node itself."""
     node_members: int = 1
-    """How many members its node brings in all."""
+    """Total number of members of its node."""
     agent: str = ""
-    """host:port where its node's agent listens as long as it lives; empty if nothing does."""
+    """host:port of its node's agent, which listens as long as it lives; empty if there is none."""
     missed: tuple[str, ...] = ()
-    """The nodes that it cannot reach, although they are in etcd."""
+    """Nodes that it cannot reach, although they are in etcd."""
     nodes: str = ""
-    """How many nodes it takes a world to have, MIN:MAX, which all members must agree on; empty if it does not say."""
+    """Number of nodes of a world, MIN:MAX, which all members must agree on; empty if unspecified."""
     role: str = ""
-    """What its workers do (torchrun's --role); ranks are numbered within a role, too."""
+    """Role of its workers (torchrun's --role); ranks are also numbered within a role."""
     rank: int = -1
-    """The rank that it had in the world of `rank_in`, where cells have several; below 0 if it has had none."""
+    """Its rank in the world of `rank_in`, for cells of several members; negative if none."""
     rank_in: int = 0
-    """The term of the last world that it was in when this was written."""
+    """Term of the last world that it was in when this was written."""
 
     @property
     def node_id(self) -> str:
@@ -122,7 +122,7 @@ class Member:
 
     @property
     def is_worker(self) -> bool:
-        """Whether it is one worker of a node (`live` mode), not a node with all of its workers (`restart` mode)."""
+        """True for a worker of a node (`live` mode), False for a node with all of its workers (`restart` mode)."""
         return bool(self.node)
 
 
@@ -137,7 +137,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class World:
-    """The members that train together, in rank order, and where the first of them hosts their TCPStore."""
+    """The members that train together, in rank order, and the address of the TCPStore hosted by the first."""
 
     term: int
     seats: tuple[Seat, ...]
@@ -146,7 +146,7 @@ class World:
     port: int
     sealed_at: float
     left: tuple[str, ...] = ()
-    """The members that have left because their workers had finished, while others still worked: they are not lost."""
+    """Members that have left after their workers finished, while others still worked: they are not lost."""
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -175,12 +175,12 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a member trains, for the members that come later under the same run id."""
+    """Description of a member's job, for members that come later under the same run id."""
 
     folder: str = ""
-    """Where its commits, or its results, are."""
+    """Location of its commits or results."""
     digest: str = ""
-    """Of its configuration; empty if unknown."""
+    """Digest of its configuration; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +189,16 @@ class Closed:
 
     term: int
     at: float
-    """When, in unix seconds."""
+    """Unix time in seconds."""
     job: Job = Job()
-    """What was done."""
+    """The finished job."""
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The whole job at one revision; members in the order in which they registered.
+    """The whole job at one revision; members in order of registration.
 
-    What follows from it is computed once per object: every worker asks many times a second, about all members.
+    Derived values are cached per object: every worker asks for them many times per second, about all members.
     """
 
     revision: int
@@ -209,13 +209,13 @@ class View:
     store: str | None = None
     closed: Closed | None = None
     leaving: frozenset[str] = frozenset()
-    """The nodes that are asked to leave."""
+    """Nodes that are asked to leave."""
     newer: str = ""
-    """What a newer version has written and this one cannot read, as a message says it; empty if there is nothing."""
+    """Records of a newer version that this one cannot read, as text for a message; empty if there are none."""
 
     @property
     def term(self) -> int:
-        """The highest term that was ever sealed; 0 before the first world."""
+        """Highest term that was ever sealed; 0 before the first world."""
         return 0 if self.world is None else self.world.term
 
     def member(self, member_id: str) -> Member | None:
@@ -223,13 +223,13 @@ class View:
 
     @cached_property
     def mates(self) -> tuple[Member, ...]:
-        """The members of the present world that are still alive."""
+        """Members of the current world that are still alive."""
         world = self.world
         return () if world is None else tuple(m for m in self.members if world.rank_of(m.id) is not None)
 
     @cached_property
     def num_lost(self) -> int:
-        """How many members of the present world are gone, and had not finished before."""
+        """Number of members of the current world that are gone without having finished."""
         world = self.world
         if world is None:
             return 0
@@ -237,32 +237,32 @@ class View:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether all members of the present world are alive and in it, or have left it when they had finished."""
+        """True if all members of the current world are alive and in it, or have left after finishing."""
         world = self.world
         return world is not None and self.num_lost == 0 and all(mate.after < world.term for mate in self.mates)
 
     @cached_property
     def nodes(self) -> frozenset[str]:
-        """The nodes of the members of the present world that are still alive."""
+        """Nodes of the members of the current world that are still alive."""
         return frozenset(mate.node_id for mate in self.mates)
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether any member cannot reach another's node."""
+        """True if any member cannot reach another's node."""
         return any(member.missed for member in self.members)
 
     @cached_property
     def staying(self) -> tuple[Member, ...]:
-        """The members whose workers have not finished."""
+        """Members whose workers have not finished."""
         return tuple(member for member in self.members if not self.is_finishing(member))
 
     @cached_property
     def ready(self) -> tuple[Member, ...]:
-        """The members that a next world would be made of."""
+        """Members that a next world would consist of."""
         return tuple(member for member in self.staying if self.is_ready(member))
 
     def is_ready(self, member: Member) -> bool:
-        """Whether a member waits for a world: it is in none, or has left the one it was in."""
+        """Return True if a member waits for a world: it is in none, or has left its last one."""
         return self.world is None or self.world.rank_of(member.id) is None or member.after >= self.term
 
     def is_finishing(self, member: Member) -> bool:
@@ -270,9 +270,9 @@ class View:
 
     @cached_property
     def is_ending(self) -> bool:
-        """Whether all members of the present world that are alive have finished: one of them is about to close the job.
+        """True if all live members of the current world have finished: one of them is about to close the job.
 
-        Nobody is admitted in between. If all of them die before they have closed it, the job starts again.
+        No member is admitted in between. If all of them die before closing it, the job starts again.
         """
         return bool(self.mates) and all(self.is_finishing(mate) for mate in self.mates)
 
@@ -286,7 +286,7 @@ def encode(record: Member | World | Failure | Head | Closed) -> str:
 
 
 def read_view(snapshot: Snapshot, keys: Keys) -> View:
-    """Parse everything below a job's prefix; nothing that is there can make it fail."""
+    """Parse everything below a job's prefix; no content can make it fail."""
     below, leased, texts = keys.members, list[tuple[int, str, str]](), dict[str, str]()
     for key, entry in snapshot.entries.items():
         if key.startswith(below):
@@ -313,14 +313,14 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
 
 
 def read_head(key: str, text: str | None) -> Head | None:
-    """Read the head; None if there is none that can be read. Raises NewerVersionError."""
+    """Read the head; None if it is absent or unreadable. Raises NewerVersionError."""
     found = _read(Head, text)
     refuse_newer(_newer(key, found))
     return _known(key, found)
 
 
 def refuse_newer(newer: str) -> None:
-    """Raise NewerVersionError if `newer` names anything."""
+    """Raise NewerVersionError if `newer` is not empty."""
     if newer:
         raise NewerVersionError(
             f"{newer}: a newer version of this package trains under this run id. Install the same version on all nodes."
@@ -332,7 +332,7 @@ R = TypeVar("R")
 
 @lru_cache(16)
 def _read(kind: type[R], text: str | None) -> R | UnreadableRecordError | None:
-    """Read a record; an error is a result, too, since it is the same every time."""
+    """Read a record; errors are returned as well, so that they are cached."""
     try:
         return None if text is None else read_record(kind, text)
     except UnreadableRecordError as error:
@@ -343,7 +343,7 @@ def _read(kind: type[R], text: str | None) -> R | UnreadableRecordError | None:
 def _read_member(key: str, text: str, below: str) -> Member | None:
     """Read a member; None if it cannot be read, or its key below `below` is another's.
 
-    A change rewrites one member's text: of a thousand members, 999 need not be parsed again.
+    Cached, because a change rewrites one member's text: of a thousand members, 999 need not be parsed again.
     """
     member = _known(key, _read.__wrapped__(Member, text))
     return member if member is not None and key == below + member.id else None
@@ -362,5 +362,5 @@ def _newer(key: str, found: object) -> str:
 
 @lru_cache(64)
 def _warn(key: str, why: str) -> None:
-    """Log once what is ignored."""
+    """Warn once about an ignored record."""
     _log.warning("%s cannot be read as a record and is ignored: %s. Does another program write there?", key, why)

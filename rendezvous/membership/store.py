@@ -1,8 +1,8 @@
-"""The protocol between membership and what keeps it: etcd in production, memory in tests and simulation.
+"""The protocol between membership and its store: etcd in production, memory in tests and simulation.
 
 A store maps keys to short texts. Every write is one transaction on revisions (`swap`), every read is a consistent
 snapshot of a prefix (`get`), every wait is a `watch` with a deadline, and a key may be attached to a lease that ends
-with its holder. Nothing else is needed to elect, to seal and to fence.
+with its holder. This is enough to elect, to seal and to fence.
 
 Invariant: revisions grow by at least one with every write, in one order for all readers; a store that loses its data
 begins another life.
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 ABSENT = 0
-"""The revision of a key that does not exist; as a guard, it makes a write create the key."""
+"""Revision of a key that does not exist; as a guard, it makes a write create the key."""
 
 MOST_GUARDS = 128
-"""The most guards that a transaction may have: etcd's default (--max-txn-ops)."""
+"""Maximum number of guards in a transaction: etcd's default (--max-txn-ops)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All keys below a prefix as they were at one revision."""
+    """All keys below a prefix at one revision."""
 
     revision: int
     entries: Mapping[str, Entry]
     life: int = 0
-    """How often the store had lost its data by then, as far as the reader knows; then revisions start at 1 again."""
+    """Number of known data losses of the store by then; after each, revisions start at 1 again."""
 
     def is_newer(self, other: Snapshot) -> bool:
-        """Say whether this is of a later life, or of the same and a later revision."""
+        """Return True if this is of a later life, or of the same life and a later revision."""
         return self.revision > other.revision if self.life == other.life else self.life > other.life
 
     def revision_of(self, key: str) -> int:
@@ -49,20 +49,20 @@ class Snapshot:
 
 
 class Lease(Protocol):
-    """A promise to be alive, renewed in the background until it is revoked, abandoned or lost."""
+    """A proof of life, renewed in the background until it is revoked, abandoned or lost."""
 
     @property
     def ttl_s(self) -> float: ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether the store has said that the lease has ended; False while the store cannot be reached."""
+        """True if the store has said that the lease has ended; False while the store cannot be reached."""
 
     def revoke(self) -> None:
-        """End the lease and delete its keys now; harmless if it has ended already."""
+        """End the lease and delete its keys now; harmless if it has already ended."""
 
     def abandon(self) -> None:
-        """Stop renewing without revoking, as a crash would: the keys are deleted when the time to live is over."""
+        """Stop renewing without revoking, as a crash would: the keys are deleted after the time to live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class Put:
 
 
 Writes = Mapping[str, Put | None]
-"""What a transaction does to each key; None deletes it."""
+"""Effect of a transaction on each key; None deletes it."""
 
 Guards = Mapping[str, int]
-"""The revision that each key must have for a transaction to happen; ABSENT for a key that must not exist.
+"""Required revision of each key for a transaction; ABSENT for a key that must not exist.
 
-A key that ends with a slash stands for all below it: none may have been written after the revision, though some may
-have been deleted.
+A key that ends with a slash means all keys below it: none may have been written after the revision, but some may have
+been deleted.
 """
 
 
@@ -105,7 +105,7 @@ class Store(Protocol):
         """Do all `writes` in one transaction if every guard holds; return its revision, or None if one did not."""
 
     def lease(self, ttl_s: float, *, renew: bool = True) -> Lease:
-        """Grant a lease; without `renew` it ends by itself after `ttl_s`, which the store may round up."""
+        """Grant a lease; without `renew` it ends after `ttl_s`, which the store may round up."""
 
     def watch(self, prefix: str) -> Watch: ...
 

@@ -1,1 +1,1 @@
-"""TorchElastic's side: entry point, handlers and agents of the modes `restart` and `live`."""
+"""The TorchElastic integration: entry point, handlers and agents of the modes `restart` and `live`."""

@@ -1,4 +1,4 @@
-"""The address, the interface and the name of this machine, as other nodes use them."""
+"""The address, interface and name of this machine, as other nodes use them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from rendezvous.etcd.options import EtcdOptions
 from rendezvous.process_table import boot_id
 
 ELSEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
-"""Addresses that are on no network (RFC 5737, RFC 3849): the way to them is the way to any other machine."""
+"""Addresses on no network (RFC 5737, RFC 3849): the route to them is the route to any other machine."""
 
 _SIOCGIFADDR = 0x8915
 
 
 def own_address(given: str | None, options: EtcdOptions, max_nodes: int) -> str:
-    """Return the address of this node: the given one, or that on the network that leads to etcd; no packet is sent.
+    """Return this node's address: the given one, or that on the route to etcd; sends no packet.
 
-    Raises OptionError if the given one is not an address of this machine.
-
-    If etcd is on this machine, as on the first node of many jobs, or /etc/hosts gives the machine's name a loopback
-    address, as Debian's installer writes it, the way to etcd leads nowhere: the other nodes are on the way out.
+    Raises OptionError if the given one is not an address of this machine. If etcd is on this machine, as on the first
+    node of many jobs, or /etc/hosts maps the machine's name to a loopback address, as Debian's installer does, the
+    route to etcd is local; then the default route's address is used.
     """
     if given is not None:
         return _checked(given)
@@ -36,7 +35,7 @@ def own_address(given: str | None, options: EtcdOptions, max_nodes: int) -> str:
 
 
 def _etcds(options: EtcdOptions) -> list[tuple[str, int]]:
-    """Return where etcd's first member is; nothing while a file that is to say so does not."""
+    """Return the address of etcd's first member; empty if an endpoint file does not name it yet."""
     try:
         return [split_endpoint(options.addresses()[0])]
     except OptionError:
@@ -44,7 +43,7 @@ def _etcds(options: EtcdOptions) -> list[tuple[str, int]]:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Return the address by which this machine reaches another one; None if there is no way there."""
+    """Return the address by which this machine reaches another one; None without a route."""
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     try:
@@ -56,7 +55,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address means the machine that uses it, whichever that is."""
+    """Return True if an address always means the machine that uses it."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -81,7 +80,7 @@ def interface_of(address: str) -> str | None:
 
 
 def machine_name() -> str:
-    """Return a name that two containers or machines do not share."""
+    """Return a name that is unique to this machine or container."""
     return f"{socket.gethostname()}-{boot_id()[:8]}"
 
 
@@ -99,7 +98,7 @@ def _checked(given: str) -> str:
 
 
 def _address_by_name() -> str:
-    """Return an address that the machine's name has and other machines can use, if it has any."""
+    """Return an address of the machine's name that other machines can use, else 127.0.0.1."""
     name = socket.getfqdn()
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]

@@ -1,7 +1,7 @@
-"""What the agents of both modes share: how workers are started, and that they die with their agent.
+"""Base of both modes' agents: workers start with their imports done, and die with their agent.
 
-TorchElastic's own agent leaves its workers running when it is killed, and starts each of them as a program that has
-all its imports to do. Here they are forks of the node's standby process where the program offers one.
+TorchElastic's own agent leaves its workers running when it is killed, and starts each as a program that must do all its
+imports. Here they are forks of the node's standby process if the program supports it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import LOOK_EVERY_S, Program, Standby
 
 FINAL_CODES = frozenset({2, 65, 71, 93})
-"""Codes of errors that another worker in a failed one's place would meet as well: bad input, damage, a machine that
-computes wrongly, no progress."""
+"""Exit codes of errors that a replacement worker would hit as well: bad input, damage, a machine that computes wrongly,
+no progress.
+"""
 IMPORTED_WITHIN_S = 300.0
-"""How long the first workers wait for their imports, which they would otherwise do themselves."""
+"""Seconds that the first workers wait for their imports, which they would otherwise do themselves."""
 _HAS_GRACE = "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters
-"""Whether TorchElastic lets workers have another time to end than its own 30 s: from torch 2.12 on."""
+"""True if TorchElastic supports another shutdown time for workers than 30 s: torch 2.12 and later."""
 
 _log = logging.getLogger("rendezvous")
 
@@ -54,7 +55,7 @@ class BoundAgent(LocalElasticAgent):
             self._standby = None
 
     def run(self, role: str = "default") -> RunResult:
-        """Like the stock method, which returns None, and crashes its caller, for a job that is done already."""
+        """Like the stock method, which returns None, and crashes its caller, if the job is already done."""
         try:
             result: RunResult | None = super().run(role)
         finally:
@@ -71,7 +72,7 @@ class BoundAgent(LocalElasticAgent):
         return [code for handler in handlers if (code := handler.proc.poll()) is not None]
 
     def end_at_once(self, number: int, within_s: float) -> bool:
-        """Pass on an order to end at once; say whether all workers have ended by then."""
+        """Send workers a signal to end at once; return True if all have ended within `within_s` seconds."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {}).values()
         for handler in handlers:
             if handler.proc.poll() is None:
@@ -84,7 +85,7 @@ class BoundAgent(LocalElasticAgent):
         return True
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        """End the workers; those that are still there after `timeout` seconds are killed."""
+        """End the workers; kill those that are left after `timeout` seconds."""
         if not _HAS_GRACE and self._pcontext is not None:
             self._pcontext.close(death_sig, self._grace_s if timeout is None else timeout)
         super()._shutdown(death_sig, **({} if timeout is None or not _HAS_GRACE else {"timeout": timeout}))
@@ -109,16 +110,16 @@ class BoundAgent(LocalElasticAgent):
         return started
 
     def _how_it_ended(self, local_rank: int, code: int) -> str:
-        """Describe how a worker ended, as the rest of a sentence."""
+        """Describe how a worker ended, as the predicate of a sentence."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         return how_it_ended(handlers.get(local_rank), code)
 
     @contextlib.contextmanager
     def _starting_them(self) -> Iterator[None]:
-        """Let TorchElastic start processes by `_start_worker`, and keep how signals were taken.
+        """Make TorchElastic start processes by `_start_worker`, and preserve signal handlers.
 
-        TorchElastic sets its own handlers whenever it starts workers, also in place of a launcher's, or where whoever
-        started this process has a signal ignored (nohup).
+        TorchElastic sets its own handlers whenever it starts workers, replacing a launcher's, and even ignored signals
+        (nohup).
         """
         before = {number: signal.getsignal(number) for number in signal.valid_signals()}
         starting.get_subprocess_handler = self._start_worker  # type: ignore[assignment, attr-defined]
@@ -153,7 +154,7 @@ class BoundAgent(LocalElasticAgent):
         return get_subprocess_handler(env=env, stdout=stdout, stderr=stderr, local_rank_id=local_rank_id, **ordinary)
 
     def _renew_standby(self) -> None:
-        """Begin another standby process in the place of one that was killed, or was lost when it was asked to fork."""
+        """Replace a standby process that was killed, or failed to fork."""
         if self._standby is not None and self._standby.has_ended:
             _log.warning("the standby process was killed: another is started")
             self._has_lost_standby = True

@@ -1,4 +1,4 @@
-"""What --rdzv_conf says, checked before anything is connected: every problem at once.
+"""Parse --rdzv_conf before any connection is made, and report every problem at once.
 
 `KEYS` is the table of all keys, ours and those of torch's own backends: each sets an option, is a factor of one, or is
 accepted and ignored for a reason.
@@ -23,12 +23,12 @@ from rendezvous.etcd.options import (
     wrong_id,
 )
 
-if TYPE_CHECKING:  # torch's registry imports this module while it is being imported itself
+if TYPE_CHECKING:  # torch's registry imports this module during its own import
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 BACKEND = "etcd"
 LAUNCHER_TIMEOUT_S = 900
-"""What torch's launcher passes as `timeout`, as a number and not as text, if --rdzv_conf has none."""
+"""Value that torch's launcher passes as `timeout`, as a number instead of text, if --rdzv_conf has none."""
 
 _MALFORMED = (ArithmeticError, LookupError, TypeError, ValueError)
 _log = logging.getLogger("rendezvous")
@@ -36,7 +36,7 @@ _log = logging.getLogger("rendezvous")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value: what it is in words, and a parser that raises one of `_MALFORMED` on anything else."""
+    """A kind of value: its description, and a parser that raises one of `_MALFORMED` on anything else."""
 
     what: str
     parse: Callable[[Any], Any]
@@ -79,7 +79,7 @@ class Sets:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The option is the product of all its factors; one that is not given has torch's default."""
+    """The option is the product of all its factors; omitted ones have torch's default."""
 
     option: str
     kind: Kind
@@ -88,7 +88,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """The key is checked, and otherwise has no effect."""
+    """The key is checked, but has no effect."""
 
     why: str
     kind: Kind = SECONDS
@@ -99,7 +99,7 @@ _NNODES = "--nnodes says how many nodes a world has"
 _OWN_DEADLINES = "calls to etcd and lease renewals have deadlines and retries of their own"
 
 KEYS: Final[Mapping[str, Sets | Factor | Ignored]] = {
-    # Ours. `timeout`, `cert` and `key` are the names that torch uses, too.
+    # Ours. `timeout`, `cert` and `key` are also torch's names.
     "ttl": Sets("ttl_s"),
     "last_call_s": Sets("last_call_s"),
     "timeout": Sets("timeout_s"),
@@ -108,7 +108,7 @@ KEYS: Final[Mapping[str, Sets | Factor | Ignored]] = {
     "standby": Sets("has_standby", FLAG),
     "compact": Sets("compacts", FLAG),
     **{key: Sets(key, TEXT) for key in ETCD_KEYS},
-    # Other names that torch has for these.
+    # torch's other names for these.
     "join_timeout": Sets("timeout_s"),
     "last_call_timeout": Sets("last_call_s"),
     "keep_alive_interval": Factor("ttl_s", SECONDS, default=5),
@@ -117,7 +117,7 @@ KEYS: Final[Mapping[str, Sets | Factor | Ignored]] = {
     "cacert": Sets("ca_cert", TEXT),
     "ssl_cert": Sets("cert", TEXT),
     "ssl_cert_key": Sets("key", TEXT),
-    # What torch's backends need and this one does not. `use_libuv` was read by earlier versions of torch.
+    # Keys that torch's backends need and this one does not. `use_libuv` was read by earlier versions of torch.
     "is_host": Ignored("etcd holds the rendezvous, no node hosts it", FLAG),
     "store_type": Ignored(_ONE_STORE, _one_of({"tcp": "tcp", "file": "file"})),
     "use_libuv": Ignored(_ONE_STORE, FLAG),
@@ -147,7 +147,7 @@ class Conf:
 
     @classmethod
     def read(cls, params: RendezvousParameters) -> Conf:
-        """Check the endpoint and --rdzv_conf; raises OptionError with every problem, and logs the keys it ignores."""
+        """Check the endpoint and --rdzv_conf; raise OptionError with every problem, and log ignored keys."""
         given = _given(params.config)
         values, malformed = _parse(given)
         options, conflicts = _options(given, values)
@@ -164,7 +164,7 @@ class Conf:
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the user gave; the launcher adds its own `timeout` even to a configuration with `join_timeout`."""
+    """Return the user's keys; the launcher adds its own `timeout` even to a configuration with `join_timeout`."""
     given = {key: value for key, value in config.items() if key in KEYS and value is not None}
     if "join_timeout" in given and given.get("timeout") == LAUNCHER_TIMEOUT_S:
         del given["timeout"]
@@ -172,7 +172,7 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the parsed value of every key that has a good one, and a problem for every other key."""
+    """Return the parsed value of every valid key, and a problem for every other key."""
     values, problems = {}, []
     for key, text in given.items():
         kind = KEYS[key].kind
@@ -201,7 +201,7 @@ def _options(given: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[dict[
 
 
 def _products(values: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
-    """Yield each option with a factor among the keys: its name, how the product is written, and the product."""
+    """Yield each option with a factor among the keys: its name, the product as text, and the product."""
     factors: dict[str, dict[str, float]] = defaultdict(dict)
     for key, meaning in KEYS.items():
         if isinstance(meaning, Factor):
@@ -216,7 +216,7 @@ def _products(values: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
 
 
 def _plain_or_tls(protocol: str | None, endpoint: str, has_ca_cert: bool) -> list[str]:
-    """Hold torch's `protocol` against what decides between plain text and TLS here: the endpoint and `ca_cert`."""
+    """Return conflicts between torch's `protocol` and what chooses TLS here: the endpoint and `ca_cert`."""
     if protocol is None:
         return []
     problems = [

@@ -1,10 +1,10 @@
 """`torchrun --rdzv_backend=etcd`, against a current etcd (v3), for any script.
 
-`load` puts our creator into TorchElastic's registry in place of the built-in one, which speaks the removed v2 API.
-This is the one module that knows all handlers and agents: it picks the pair for the mode, and none of them imports it.
+`load` puts our creator into TorchElastic's registry in place of the built-in one, which uses the removed v2 API. Only
+this module knows all handlers and agents: it picks the pair for the mode, and none of them imports it.
 
-TorchElastic's registry imports this module in the middle of importing TorchElastic itself, of which much is incomplete
-by then. So this module imports torch, and what builds on it, only inside its functions.
+TorchElastic's registry imports this module while TorchElastic itself is only partly imported. So this module imports
+torch, and modules that use it, only inside its functions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _log = logging.getLogger("rendezvous")
 
 
 def load() -> RendezvousHandlerCreator:
-    """Take the name `etcd` in the registry, and return the creator that now has it."""
+    """Register our creator under the name `etcd`, and return it."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    # register() refuses a name that another creator holds, and offers no way to release it.
+    # register() refuses a name that is taken, and cannot release it.
     rendezvous_handler_registry._registry[BACKEND] = create_handler
     return create_handler
 
@@ -42,7 +42,7 @@ def load() -> RendezvousHandlerCreator:
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Check the options, connect, and return the handler of the mode; our agents replace the stock one.
 
-    Raises OptionError with everything that is wrong with the options, etcd's opinion of user and password included,
+    Raises OptionError with all problems of the options, including etcd's rejection of user and password,
     TooFewNodesError if etcd does not answer in time, and RendezvousConnectionError if it cannot be used.
     """
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -73,7 +73,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _standby() -> Standby | None:
-    """Begin the node's standby process, before this one has connections and their threads."""
+    """Start the node's standby process, before this process has connections and their threads."""
     from rendezvous.torchelastic.standby import Standby
 
     try:
@@ -84,7 +84,7 @@ def _standby() -> Standby | None:
 
 
 def install() -> None:
-    """Let the launcher make our agents; it looks the name up right after it has made the handler."""
+    """Make the launcher use our agents; it looks the name up right after it has made the handler."""
     import torch.distributed.launcher.api as launcher
 
     launcher.LocalElasticAgent = make_agent  # type: ignore[attr-defined, assignment]

@@ -1,12 +1,12 @@
 """The agent of `live` mode, which removes and replaces single workers.
 
-The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member by itself; when one
-dies, or is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease
-to end. In a dead one's place it starts another, while the node's other workers train on.
+The agent knows nothing of the job's worlds. It starts workers, each of which becomes a member itself. When one dies, or
+is stopped, it removes that worker's member from etcd at once, so that the others need not wait for a lease to end. It
+replaces a dead worker while the node's other workers train on.
 
 Restarts are counted per cause and hour: `max_restarts` deaths by signal, and as many by an error of the worker itself.
-Workers that die together count once, as under torchrun, and one that ends because of what others took along
-(`STATE_LOST_CODE`) does not count. A node that has used them up leaves; the job continues for the others.
+Workers that die together count once, as under torchrun, and one that ends because other ranks took state with them
+(`STATE_LOST_CODE`) does not count. A node without restarts left leaves; the job continues for the others.
 """
 
 from __future__ import annotations
@@ -32,23 +32,26 @@ from rendezvous.torchelastic.live_handler import LiveRendezvousHandler
 
 PER_S = 3600.0
 TOGETHER_S = 5.0
-"""Within which workers of a node die together: of one cause, such as memory that is gone."""
+"""Seconds within which workers of a node count as dying together, of one cause, e.g. lack of memory."""
 STOPPED_S, STOPPED_FOR_GOOD_S, AWAY_S = 0.5, 60.0, 10.0
-"""When the others continue without a stopped worker, and when another takes its place. An agent that has not looked for
-longer than the third was stopped itself, with its node, so what it knew of stopped workers is out of date."""
+"""Seconds after which the others continue without a stopped worker, and after which it is replaced.
+
+An agent that has not looked for longer than the third was stopped itself, so its knowledge of stopped workers is out of
+date.
+"""
 SHORT_LIFE_S = 20.0
 LONGEST_PAUSE_S = 30.0
 DONE_GRACE_S = 60.0
-# Codes with which a worker leaves by itself: done without its result, preempted, too few nodes.
+# Exit codes with which a worker leaves on its own: done without result, preempted, too few nodes.
 LEAVING_CODES = frozenset({74, 75, 77})
 STATE_LOST_CODE = 79
-"""With which a worker ends that can only begin again: what it lacks of the job's state was lost with other workers."""
+"""Exit code of a worker that must start again, because state it needs was lost with other workers."""
 
 _log = logging.getLogger("rendezvous")
 
 
 class LiveAgent(BoundAgent):
-    """Watches over workers one by one."""
+    """Supervises workers one by one."""
 
     def __init__(self, spec: WorkerSpec, **options: Any) -> None:
         super().__init__(spec, **options)
@@ -56,7 +59,7 @@ class LiveAgent(BoundAgent):
         self._rendezvous_handler = spec.rdzv_handler
         self._budget = Budget(spec.max_restarts)
         self._buried: set[int] = set()
-        """The ranks whose present worker is dead and buried. Numbers of processes come back, so none are kept."""
+        """Ranks whose current worker is dead and removed. Process ids are reused, so they are not recorded."""
         self._stopped_since: dict[int, float] = {}
         self._looked_at = 0.0
         self._buried_stopped: set[int] = set()
@@ -68,9 +71,9 @@ class LiveAgent(BoundAgent):
         self._remaining_restarts = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Bury the dead and start others in their place; the stock method judges once nobody lives or one must not.
+        """Remove and replace dead workers; the stock method decides once none lives or one may not be replaced.
 
-        Every worker is looked at once: one that dies between two looks would be taken for buried.
+        Every worker is polled once: one that dies between two polls would otherwise seem removed already.
         """
         handlers = self._context().subprocess_handlers
         now, is_alive = time.monotonic(), False
@@ -107,9 +110,8 @@ class LiveAgent(BoundAgent):
         return result
 
     def _bury_if_stopped(self, rank: int, pid: int, now: float) -> None:
-        """Do not let the others wait for the lease of a worker that was stopped by a signal or a debugger.
-
-        If nobody continues it, it is killed and replaced; a debugger may take its time.
+        """Remove the member of a stopped worker (by signal or debugger), so that others need not wait for its lease.
+        If it is not continued, it is killed and replaced, except under a debugger.
         """
         how = stopped_by(pid)
         if how is None:
@@ -130,19 +132,19 @@ class LiveAgent(BoundAgent):
         self._buried_stopped.discard(rank)
 
     def _exit_barrier(self) -> None:
-        """There is nothing to wait for: the workers have closed the job together."""
+        """Do nothing: the workers have closed the job together."""
 
     def _end_the_rest(self, now: float) -> None:
         """Kill workers that still run long after the job is done: they are frozen, or hang."""
         self._done_since = self._done_since or now
         if now - self._done_since > DONE_GRACE_S:
-            self._done_since = None  # those that take their place learn that the job is done, and leave
+            self._done_since = None  # their replacements learn that the job is done, and leave
             for handler in self._context().subprocess_handlers.values():
                 if handler.proc.poll() is None:
                     handler.close(signal.SIGKILL)
 
     def _may_replace(self, rank: int, code: int, now: float) -> bool:
-        """Say whether another worker may take a dead one's place; takes it from the budget if it died by itself."""
+        """Return True if a dead worker may be replaced; charges the budget if it died by itself."""
         if code == STATE_LOST_CODE:
             return True
         return code not in FINAL_CODES and self._budget.take("signal" if code < 0 else "error", rank, now)
@@ -157,7 +159,7 @@ class LiveAgent(BoundAgent):
         return result
 
     def _pause_s(self, rank: int, now: float) -> float:
-        """Return how long to wait before a restart: not at all, unless the worker repeatedly died young."""
+        """Return the pause before a restart: none, unless the worker repeatedly died young."""
         if now - self._born_at[rank] > SHORT_LIFE_S:
             self._young_deaths[rank] = 0
             return 0.0
@@ -203,21 +205,24 @@ def stopped_by(pid: int) -> Literal["signal", "debugger"] | None:
 
 @dataclass(slots=True)
 class Taken:
-    """A restart that was taken from a budget: when, and for which ranks."""
+    """A restart charged to a budget: its time, and its ranks."""
 
     at: float
     ranks: set[int]
 
 
 class Budget:
-    """A maximum of restarts per cause within an hour."""
+    """A maximum number of restarts per cause and hour."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._taken: dict[str, deque[Taken]] = defaultdict(deque)
 
     def take(self, cause: str, rank: int, now: float) -> bool:
-        """Take one restart for a cause, unless others that died together with this rank have; False if none is left."""
+        """Charge a restart to a cause, unless others that died together with this rank were.
+
+        Return False if none is left.
+        """
         taken = self._taken[cause]
         while taken and now - taken[0].at > PER_S:
             taken.popleft()

@@ -85,7 +85,7 @@ class LiveRendezvousHandler(RendezvousHandler):
         return True
 
     def remove_dead_member(self, local_rank: int) -> None:
-        """Remove the members of a worker that is dead or stopped; a stopped one joins again when it continues."""
+        """Remove the members of a dead or stopped worker; a stopped one joins again when it continues."""
         prefix = self._keys.member(member_prefix(self.node, local_rank)) + "-"
         try:
             for key in self._etcd.get(prefix).entries:

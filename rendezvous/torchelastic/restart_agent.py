@@ -1,7 +1,7 @@
-"""The agent of `restart` mode: TorchElastic's own, minus what makes a lost node expensive.
+"""The agent of `restart` mode: TorchElastic's own, without what makes a lost node expensive.
 
-TorchElastic's agent charges `max_restarts` whenever workers fail, also when they failed because a node was lost; waits
-30 s for workers that cannot stop, and 300 s at the end for peers that are gone. Each is one overridden method here.
+TorchElastic's agent charges `max_restarts` whenever workers fail, even because a node was lost; waits 30 s for workers
+that cannot stop, and 300 s at the end for peers that are gone. One method is overridden here for each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
 MOST_SHOWN = 200
-"""How much of a command's end a message shows."""
+"""Maximum number of final characters of a command in messages."""
 
 _log = logging.getLogger("rendezvous")
 
 
 class ElasticAgent(BoundAgent):
-    """TorchElastic's agent, with restarts that membership decides on."""
+    """TorchElastic's agent, with restarts decided by membership."""
 
     def __init__(self, spec: WorkerSpec, **options: Any) -> None:
         super().__init__(spec, **options)
@@ -35,14 +35,14 @@ class ElasticAgent(BoundAgent):
         self._membership.node.job = _job_of(spec)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Report workers that failed because of another node as healthy: the next look restarts them for free."""
+        """Report workers that failed because of another node as healthy: the next check restarts them for free."""
         result: RunResult = super()._monitor_workers(worker_group)
         for failure in result.failures.values():
-            if failure.exitcode != -signal.SIGTERM:  # with which the agent has ended the others
+            if failure.exitcode != -signal.SIGTERM:  # the signal with which the agent has ended the others
                 how = self._how_it_ended(failure.local_rank, failure.exitcode)
                 _log.warning("worker %d %s", failure.local_rank, how)
         if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
-            self._remaining_restarts = 0  # other workers in their place would meet the same: this node leaves
+            self._remaining_restarts = 0  # replacements would fail as well: this node leaves
         elif result.state is WorkerState.FAILED and self._membership.is_restart_free():
             _log.warning("workers failed because of another node: restarting them, max_restarts is not spent")
             return RunResult(state=WorkerState.HEALTHY)
@@ -51,7 +51,7 @@ class ElasticAgent(BoundAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the workers by the sealed world alone: no exchange that a dying node could block."""
+        """Number the workers by the sealed world alone, without an exchange that a dying node could block."""
         world = self._membership.node.world
         assert world is not None, "ranks are assigned in a world"
         before, role = world.seats[:group_rank], world.seats[group_rank].role
@@ -73,11 +73,11 @@ class ElasticAgent(BoundAgent):
 
 
 def _num_workers(seats: Iterable[Seat], role: str | None = None) -> int:
-    """Count the workers of seats, of one role or of all."""
+    """Return the number of workers of seats, of one role or of all."""
     return sum(seat.num_workers for seat in seats if role in (None, seat.role))
 
 
 def _job_of(spec: WorkerSpec) -> Job:
-    """Return what the workers run, for nodes that come when it is done."""
+    """Return the workers' program, for nodes that come after its end."""
     command = " ".join(str(part) for part in spec.args)
     return Job(command[-MOST_SHOWN:], hashlib.sha256(command.encode()).hexdigest()[:16])

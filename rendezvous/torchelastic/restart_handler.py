@@ -1,7 +1,7 @@
 """The handler of `restart` mode: TorchElastic's view of a node's membership.
 
-A world is a rendezvous, its first seat is group rank 0, and each world gets a TCPStore of its own, hosted by that
-seat's agent, so that nothing of an older world can be met again.
+A world is a rendezvous, its first seat is group rank 0, and each world gets its own TCPStore, hosted by that seat's
+agent, so that it never meets data of an older world.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class EtcdRendezvousHandler(RendezvousHandler):
         place = Place(machine_name(), self._local_address, num_workers=0)
         self.node = node = Participant(self._store, params.run_id, policy, place, ttl_s=conf.ttl_s)
         check_permission(self._store, node.keys)
-        # These callbacks do not hold this handler: in a circle it would keep its TCPStore until a garbage collection,
-        # and one in a process that was forked meanwhile joins a thread that is not there, which aborts it.
+        # These callbacks do not reference this handler: a reference cycle would keep its TCPStore until a garbage
+        # collection, and a collection in a forked process joins a missing thread, which aborts it.
         self._meeting = Meeting(node, self._local_address, conf.timeout_s, lambda _: node.is_broken())
         self._is_restart_free = self._has_entered = False
         self._compaction = Compaction(conf.etcd, lambda: node.is_leading) if conf.compacts else None
@@ -70,19 +70,19 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def bring(self, num_workers: int, role: str) -> None:
-        """Say which workers this node brings; the agent does so before the first round."""
+        """Set the workers of this node; called by the agent before the first round."""
         self.node.place = replace(self.node.place, num_workers=num_workers, role=role)
 
     @property
     def use_agent_store(self) -> bool:
-        """The agent hosts the TCPStore, and every worker connects to it."""
+        """True: the agent hosts the TCPStore, and every worker connects to it."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for a world, and leave its description in the environment of the workers.
+        """Wait for a world, and put its description into the environment of the workers.
 
         Raises RendezvousTimeoutError if too few nodes come, RendezvousGracefulExitError if the job is done, OptionError
-        if another one was done under the same run id a moment ago.
+        if another one has just finished under the same run id.
         """
         self._is_restart_free = False
         while True:
@@ -96,17 +96,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if world is None:
                 self._check_what_is_done()
                 done = f"the job of the run id {self._run_id!r} is done: there is nothing left to do for this node"
-                _log.warning(done)  # torchrun ends with 0, and says nothing
+                _log.warning(done)  # torchrun ends with 0 without a message
                 raise RendezvousGracefulExitError(done)
             if (store := self._meeting.connect(world)) is not None:
                 return self._enter(world, store)
 
     def num_nodes_waiting(self) -> int:
-        """Count the changes that ask for a new round: joiners, losses, members that restart."""
+        """Return the number of changes that require a new round: joiners, losses, members that restart."""
         return 1 if self._is_restart_free else self.node.num_waiting()
 
     def is_restart_free(self) -> bool:
-        """Whether workers that failed may be restarted without spending `max_restarts`: the fault is not theirs."""
+        """Return True if failed workers may be restarted without charging `max_restarts`: the fault is not theirs."""
         try:
             self._is_restart_free = not self.node.is_to_blame()
         except StoreError as error:
@@ -115,7 +115,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
     @property
     def stop_grace_s(self) -> float:
-        """How long workers may take to stop: long when they can still save, short when a peer is gone."""
+        """Seconds that workers may take to stop: long if they can still save, short if a peer is gone."""
         return GROWTH_GRACE_S if self.node.is_only_growing() else self._conf.stop_grace_s
 
     def is_closed(self) -> bool:
@@ -136,7 +136,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return True
 
     def _check_what_is_done(self) -> None:
-        """Raise OptionError if it was another program, or one with other arguments, that was done under this run id."""
+        """Raise OptionError if another program, or other arguments, finished under this run id."""
         done, mine = self.node.view.closed, self.node.job
         if done is not None and not self._has_entered and done.job.digest and done.job != mine:
             raise OptionError(
@@ -167,9 +167,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
 
 
 def _bind_gloo(address: str) -> None:
-    """Let the groups of any script bind the interface of an address, unless the user has chosen one.
+    """Make gloo groups of any script bind the interface of an address, unless the user has chosen one.
 
-    By itself gloo binds what the machine's name resolves to, which on Debian is a loopback address.
+    By default gloo binds the address of the machine's name, which on Debian is a loopback address.
     """
     interface = None if is_loopback(address) else interface_of(address)
     if interface is not None:

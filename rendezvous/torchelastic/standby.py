@@ -1,16 +1,16 @@
-"""Workers that start with their imports done: forked from a standby process that has done them.
+"""Workers that start with their imports done: forked from a standby process.
 
-Importing what a worker needs takes seconds of a core, for every worker that a node starts, and, when one takes a dead
-one's place, at the expense of those that train. One standby process per node imports it once, and a worker is forked
-from it in milliseconds. `standby_process` is its side.
+Importing what a worker needs takes seconds of a core, for every worker that a node starts and, when a dead one is
+replaced, at the expense of those that train. One standby process per node imports it once, and forks a worker in
+milliseconds. `standby_process` is its side.
 
-The process is a fork of the agent where that is possible, so that what the agent has imported is not imported again:
-the agent must not have threads yet, and libraries must not have read another environment than the workers'.
+The process is a fork of the agent if possible, to reuse the agent's imports: the agent must not have threads yet, and
+libraries must have read the same environment as the workers'.
 
-It may be stopped, or swapped out, and then does not fork. Nobody waits for it for longer than `FORKS_WITHIN_S`; it is
-then killed, and no worker depends on it.
+It may be stopped, or swapped out, and then does not fork. Callers wait at most `FORKS_WITHIN_S`; it is then killed, and
+no worker depends on it.
 
-A program names what to import in a module `preload` of its package; a program without one, or that is not a module, is
+A program lists its imports in a module `preload` of its package; a program without one, or that is not a module, is
 started in the ordinary way. If that module has a function `prepare`, it is called with the program's arguments, and
 imports what only some of them need.
 """
@@ -37,12 +37,12 @@ from rendezvous.process_table import environ_of
 from rendezvous.torchelastic import standby_process
 
 FORKS_WITHIN_S = 5.0
-"""A fork takes milliseconds; on a machine that takes longer, the ordinary way costs little more."""
+"""Seconds to wait for a fork, which takes milliseconds; on slower machines, the ordinary way costs little more."""
 LOOK_EVERY_S = 0.02
 UNKNOWN_CODE = 255
-"""Of a process whose end somebody else has asked the kernel about."""
+"""Exit code of a process whose status somebody else has read."""
 READ_WHEN_LOADED = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "LD_", "PYTHON", "TORCH_")
-"""How the variables begin that libraries and the interpreter read once, when they are loaded."""
+"""Prefixes of variables that libraries and the interpreter read once, when they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Program:
 
     @staticmethod
     def of(command: Sequence[str]) -> Program | None:
-        """Find `-m MODULE ARGS…` in what follows the interpreter; None if it runs something else, such as a file."""
+        """Parse `-m MODULE ARGS…` from the interpreter's arguments; None for anything else, such as a file."""
         options = list(itertools.takewhile(lambda part: part.startswith("-") and part != "-m", command))
         match command[len(options) :]:
             case ["-m", module, *arguments]:
@@ -63,7 +63,7 @@ class Program:
 
     @property
     def preload(self) -> str | None:
-        """The module that names the program's imports; None if it has none."""
+        """The module that lists the program's imports; None if there is none."""
         name = f"{self.module}.preload"
         try:
             return name if importlib.util.find_spec(name) else None
@@ -72,9 +72,9 @@ class Program:
 
 
 class Standby:
-    """The standby process of a node; create it in the thread with whose end it is to die.
+    """The standby process of a node, which dies with the thread that creates it.
 
-    `forks` says that this process may be forked for it: no thread of Python's runs yet. Otherwise it is started, with
+    `forks` is True if this process may be forked for it: no Python thread runs yet. Otherwise it is started, with
     `environ` if that is not this process's own.
     """
 
@@ -89,22 +89,22 @@ class Standby:
         return self._process.pid
 
     def preload(self, module: str, *arguments: str) -> None:
-        """Let it import a module, and prepare for a program's arguments: `is_ready` says when that is done."""
+        """Make it import a module, and prepare for a program's arguments; `is_ready` turns True when done."""
         self._is_ready = False
         message = json.dumps([module, *arguments]).encode()
-        if len(message) > standby_process.LONGEST_MESSAGE:  # the workers then import themselves what few need
+        if len(message) > standby_process.LONGEST_MESSAGE:  # the workers then do rarely needed imports themselves
             message = json.dumps([module]).encode()
         with contextlib.suppress(OSError):
             self._control.send(message)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the imports are done."""
+        """True if the imports are done."""
         self.wait_until_ready(0.0)
         return self._is_ready
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait for the imports; False if they take longer, or have failed."""
+        """Wait for the imports; return False if they take longer, or have failed."""
         if not self._is_ready and not self._has_ended:
             self._control.settimeout(timeout_s)
             try:
@@ -117,15 +117,14 @@ class Standby:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was ready and is gone, so that another is to be begun."""
+        """True if it was ready and is gone, so that it must be replaced."""
         return self.is_ready and self._process.poll() is not None
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
-        """Start a worker with this environment and no other.
+        """Start a worker with exactly this environment.
 
-        `stdout` and `stderr` are files to write to, the node's own if None or empty.
-
-        Raises OSError if the standby process is gone, or does not fork in time; then it is not used again.
+        `stdout` and `stderr` are files to write to, the node's own if None or empty. Raises OSError if the standby
+        process is gone, or does not fork in time; then it is not used again.
         """
         if self._process.poll() is not None:
             raise ConnectionResetError("it has ended")
@@ -165,7 +164,7 @@ class Standby:
 
 
 class Process:
-    """A child of this process that was not started by subprocess: what TorchElastic and others ask of a Popen."""
+    """A child process not started by subprocess, with the interface of a Popen that TorchElastic needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -203,26 +202,26 @@ class Process:
 
 
 class ForkedWorker(Process):
-    """A forked worker, as TorchElastic sees one that it has started itself: a handler with a `proc` like Popen's."""
+    """A forked worker with TorchElastic's handler interface: its `proc` is like a Popen."""
 
     @property
     def proc(self) -> ForkedWorker:
         return self
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the worker and all that it has started; no error if it has ended."""
+        """Signal the worker and all its children; no error if it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, death_sig or signal.SIGTERM)
 
 
 def may_fork() -> bool:
-    """Say whether a fork of this process is what a process started by it would be."""
+    """Return True if a fork of this process is equivalent to a newly started one."""
     return threading.active_count() == 1 and loaded_with(environ_of(os.getpid())) == loaded_with(os.environ)
 
 
 def loaded_with(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what libraries and the interpreter read of an environment when they are loaded, and never again."""
+    """Return the variables of an environment that libraries and the interpreter read only when they are loaded."""
     return {name: value for name, value in environ.items() if name.startswith(READ_WHEN_LOADED)}
 
 
@@ -231,8 +230,8 @@ def _forked(ours: socket.socket, theirs: socket.socket) -> Process | subprocess.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads, which know how to be forked
-        # what the agent does when it is signalled is not for the other process, which begins with it
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads, which can be forked
+        # the agent's signal handlers are not for the other process, which starts with them
         before = signal.pthread_sigmask(signal.SIG_BLOCK, standby_process.IGNORED)
         try:
             pid = os.fork()

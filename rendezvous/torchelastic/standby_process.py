@@ -1,18 +1,17 @@
-"""What a node's standby process does: import what the node's workers will need, and become them.
+"""A node's standby process: it imports what the node's workers will need, and forks them.
 
 It is a fork of the agent, or `python -m rendezvous.torchelastic.standby_process FD AGENT_PID`. A message on its socket
-is a module to import and a program's arguments (JSON), answered with `READY`, or comes with another socket, on which a
-worker is asked for.
-That one it neither reads nor answers: it forks, and the worker itself reads there what it is to become, says that it is
-there, and begins once the agent has heard it. So nothing starts for an agent that no longer waits.
+is a module to import and a program's arguments (JSON), answered with `READY`, or comes with another socket, which
+requests a worker. It does not use that socket itself: it forks, and the worker reads its program there, confirms that
+it is there, and begins once the agent has received that. So nothing starts for an agent that no longer waits.
 
-A worker is the agent's child: it is forked by a process that ends at once, and the agent adopts it. It outlives
-the standby process, and the agent itself learns with which code it ends.
+A worker is the agent's child: it is forked by a process that ends at once, and the agent adopts it. It outlives the
+standby process, and the agent itself reads its exit code.
 
-Whatever finds after a fork that CUDA had begun before it becomes a program of its own (exec).
+A process that finds after a fork that CUDA had been initialized before re-executes itself as a program (exec).
 
-A scheduler that signals a whole process tree to leave means the workers, and so does a terminal that is closed: the
-standby process ignores such signals and ends with its agent.
+A scheduler that signals a whole process tree, or a closing terminal, means the workers: the standby process ignores
+such signals and ends with its agent.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ NAME = "standby"
 READY = b"ready"
 IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT)
 LONGEST_MESSAGE = 65_536
-"""Of a module and arguments, in bytes."""
+"""Maximum length of a module and its arguments, in bytes."""
 THREADS = "OMP_NUM_THREADS"
 
 
 def serve(control: socket.socket, agent: int, unblocked: Iterable[int] | None = None) -> NoReturn:
-    """Import and fork as told, until the agent ends.
+    """Import and fork on request, until the agent ends.
 
-    A fork of the agent begins with the signals blocked that it ignores, and gives the mask that held before: what the
-    agent does when it is signalled is neither for this process nor for the workers.
+    A fork of the agent begins with the ignored signals blocked, and passes the earlier mask as `unblocked`: the agent's
+    signal handlers are neither for this process nor for the workers.
     """
     dispositions = {number: _inherited(number, signal.signal(number, signal.SIG_IGN)) for number in IGNORED}
     if unblocked is not None:
@@ -76,7 +75,7 @@ def serve(control: socket.socket, agent: int, unblocked: Iterable[int] | None = 
 
 
 def _inherited(number: signal.Signals, before: Any) -> Any:
-    """Return what a program that is started makes of a signal: ignored ones stay so, and a function is lost."""
+    """Return the disposition that a new program would have: ignored signals stay ignored, handlers are reset."""
     if before is signal.SIG_IGN:
         return before
     return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
@@ -88,13 +87,13 @@ def command(control: socket.socket, agent: int) -> list[str]:
 
 
 def is_poisoned() -> bool:
-    """Say whether a fork has left this process unable to use its GPUs: CUDA had begun before it."""
+    """Return True if a fork has made this process's GPUs unusable: CUDA was initialized before it."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())
 
 
 def _import(module: str, *arguments: str) -> None:
-    """Import a module as a program would that is started with `-m` here, and let it prepare for these arguments."""
+    """Import a module as a program started with `-m` would, and let it prepare for these arguments."""
     if not sys.flags.safe_path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -110,7 +109,7 @@ def _import(module: str, *arguments: str) -> None:
 
 
 def _settle() -> None:
-    """Leave what is here to this process: no worker looks through it for garbage, or takes it down at its own end.
+    """Exclude existing objects from the workers' garbage collections and exits.
 
     Either would touch, and so copy, the memory that workers share with this process; torch alone has thousands of
     finalizers. They are never called, since this process ends without them.
@@ -123,7 +122,7 @@ def _settle() -> None:
 def _forked_by(request: int) -> int | None:
     """Fork a process that forks a worker and ends; return its pid in the worker, and None here.
 
-    If there is no room for one, nobody answers the request.
+    If the fork fails, the request is closed without an answer.
     """
     try:
         between = os.fork()
@@ -144,7 +143,7 @@ def _forked_by(request: int) -> int | None:
 
 
 def _become(request: socket.socket, agent: int, between: int, dispositions: dict[signal.Signals, Any]) -> NoReturn:
-    """Become what the program's command line would have started, if the agent still wants it."""
+    """Become the program that its command line would have started, if the agent still wants it."""
     os.setsid()
     set_name("worker")
     for number, before in dispositions.items():  # until the program runs, Ctrl-C ends this process without a traceback
@@ -170,7 +169,7 @@ def _become(request: socket.socket, agent: int, between: int, dispositions: dict
 
 
 def _wanted(request: socket.socket, agent: int) -> dict[str, Any]:
-    """Return what the agent wants this process to be; end if it wants nothing any more, or has gone meanwhile."""
+    """Return the agent's request for this process; exit if there is none any more, or the agent is gone."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError), request, request.makefile("rw") as lines:
         wanted: dict[str, Any] | None = json.loads(lines.readline() or "null")
         if wanted is not None and os.getppid() == agent:
@@ -182,9 +181,9 @@ def _wanted(request: socket.socket, agent: int) -> dict[str, Any]:
 
 
 def _await_adoption(agent: int, between: int) -> None:
-    """Wait until the process that forked this one has ended; end as well unless the agent is its parent then.
+    """Wait until the process that forked this one has ended; exit unless the agent is then its parent.
 
-    That process only has to end, which takes as long as the machine lets it: no time says that it will not.
+    That process only has to end, however long the machine takes, so there is no timeout.
     """
     while os.getppid() == between:
         time.sleep(0.001)
@@ -193,7 +192,7 @@ def _await_adoption(agent: int, between: int) -> None:
 
 
 def _set_environment(env: dict[str, str]) -> None:
-    """Take a worker's environment; torch has read the number of its threads from another one."""
+    """Set a worker's environment, and torch's number of threads, which was read from another one."""
     is_other = env.get(THREADS) != os.environ.get(THREADS)
     os.environ.clear()
     os.environ.update(env)
@@ -218,7 +217,7 @@ def _run(module: str) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as the interpreter does, without returning through the calls of the process that was forked."""
+    """End as the interpreter does, without returning through the frames of the forked process."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

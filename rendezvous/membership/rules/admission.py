@@ -1,4 +1,4 @@
-"""Who may be in a world: members with the same limits, that reach one another, as many as there is room for."""
+"""Admission to a world: members with equal limits that reach one another, as many as there is room for."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rendezvous.membership.rules.cells import CellShape, arrange, places_had
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How many nodes and members a world may have, and how long a new job waits for one more."""
+    """Limits on the nodes and members of a world, and how long a new job waits for more."""
 
     min_nodes: int
     max_nodes: int
     last_call_s: float = 2.0
     max_members: int = 1 << 30
     cell: CellShape = CellShape()  # noqa: RUF009 - frozen
-    """Which members make up a cell; a world is made of whole cells (`cells`)."""
+    """Shape of cells; a world has only complete cells (`cells`)."""
     last_holder_s: float = 30.0
-    """How long a world waits for a member that alone may hold a part of the state until its node has a cell again."""
+    """Seconds that a world waits for the sole holder of a part of the state until its node has a cell again."""
 
     @property
     def nodes(self) -> str:
-        """The limits as --nnodes has them, on which all members must agree."""
+        """The limits as in --nnodes; all members must agree on them."""
         return f"{self.min_nodes}:{self.max_nodes}"
 
 
 def disagreement(view: View, nodes: str, *, is_live: bool, me: str = "") -> str | None:
-    """Say what is wrong with a member's limits, MIN:MAX, or its mode, if those who were there before it have others.
+    """Describe the difference between a member's limits (MIN:MAX) or mode and those of earlier members; None if equal.
 
-    Were each to go by its own, one would make room for a node, and the other would not, for ever; and workers that are
-    members themselves would wait in one world with those of an agent, which meet elsewhere.
+    Members with different limits would never agree on making room for a node; and workers that are members themselves
+    would wait in one world with those of an agent, which meet elsewhere.
     """
     first = None if view.closed is not None else _first(view)
     if first is None or (view.members and view.members[0].id == me):
@@ -49,11 +49,11 @@ def disagreement(view: View, nodes: str, *, is_live: bool, me: str = "") -> str 
 
 
 def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -> tuple[Member, ...]:
-    """The members left when no two of them miss each other's nodes.
+    """Return the members that remain so that no two of them miss each other's nodes.
 
     Of the nodes that cannot reach each other, the one with the most such others is dropped first, so the larger part of
-    a network that has split continues. If two have as many, the one that was not in the last world is dropped, because
-    the others have trained further; else the later one.
+    a partitioned network continues. On a tie, the one that was not in the last world is dropped, because the others
+    have trained further; else the later one.
     """
     if not any(member.missed for member in members):
         return members
@@ -72,12 +72,12 @@ def mutually_reachable(members: tuple[Member, ...], last: World | None = None) -
 
 
 def count_nodes(members: Iterable[Member]) -> int:
-    """Count the nodes that members belong to."""
+    """Return the number of nodes that members belong to."""
     return len({member.node_id for member in members})
 
 
 def agrees(view: View, member: Member) -> bool:
-    """Say whether a member has the limits and the mode of those who were there before it."""
+    """Return True if a member has the limits and the mode of earlier members."""
     first = _first(view)
     if first is None or member.is_worker != first.is_worker:
         return False
@@ -85,10 +85,10 @@ def agrees(view: View, member: Member) -> bool:
 
 
 def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) -> tuple[Member, ...]:
-    """The members of the first `max_nodes` nodes, in the order given, and of them the first `max_members`.
+    """Return the members of the first `max_nodes` nodes, in the given order, and of them the first `max_members`.
 
-    Where a cell has several, they are those of whole cells, in the order of their ranks. A node that has too few for
-    one stage takes no other's place, and those that trained last come first.
+    With cells of several members, only those in complete cells, in rank order. A node with too few members for a stage
+    takes no other's place, and those that trained last come first.
     """
     size = policy.cell.size
     counts = Counter(member.node_id for member in members)
@@ -105,11 +105,11 @@ def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) ->
 
 
 def of_whole_nodes(members: tuple[Member, ...]) -> tuple[Member, ...]:
-    """The members of nodes that have come with all of their members."""
+    """Return the members of nodes that have come with all of their members."""
     counts = Counter(member.node_id for member in members)
     return tuple(member for member in members if counts[member.node_id] >= member.node_members)
 
 
 def _first(view: View) -> Member | None:
-    """The member that registered first, of the last world's if any live; what it says is agreed on in a world."""
+    """Return the first registered member, preferably of the last world; its limits and mode count."""
     return next(iter(view.mates or view.members), None)

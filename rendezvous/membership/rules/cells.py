@@ -1,14 +1,14 @@
-"""Which members make up the cells of a world, every one at a place that it keeps if it can.
+"""Arrange members in the cells of a world, each at a place that it keeps if possible.
 
-A cell has stages of some members each, a *group*. The members of a group are of one node; groups of a cell may be of
-different ones, and where a node has several, neighbouring stages go together. A cell of one stage is in one node.
+A cell has stages of some members each, a *group*. The members of a group are on one node; groups of a cell may be on
+different nodes, and a node with several has neighbouring stages. A cell of one stage is on one node.
 
-A member whose place changes has to be given another part of the state. So a member goes to the place that it had in
-the last world, in its old group or in one that lost somebody there; newcomers fill what is then open; and only if there
-are too few of them does a member whose group is given up go to another place. Which groups a node has follows from that
-(`stages`). Who is left over is a spare: it waits, as one for whom there is no room.
+A member whose place changes must receive another part of the state. So a member keeps its place in the last world, in
+its old group or in one that lost that place; newcomers fill the gaps; and only if there are too few of them does a
+member of a dissolved group change its place. `stages` chooses the groups of each node accordingly. Members that are
+left over are spares and wait for room.
 
-Invariant: cells are whole and disjoint, and each group is of one node; no arrangement of as many cells moves fewer
+Invariant: cells are complete and disjoint, and each group is on one node; no arrangement of as many cells moves fewer
 members.
 """
 
@@ -28,10 +28,10 @@ Group = tuple[Member, ...]
 
 @dataclass(frozen=True, slots=True)
 class CellShape:
-    """How many members make up a cell: so many stages, each of so many members of one node.
+    """The shape of a cell: `num_stages` stages of `stage_size` members on one node each.
 
-    `copies` is how many members that hold a part hold each share of it, in different cells as far as there are any;
-    None where each holds all of it. So many neighbours as `alike` says hold the same part of the state as one another.
+    `copies` is the number of holders of each share of a part, in different cells if possible; None if each holds all of
+    it. `alike` neighbours hold the same part of the state.
     """
 
     num_stages: int = 1
@@ -44,7 +44,7 @@ class CellShape:
         return self.num_stages * self.stage_size
 
     def part_of(self, place: int) -> int:
-        """Return which part of the state the member at a place holds, counted from 0."""
+        """Return the index of the part of the state that the member at a place holds."""
         return place // self.alike
 
     def __str__(self) -> str:
@@ -55,19 +55,19 @@ class CellShape:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Cells, in the order in which their first members have registered, each by place; and the members left over."""
+    """Cells, in order of their first members' registration, each by place; and the members left over."""
 
     cells: tuple[tuple[Member, ...], ...]
     spares: tuple[Member, ...]
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members of all cells, in the order of their ranks."""
+        """Members of all cells, in rank order."""
         return tuple(member for cell in self.cells for member in cell)
 
 
 def arrange(members: Sequence[Member], shape: CellShape, last: World | None, most: int | None = None) -> Arrangement:
-    """Arrange members, in the order in which they have registered, in at most so many cells."""
+    """Arrange members, in order of registration, in at most `most` cells."""
     nodes: dict[str, list[Member]] = {}
     for member in members:
         nodes.setdefault(member.node_id, []).append(member)
@@ -77,7 +77,7 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
         return Arrangement((), tuple(members))
     had = places_had(members, shape, last)
     seated = [_by_place(of_node, had) for of_node in nodes.values()]
-    # A group that is a whole cell is taken or left for who is in it, so all are made.
+    # A group that is a whole cell is chosen by its members, so all are formed.
     num_each = sum(rooms) if shape.num_stages == 1 else num_cells
     counts = allot(rooms, _keeps(seated, shape), shape.num_stages, num_each)
     by_stage: list[list[Group]] = [[] for _ in range(shape.num_stages)]
@@ -94,9 +94,9 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
 def is_a_part_left_behind(
     chosen: Sequence[Member], ready: Sequence[Member], shape: CellShape, last: World | None
 ) -> bool:
-    """Say whether some part is kept by too few of those who held it in the last world: others may hold it alone.
+    """Return True if too few holders of some part from the last world are kept: others may be its only holders.
 
-    Too few are none; or, where each holds a share, so few that as many are missing as hold each.
+    Too few means none or, if each holds a share, so few that as many are missing as hold each share.
     """
     seats = places_had(ready, shape, last)
     had = {name: shape.part_of(place) for name, (_, place) in seats.items()}
@@ -112,11 +112,10 @@ def is_a_part_left_behind(
 def _is_a_share_left_behind(
     there: Set[tuple[int, int]], kept: Set[tuple[int, int]], copies: int, shape: CellShape, last: World | None
 ) -> bool:
-    """Say whether so many holders of a part are kept from the next world that they may alone hold a share.
+    """Return True if so many holders of a part are left out of the next world that a share may be lost.
 
-    `there` and `kept` are the cells and places that members had in the last world: those that are left of it, and those
-    of whom the next one has some. Nobody is waited for if as many of one part are gone: then no wait brings back what
-    they held.
+    `there` and `kept` are the cells and places, in the last world, of the surviving members and of those in the next
+    world. If the survivors already lack as many of one part, waiting cannot restore it, and the result is False.
     """
     num_cells = 1 + max(cell for cell, _ in there)
     if last is not None:
@@ -129,16 +128,16 @@ def _is_a_share_left_behind(
 
 
 def _lacks_a_share(part: int, members: Set[tuple[int, int]], num_cells: int, copies: int, shape: CellShape) -> bool:
-    """Say whether a share of a part may be held by none of some members: copies are in different cells if they can."""
+    """Return True if `members` may lack a share of a part; copies are in different cells if possible."""
     places = range(part * shape.alike, (part + 1) * shape.alike)
     gone = [sum((cell, place) not in members for place in places) for cell in range(num_cells)]
     return sum(gone) >= copies and sum(map(bool, gone)) >= min(copies, num_cells)
 
 
 def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, tuple[int, int]]:
-    """Return the cell and the place that members had in the last world, by their ids; newcomers had none.
+    """Return the cell and place that members had in the last world, by id; newcomers had none.
 
-    A world that etcd does not know any more is known by its members, and they know by which rank it knew them.
+    If etcd has lost the world, the members' own records of their ranks are used.
     """
     newest = max([0 if last is None else last.term, *(member.rank_in for member in members)])
     found = dict[str, tuple[int, int]]()
@@ -153,13 +152,13 @@ def places_had(members: Sequence[Member], shape: CellShape, last: World | None) 
 
 @dataclass(frozen=True, slots=True)
 class _Seated:
-    """A node's members: by the cell and the place that they had, and those that had none."""
+    """A node's members: by their earlier cell and place, and those without."""
 
     old: Mapping[int, Mapping[int, Member]]
     newcomers: Sequence[Member]
 
     def of_stage(self, stage: int, shape: CellShape) -> list[dict[int, Member]]:
-        """Return what is left of each group of a stage, by place; the largest first."""
+        """Return the remaining members of each group of a stage, by place; the largest group first."""
         places = range(stage * shape.stage_size, (stage + 1) * shape.stage_size)
         groups = ({place: one for place, one in cell.items() if place in places} for cell in self.old.values())
         return sorted((group for group in groups if group), key=lambda group: -len(group))
@@ -170,16 +169,16 @@ def _by_place(members: Sequence[Member], had: Mapping[str, tuple[int, int]]) -> 
     newcomers: list[Member] = []
     for member in members:
         cell, place = had.get(member.id, (-1, -1))
-        # One process may be there twice, until the lease of its older id ends.
+        # One process may appear twice, until the lease of its older id ends.
         if cell < 0 or old.setdefault(cell, {}).setdefault(place, member) is not member:
             newcomers.append(member)
     return _Seated(old, newcomers)
 
 
 def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]:
-    """Return how many members would stay at their places in each node's first, second... group of each stage.
+    """Return how many members would keep their places in each node's first, second... group of each stage.
 
-    Those of the only node that has a part count for more than all others: nobody else may hold it.
+    Members of the only node with a part outweigh all others, as they may be its only holders.
     """
     counts = [Counter(place for cell in one.old.values() for place in cell) for one in seated]
     nodes_with = Counter(part for count in counts for part in {shape.part_of(place) for place in count})
@@ -200,12 +199,12 @@ def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]
 
 
 def _sole(parts: Set[int], nodes_with: Mapping[int, int]) -> int:
-    """Count the parts of which no other node has anybody who held them."""
+    """Return the number of parts that only one node has holders of."""
     return sum(nodes_with[part] == 1 for part in parts)
 
 
 def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iterator[tuple[int, Group]]:
-    """Yield so many groups of each stage, made of a node's members, and their stages."""
+    """Yield the given number of groups of each stage, formed from a node's members, with their stages."""
     given_up: list[tuple[int, Member]] = []
     kept: list[tuple[int, dict[int, Member]]] = []
     for stage, number in enumerate(counts):
@@ -227,9 +226,9 @@ def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iter
 def _chosen(
     groups: Sequence[Group], most: int, first: int, had: Mapping[str, tuple[int, int]], order: Mapping[str, int]
 ) -> list[Group]:
-    """Return the groups of a stage, whose places are those from `first` on, that are in cells, by their first members.
+    """Return the groups of a stage that are in cells, ordered by their first members; places start at `first`.
 
-    Those that keep most places are let go last, and of these those that trained last.
+    Groups that keep most places are preferred, then those that trained last.
     """
 
     def preferred(group: Group) -> tuple[int, int, int]:
@@ -241,7 +240,7 @@ def _chosen(
 
 
 def _joined(by_stage: Sequence[Sequence[Group]]) -> list[list[Group]]:
-    """Join groups of all stages to cells: each with one of the next stage in its node, as long as there are any."""
+    """Join groups of all stages to cells, on the same node as the previous stage if possible."""
     cells = [[group] for group in by_stage[0]]
     for groups in by_stage[1:]:
         near: dict[str, deque[Group]] = {}

@@ -1,8 +1,8 @@
-"""Which members train together: pure decisions on a view of the store.
+"""Decide which members train together: pure decisions on a view of the store.
 
 A member is ready for a world of a term above its `after`. The leader, the ready member that registered first, seals a
-world as soon as every live member is ready: at once when it continues a job, after a short quiet time when nobody of
-the last world lives, so that nodes started together make one world. Members that have finished are not waited for.
+world as soon as every live member is ready: at once if it continues a job, or after a short quiet time if no member of
+the last world lives, so that nodes started together form one world. Finished members are not waited for.
 
 No I/O, no clock: the same code runs in the simulator.
 """
@@ -46,7 +46,7 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do until the view changes, or for `seconds` if given."""
+    """Wait until the view changes, or for `seconds` if given."""
 
     why: Literal["members", "nodes", "last call", "leader", "room", "holder"]
     seconds: float | None = None
@@ -54,26 +54,26 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Expelled:
-    """This member's lease has ended: register again."""
+    """Register again: this member's lease has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This member was started with other limits than those who were there before, or in another mode: leave."""
+    """Leave: this member's limits or mode differ from those of earlier members."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The job is done: leave."""
+    """Leave: the job is done."""
 
 
 Decision = Enter | Seal | Wait | Expelled | Refused | Finished
 
 
 def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
-    """Say what a member that is ready does next; `quiet_s` is how long the ready members have been the same.
+    """Return the next action of a ready member; `quiet_s` is how long the ready members have been the same.
 
     Raises NewerVersionError.
     """
@@ -115,7 +115,7 @@ def _loses_a_part(chosen: Sequence[Member], ready: Sequence[Member], policy: Pol
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The members that a world could be made of, were there room for all."""
+    """The members of a possible world if there were room for all."""
 
     members: tuple[Member, ...]
     ids: frozenset[str]
@@ -131,7 +131,7 @@ def _candidates(view: View) -> _Candidates:
 
 @lru_cache(8)
 def _chosen(view: View, policy: Policy) -> tuple[Member, ...]:
-    """The members of the next world, were it sealed now."""
+    """Return the members of the next world if it were sealed now."""
     return admitted(_candidates(view).members, policy, view.world)
 
 
@@ -153,12 +153,12 @@ def _cause(view: View, chosen: tuple[Member, ...]) -> Cause:
 
 
 def _is_fresh(view: View) -> bool:
-    """Nobody of the last world lives: a job starts, or starts again."""
+    """Return True if no member of the last world lives: a job starts, or starts again."""
     return not view.mates
 
 
 def _has_no_room(view: View, me: str, policy: Policy) -> bool:
-    """The world is full or out of reach, and stands without this member."""
+    """Return True if the world stands without this member, because it is full or unreachable."""
     world, mine = view.world, view.member(me)
     if world is None or mine is None or world.rank_of(me) is not None:
         return False

@@ -1,10 +1,9 @@
-"""Which stages of cells the nodes have groups for, so that as many members as can be keep what they hold.
+"""Allot pipeline stages to nodes so that as many members as possible keep their state.
 
-A node has room for some groups, and each group is one stage of some cell. What a group keeps is how many of its members
-stay at their places; a further group of the same stage in the same node never keeps more. So which groups to keep is a
-matching of nodes with stages, of most weight: first comes what keeps most, and then whatever improves on that, as long
-as anything does (cycles are cancelled: Klein 1967). Stages that lack groups then get what is left of the room, next to
-neighbouring stages that a node has already.
+A node has room for some groups, and each group is one stage of some cell. A group keeps as many members as stay at
+their places; a further group of the same stage on the same node never keeps more. So the choice of groups is a
+maximum-weight matching of nodes with stages: a greedy start, then improvements while there are any (cycle cancelling:
+Klein 1967). Stages that lack groups then get the remaining room, next to neighbouring stages of the same node.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Counts = list[list[int]]
-"""How many groups each node has for each stage."""
+"""Number of groups that each node has for each stage."""
 
 
 def allot(rooms: Sequence[int], keeps: Sequence[Sequence[Sequence[int]]], num_stages: int, num_each: int) -> Counts:
-    """Return for how many groups of which stages each node's room is taken, so that each stage has `num_each`.
+    """Return the number of groups per node and stage, so that each stage has `num_each`.
 
-    `keeps` has what each node's first, second, third... group of each stage keeps, at most as much as the one before.
+    `keeps` has the members kept by each node's first, second, third... group of each stage, in non-increasing order.
     """
     assert num_stages * num_each <= sum(rooms), f"no room for {num_each} groups of {num_stages} stages"
     counts = _most_kept(rooms, keeps, num_stages, num_each)
@@ -32,7 +31,7 @@ def allot(rooms: Sequence[int], keeps: Sequence[Sequence[Sequence[int]]], num_st
 
 
 def _most_kept(rooms: Sequence[int], keeps: Sequence[Sequence[Sequence[int]]], num_stages: int, most: int) -> Counts:
-    """Take the groups that keep most, one after the other."""
+    """Choose groups greedily by the number of members kept."""
     counts, loads = [[0] * num_stages for _ in rooms], [0] * num_stages
     groups = ((-kept, node, stage) for node, by in enumerate(keeps) for stage, of in enumerate(by) for kept in of)
     for kept, node, stage in sorted(groups):
@@ -43,7 +42,7 @@ def _most_kept(rooms: Sequence[int], keeps: Sequence[Sequence[Sequence[int]]], n
 
 
 Move = tuple[int, tuple[int, int]]
-"""A node that gives up a group of one stage for one of another; the number of stages stands for room that is free."""
+"""A node that exchanges a group of one stage for one of another; the number of stages means free room."""
 _NOBODY = -1
 _WORST = (-1 << 62, _NOBODY)
 
@@ -51,7 +50,7 @@ _WORST = (-1 << 62, _NOBODY)
 def _improvement(
     counts: Counts, rooms: Sequence[int], keeps: Sequence[Sequence[Sequence[int]]], most: int
 ) -> list[Move] | None:
-    """Return moves after which more is kept, and no stage has more groups than `most`; None if there are none."""
+    """Return moves that keep more members, with at most `most` groups per stage; None if there are none."""
     free, loads = len(counts[0]), [sum(column) for column in zip(*counts, strict=True)]
     best: dict[tuple[int, int], tuple[int, int]] = {
         (target, source): (0, _NOBODY)  # a chain may end here, and another begin anywhere
@@ -98,7 +97,7 @@ def _cycle(weights: dict[tuple[int, int], int], size: int) -> list[tuple[int, in
 
 
 def _fill(counts: Counts, rooms: Sequence[int], num_stages: int, num_each: int) -> None:
-    """Take room that is left, node by node, for stages that lack groups."""
+    """Use the remaining room, node by node, for stages that lack groups."""
     loads, last = [sum(row[stage] for row in counts) for stage in range(num_stages)], -1
     for row, room in zip(counts, rooms, strict=True):
         for _ in range(room - sum(row)):
@@ -110,5 +109,5 @@ def _fill(counts: Counts, rooms: Sequence[int], num_stages: int, num_each: int) 
 
 
 def _neighbours(row: Sequence[int], stage: int) -> int:
-    """Count the neighbouring stages whose groups in this node wait for one of this stage."""
+    """Return the number of neighbouring stages whose groups on this node lack one of this stage."""
     return sum(0 <= other < len(row) and row[other] > row[stage] for other in (stage - 1, stage + 1))

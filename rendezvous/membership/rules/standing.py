@@ -1,4 +1,4 @@
-"""What becomes of a world that stands: whether it is whole, who waits for the next one, who pays, and how it ends."""
+"""Rules for a standing world: its completeness, growth, blame for failures, and end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rendezvous.membership.rules.admission import Policy, admitted, agrees, mutu
 
 
 def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
-    """How many changes a member of `world` has to make room for by a new round; 0 while the world stands."""
+    """Return the number of changes that require a new round of `world`; 0 while it stands."""
     if view.term != world.term or view.member(me) is None:
         return 1
     return _num_changes(view, policy)
@@ -18,7 +18,7 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
 
 @lru_cache(8)
 def _num_changes(view: View, policy: Policy) -> int:
-    """Count the changes that the present world has to make room for; the same for all of its members."""
+    """Return the number of changes that require a new round; the same for all members of the current world."""
     world, mates = view.world, view.mates
     assert world is not None, "asked by a member of it"
     again = sum(mate.after >= world.term for mate in mates)
@@ -26,7 +26,7 @@ def _num_changes(view: View, policy: Policy) -> int:
 
 
 def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
-    """The members that a new round would admit beside those of `world`; none if that is not the present one."""
+    """Return the members that a new round would add to `world`; empty if it is not the current one."""
     return () if view.term != world.term else _joining(view, policy)
 
 
@@ -35,7 +35,7 @@ def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
     world, mates = view.world, view.mates
     assert world is not None, "asked by a member of it"
     if world.left or any(view.is_finishing(mate) for mate in mates):
-        return ()  # The job is about to end: nobody is admitted any more.
+        return ()  # The job is about to end: no member is admitted any more.
     newcomers = (member for member in view.members if world.rank_of(member.id) is None and agrees(view, member))
     staying = (*mates, *newcomers)
     room_for = admitted(mutually_reachable(staying, world), policy, world)
@@ -43,26 +43,26 @@ def _joining(view: View, policy: Policy) -> tuple[Member, ...]:
 
 
 def is_broken(view: View, me: str, world: World) -> bool:
-    """Whether a world can take no further step: one of its members is gone or has left it, or a newer one exists."""
+    """Return True if a world cannot take another step: a member is gone or has left it, or a newer one exists."""
     return view.term != world.term or view.member(me) is None or not view.is_whole
 
 
 def is_only_growing(view: View, world: World) -> bool:
-    """Whether a new round is due to joiners alone: nobody of `world` is lost or has stopped."""
+    """Return True if a new round is due only to joiners: no member of `world` is lost or has stopped."""
     return not is_broken(view, world.seats[0].member, world)
 
 
 def mates_of(view: View, world: World) -> tuple[Member, ...]:
-    """The members of `world` that are still alive."""
+    """Return the members of `world` that are still alive."""
     if view.term == world.term:
         return view.mates
     return tuple(member for member in view.members if world.rank_of(member.id) is not None)
 
 
 def node_to_spare(view: View, world: World, rank: int, policy: Policy) -> str | None:
-    """Return the node of a rank if enough others of its world stay, and make a cell; None if not, or it is gone.
+    """Return the node of a rank if enough others of its world would stay and form a cell; else, or if gone, None.
 
-    Nodes that are asked to leave already do not stay.
+    Nodes that are already asked to leave do not count as staying.
     """
     mates, leaver = mates_of(view, world), world.seats[rank].member
     node = next((mate.node_id for mate in mates if mate.id == leaver), None)
@@ -76,10 +76,10 @@ Blame = Literal["free", "pay", "wait"]
 
 
 def blame(view: View, me: str, world: World) -> Blame:
-    """Say whether a member whose workers failed pays for the restart.
+    """Return the verdict on charging a restart to a member whose workers failed.
 
-    Workers fail when a node is lost, too. Only the member that was the first to fail in a term pays, and only once
-    every other has shown that it is alive; if one is gone, or a new world exists, none pays.
+    Workers also fail when a node is lost. Only the first member to fail in a term pays, and only once every other has
+    confirmed that it is alive; if one is gone, or a new world exists, none pays.
     """
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
     num_gone = view.num_lost if view.term == world.term else len(world.seats) - len(mates) - 1
@@ -96,7 +96,7 @@ Ending = Literal["wait", "close", "leave"]
 
 
 def ending(view: View, me: str, world: World) -> Ending:
-    """Say how a member whose workers finished ends: close the job with the last of its world, or leave it to others."""
+    """Return how a member with finished workers ends: close the job as the last of its world, wait, or leave."""
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
     if view.closed is not None or view.term > world.term or any(mate.after >= world.term for mate in mates):
         return "leave"

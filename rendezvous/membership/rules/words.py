@@ -1,4 +1,4 @@
-"""What a member says of its waiting: for whom, for how long, and what somebody can do about it. Pure."""
+"""Log texts about waiting: for whom, how long, and the remedy. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rendezvous.membership.rules.admission import Policy
 
 
 def waiting(view: View, policy: Policy, keys: Keys, left_s: float, finished: Mapping[str, str]) -> str:
-    """Say whom a member waits for; `finished` are the members, and their hosts, whose workers ended with 0."""
+    """Describe what a member waits for; `finished` has the hosts, by member, whose workers ended with 0."""
     ready = admission.count_nodes(view.ready)
     missing = "the others"
     if ready >= policy.min_nodes and len(admission.of_whole_nodes(view.ready)) < len(view.ready):
@@ -43,7 +43,7 @@ def too_few(view: View, policy: Policy, keys: Keys, waited_s: float, finished: M
 
 
 def _finished(view: View, finished: Mapping[str, str]) -> str:
-    """Name the nodes that do not come back, because their workers have ended with 0."""
+    """Name the nodes that will not come back, because their workers have ended with 0."""
     world = view.world
     gone = {**dict.fromkeys(world.left if world is not None else (), "a node whose host is not known"), **finished}
     if not gone:
