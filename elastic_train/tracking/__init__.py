@@ -1,1 +1,1 @@
-"""What a run reports: history, metric log, progress, and MLflow."""
+"""Report on a run: history, metric log, progress, and MLflow."""

@@ -1,9 +1,9 @@
-"""Files that training writes and never waits for: a thread opens them, appends lines and replaces small files.
+"""Files that training writes without waiting: a thread opens them, appends lines and replaces small files.
 
-Whatever a folder is (read-only, full, away with its server), no call here raises or blocks. Calls return before
-anything is written; the thread wakes at once, so a SIGKILL costs the lines of its last milliseconds. One thread serves
-all files of a process, in the order of the calls: a folder that hangs holds up one thread and a bounded number of
-bytes, however many worlds come and go meanwhile, and what was queued is written when it answers again.
+Whatever the folder's state (read-only, full, server away), no call here raises or blocks. Calls return before anything
+is written; the thread wakes at once, so a SIGKILL costs the lines of the last milliseconds. One thread serves all files
+of a process, in call order: a folder that hangs costs one thread and a bounded number of bytes, however many worlds
+come and go, and queued lines are written when it answers again.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ T = TypeVar("T")
 Act = Callable[[], None]
 
 MOST_BYTES = 8 << 20
-"""What may wait for the thread: some ten thousand steps' lines."""
+"""Most bytes queued for the thread: lines of some ten thousand steps."""
 ANSWER_S = 2.0
-"""How long training waits for a look at the run's folder, which it can do without."""
+"""Seconds that training waits for an optional look at the run's folder."""
 IDLE_S = 5.0
 OPEN_AGAIN_S = 1.0
 _FULL = "it does not answer, and too much waits for it"
 
 
 class BackgroundFiles:
-    """The thread that writes a process's own files below `run.dir`; it begins with the first call, and ends when idle.
+    """The thread that writes a process's files below `run.dir`; it starts with the first call, and ends when idle.
 
-    The first failure is logged, and none after it: training continues, and what could not be written is lost.
+    Only the first failure is logged: training continues, and what could not be written is lost.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
@@ -51,10 +51,10 @@ class BackgroundFiles:
         self._awaited: threading.Event | None = None
         self._look: Call[object] | None = None
         self._open: set[LineFile] = set()
-        """The files that are open; for the thread alone."""
+        """Open files; for the thread only."""
 
     def put(self, act: Act) -> None:
-        """Let the thread do something after all that was put before."""
+        """Queue an action after all earlier ones."""
         with self._putting:
             self._waiting.put(act)
             if not self._is_served:
@@ -62,7 +62,7 @@ class BackgroundFiles:
                 threading.Thread(target=self._serve, name="run's files", daemon=True).start()
 
     def take(self, num_bytes: int) -> bool:
-        """Make room for bytes that are to wait for the thread, which gives them back; False if there is none."""
+        """Reserve bytes in the queue, which the thread returns; False if there is no room."""
         with self._putting:
             if self._num_bytes_taken - self._num_bytes_done + num_bytes > self._most_bytes:
                 return False
@@ -70,19 +70,19 @@ class BackgroundFiles:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Return the room of bytes that have been dealt with; for the thread alone."""
+        """Return reserved bytes that have been written; for the thread only."""
         self._num_bytes_done += num_bytes
 
     def lines(self, path: Path, most_bytes: int | None = None) -> LineFile:
-        """Return a file to append to; it is opened for its first line."""
+        """Return a file to append to, opened for its first line."""
         return LineFile(self, path, most_bytes)
 
     def replace(self, path: Path, text: str) -> None:
-        """Replace a small file in one step."""
+        """Replace a small file atomically."""
         self.attempt(path, lambda: write_atomically(path, text))
 
     def attempt(self, path: Path, act: Act) -> None:
-        """Let the thread do something to a file or folder; an OSError is reported."""
+        """Queue an action on a file or folder; an OSError is reported."""
 
         def attempted() -> None:
             try:
@@ -93,7 +93,7 @@ class BackgroundFiles:
         self.put(attempted)
 
     def reopen_removed(self) -> None:
-        """Let the thread begin the files again that somebody has removed or moved; returns at once."""
+        """Make the thread restart files that were removed or moved; returns at once."""
         self.put(self._reopen_removed)
 
     def _reopen_removed(self) -> None:
@@ -101,9 +101,10 @@ class BackgroundFiles:
             file.reopen_if_removed()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was put so far is done, `timeout_s` seconds at most; return whether it is.
+        """Wait up to `timeout_s` seconds until everything queued so far is done; return True if it is.
 
-        After a wait in vain, later ones do not wait until the thread has caught up: a folder that hangs costs it once.
+        After a timeout, later calls do not wait until the thread has caught up: a folder that hangs costs the wait
+        once.
         """
         was_in_vain = self._awaited is not None and not self._awaited.is_set()
         done = threading.Event()
@@ -114,9 +115,9 @@ class BackgroundFiles:
         return False
 
     def ask(self, look: Callable[[], T], otherwise: T) -> T:
-        """Return what a look at a folder finds; `otherwise` if it fails, or does not answer within `ANSWER_S`.
+        """Return the result of a look at a folder; `otherwise` if it fails, or takes longer than `ANSWER_S`.
 
-        While one look hangs no other is begun.
+        While one look hangs no other is started.
         """
         if self._look is not None and not self._look.ended.is_set():
             return otherwise
@@ -148,21 +149,21 @@ class BackgroundFiles:
                 continue
             try:
                 act()
-            except Exception:  # the thread serves every other file, too
+            except Exception:  # the thread also serves all other files
                 log.exception("a file of the run could not be written")
 
 
 class LineFile:
-    """A file to which whole lines are appended; a line that cannot be written is counted in `num_lost`.
+    """A file of whole lines, append only; lines that cannot be written are counted in `num_lost`.
 
-    With `most_bytes` it is in parts of half of that, X.jsonl, X.p000001.jsonl and so on, of which the newest two are
-    kept. Every part but the first begins with the lines that are to be said `again`.
+    With `most_bytes` it is split into parts of half of that, X.jsonl, X.p000001.jsonl and so on, of which the newest
+    two are kept. Every part but the first begins with the `again` lines.
     """
 
     def __init__(self, files: BackgroundFiles, path: Path, most_bytes: int | None = None) -> None:
         self.path, self.num_lost = path, 0
         self._files, self._most_bytes = files, most_bytes
-        # Only bytes: closures that pile up would make the garbage collector walk the whole process, for 0.2 s.
+        # Only bytes: queued closures would make the garbage collector walk the whole process, for 0.2 s.
         self._lines: deque[tuple[bytes, bytes | None]] = deque()
         self._act: Act = self._write_all
         self._file: int | None = None
@@ -177,21 +178,23 @@ class LineFile:
             self._lose(_FULL)
             return
         self._lines.append((line, again))
-        self._files.put(self._act)  # one for each line, though one writes all: a caller may be interrupted in between
+        self._files.put(
+            self._act
+        )  # one action per line, though one writes all: the caller may be interrupted in between
 
     def close(self) -> None:
         """Close the file after its last line; returns at once, and may be called again."""
         self._files.put(self._close)
 
     def _write_all(self) -> None:
-        """Write the lines that wait, on the thread."""
+        """Write the queued lines; for the thread."""
         while self._lines:
             line, again = self._lines.popleft()
             self._attempt(line, again)
             self._files.give_back(len(line))
 
     def _attempt(self, line: bytes, again: bytes | None) -> None:
-        """Write a line; a failed opening is not repeated for every line."""
+        """Write a line; a failed open is not repeated for every line."""
         try:
             if self._is_open(len(line)):
                 self._write(line)
@@ -203,7 +206,7 @@ class LineFile:
             self._again.append(again)
 
     def _is_open(self, num_bytes: int) -> bool:
-        """Have the part open that the next line belongs to; False if that was refused a moment ago."""
+        """Open the part of the next line if necessary; return False if that failed a moment ago."""
         if self._most_bytes is not None and self._size and self._size + num_bytes > self._most_bytes // 2:
             self._close()
             self._part, self._size = self._part + 1, 0
@@ -229,7 +232,7 @@ class LineFile:
             self._write(line)
 
     def reopen_if_removed(self) -> None:
-        """Begin the part again, on the thread, if its name does not lead to it any more."""
+        """Restart the part if its name no longer refers to it; for the thread."""
         path = self._path_of(self._part)
         assert self._file is not None, "it is open"
         try:

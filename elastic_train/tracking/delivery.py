@@ -1,4 +1,4 @@
-"""Sends a run's metrics to MLflow, each value once, and its description."""
+"""Send a run's metrics to MLflow, each value once, and its description."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GIT_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a job's run in MLflow is created from."""
+    """Parameters of a job's run in MLflow."""
 
     run_dir: Path
     config: Mapping[str, object]
@@ -60,18 +60,18 @@ class Delivery:
         self._tags_set: dict[str, str] = {}
 
     def known_id(self) -> str | None:
-        """Return the run's id, if the folder names it and this tracker."""
+        """Return the run's id, if the folder has one for this tracker."""
         link = RunFolder(self._job.run_dir).link()
         return link.run_id if link and link.mlflow_uri == without_password(self._job.mlflow_uri) else None
 
     def open(self) -> str:
-        """Find or create the run, return its id, and ask what it has: a call that timed out may have arrived."""
+        """Find or create the run, and read what it has, as a call that timed out may have arrived; return its id."""
         self._run = MlflowRun(self._job.run_dir, self._job.mlflow_uri, self._job.experiment, self._job.run_name)
         self._marks = self._run.marks()
         return self._run.run_id
 
     def describe(self) -> list[Exception]:
-        """Record the configuration and that the run is running; return what failed, which the next call retries."""
+        """Record the configuration and the status RUNNING; return the failures, which the next call retries."""
         if self._undone is None:
             run = self._opened()
             reopening = [run.reopen] if self._goes_on else []
@@ -81,7 +81,7 @@ class Delivery:
         return list(failed.values())
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Send the values that MLflow does not have; return how many. Tags are kept for `tag`."""
+        """Send the values that MLflow lacks; return their number. Tags are kept for `tag`."""
         missing, marks, tags = [], dict(self._marks), dict(self._tags)
         for line in lines:
             if isinstance(line, Settled):
@@ -101,7 +101,7 @@ class Delivery:
             self._tags_set = self._tags
 
     def end(self, status: str) -> None:
-        """Record how the run ended, and why, and the weights' hash unless it failed."""
+        """Record the run's final status with its reason, and the weights' hash unless it failed."""
         self._opened().end(status, {} if status == "FAILED" else _tags_of_result(self._job.run_dir))
 
     def _opened(self) -> MlflowRun:
@@ -110,7 +110,7 @@ class Delivery:
 
 
 def attempt(part: Callable[[], object]) -> list[Exception]:
-    """Do one of several independent things; return the error, in a list, if it failed."""
+    """Do one of several independent things; return its error in a list, else an empty list."""
     try:
         part()
     except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller reports it
@@ -124,10 +124,10 @@ def count_values(lines: Iterable[Values | Settled]) -> int:
 
 
 def code_tags() -> dict[str, str]:
-    """Return tags for the code that runs: versions of this package and torch, the working folder's git commit."""
+    """Return tags of the running code: versions of this package and torch, git commit of the working folder."""
     tags = {}
     for tag, package in ((VERSION_TAG, "elastic-train"), (TORCH_TAG, "torch")):
-        if (version := version_of(package)) is not None:  # as of a checkout that is not installed
+        if (version := version_of(package)) is not None:  # None in a checkout that is not installed
             tags[tag] = version
     with suppress(OSError, subprocess.SubprocessError):  # no git, or no answer from it
         command = ["git", "rev-parse", "--verify", "HEAD"]
@@ -137,7 +137,7 @@ def code_tags() -> dict[str, str]:
 
 
 def _tags_of_result(run_dir: Path) -> dict[str, str]:
-    """Return tags for what a run ended with, and why: those that its result names."""
+    """Return tags from a run's result: weights' hash and reason for the end."""
     try:
         result = RunFolder(run_dir).result() or {}
     except ConfigError:

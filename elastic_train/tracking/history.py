@@ -1,8 +1,8 @@
-"""The history of a run: one JSON line per event, in one file per process.
+"""The history of a run: one JSON line per event, one file per process.
 
-Training never waits for it: a thread writes the lines, in order, within milliseconds. A SIGKILL costs the lines that
-the thread had not come to; readers skip a torn last line (the machine died). The events are those by which a run is
-judged afterwards: form, restore, step, commit, rollback, end.
+Training never waits for it: a thread writes the lines in order, within milliseconds. A SIGKILL costs the lines still
+queued; readers skip a torn last line (the machine died). Runs are judged by these events: form, restore, step, commit,
+rollback, end.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ from rendezvous.context import live_context
 
 T = TypeVar("T")
 Standing = Literal["settled", "unsettled", "pending"]
-"""What a rank knows of a step's standing: that all ranks can apply it; only that it has applied it itself, having lost
-a peer at the point of no return; or only that it could, if those that are left find that it may have been applied."""
+"""A rank's knowledge about a step: all ranks can apply it (settled); only that this rank has applied it, having lost a
+peer at the point of no return (unsettled); or only that it could, should the survivors find that it may have been
+applied (pending)."""
 HEAD = ("form", "restore")
-"""Lines that begin every part of a history, marked `again` in all but the first: the rest means little without them."""
+"""Lines repeated at the start of every later part of a history, marked `again`: the rest depends on them."""
 MOST_BYTES = 256 << 20
-"""Limit of one process's history of one term: the older half is deleted when it is reached."""
+"""Most bytes of one process's history of one term; beyond, its older half is deleted."""
 MOST_TERMS = 100
-"""How many terms' histories are kept; what recovery asks of older ones is summarised."""
+"""Number of terms whose histories are kept; older ones are summarised for recovery."""
 MOST_NOTED_BYTES = 1 << 16
-"""Limit of what is kept of the health checks that a host has failed, or of a process's error."""
+"""Most bytes kept of a host's failed health checks, or of a process's error."""
 MOST_WHY = 2000
-"""The most characters of an error that are kept."""
+"""Most characters kept of an error."""
 VALIDATE_FLUSH_S = 1.0
-"""How long a validation waits until it is in the file that it has begun."""
+"""Seconds that a validation waits for its start to be on file."""
 
 READ_FLUSH_S = 5.0
-"""How long a step waits, with `run.forensic`, until the ids of its samples are in the file."""
+"""Seconds that a step waits, with `run.forensic`, for its sample ids to be on file."""
 
 
 class History:
-    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<unique>.jsonl, which `files` writes.
+    """Appends this process's lines to <run.dir>/history/<term>-<rank>-<unique>.jsonl, written by `files`.
 
-    No method raises or waits for the folder, `read` aside. Lines that cannot be written are lost: the proof in the
-    commits does not need them; the chaos judge does.
+    No method raises or waits for the folder, except `read` and `validate`. Lines that cannot be written are lost: the
+    chaos judge needs them, the proof in the commits does not.
     """
 
     def __init__(
         self, files: BackgroundFiles, run_dir: str | Path, term: int, rank: int, most_bytes: int | None = None
     ) -> None:
-        """Name the file; `most_bytes` bounds what is kept of it (see `LineFile`)."""
+        """Name the file; `most_bytes` limits what is kept of it (see `LineFile`)."""
         self.term, self._rank = term, rank
         self._run_dir, self._files = run_dir, files
         path = Path(run_dir) / FOLDER / f"{term:08d}-{rank:05d}-{uuid.uuid4().hex[:12]}.jsonl"
@@ -80,11 +81,11 @@ class History:
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
     ) -> None:
-        """The world has formed."""
+        """Record that the world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
         who = _who()
         self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
-        # what kills this process is noted by its agent, which lives on, in a file of that agent
+        # the agent, which lives on, records in its own file what kills this process
         name = f"failed-{self._rank:05d}-{who['host']}-{who.get('boot')}"
         noted = {
             "op": "failed",
@@ -111,11 +112,11 @@ class History:
         num_lost: int = 0,
         holds_nothing: bool = False,
     ) -> None:
-        """The applied state was read from a commit, kept, handed over by a rank, or initialised.
+        """Record how the applied state was obtained: from a commit, kept, received from a rank, or initialised.
 
-        `commit` is the parent of the next commit; `applied_by` is the term that applied the state's last step;
-        `resumed` is what the banner said of it. `num_lost` shards of the state had no holder left, so that a commit was
-        read; a rank that `holds_nothing` has no share of it, because it cannot write commits.
+        `commit` is the next commit's parent; `applied_by` is the term that applied the state's last step; `resumed` is
+        the banner's text. `num_lost` shards had no holder left, so a commit was read; a rank that `holds_nothing` has
+        no shard, because it cannot write commits.
         """
         place = {"step": step, "epoch": epoch, "offset": offset, "commit": commit}
         place |= {"given_by": given_by, "applied_by": applied_by}
@@ -137,12 +138,12 @@ class History:
         standing: Standing = "settled",
         place: int | None = None,
     ) -> None:
-        """A step was applied: every lane's offsets [lo, hi) of the epoch; `step` counts the steps applied so far.
+        """Record an applied step: every lane's offsets [lo, hi) of the epoch; `step` counts applied steps.
 
-        `place` is this rank's in a cell, whose ranks compute the same lanes; None where every rank is a replica.
+        `place` is this rank's in a cell, whose ranks compute the same lanes; None if every rank is a replica.
 
-        `num_left_out` of these samples are in holes and were not read. `standing` says what this
-        rank knew of the others.
+        `num_left_out` of the samples are in holes and were not read. `standing` is what this rank knew about the
+        others.
         """
         which = (lanes.start, lanes.stop, lanes.step)[: 2 if lanes.step == 1 else 3]
         where = {"epoch": epoch, "lo": lo, "hi": hi, "lanes": which}
@@ -152,14 +153,15 @@ class History:
         self._write("step", step=step, **where, **counts, world=world, loss=loss, **known)
 
     def nonfinite(self, *, step: int, loss: float, norm: float, samples: Mapping[int, Ranges]) -> None:
-        """A step's loss or gradient was not finite; `samples` are, by lane, ids of this rank's that did it."""
+        """Record a non-finite loss or gradient; `samples` are the responsible ids of this rank, by lane."""
         self._write("nonfinite", step=step, loss=repr(loss), norm=repr(norm), samples=samples)
 
     def read(self, *, step: int, epoch: int, ids: Ranges, world: int) -> None:
-        """A rank of a world of so many is about to use the samples of these ids; they count if the step is applied.
+        """Record the sample ids that a rank is about to use, in a world of size `world`; they count if the step is
+        applied.
 
-        Written before the reduction, so an applied step has the lines of all its ranks, even of one that died later. A
-        folder that hangs is not waited for longer than `READ_FLUSH_S`, once: then an audit finds steps without ids.
+        Written before the reduction, so an applied step has the lines of all its ranks, even of one that died later.
+        Waits at most `READ_FLUSH_S` for a folder that hangs, once: then an audit finds steps without ids.
         """
         self._write("read", step=step, epoch=epoch, ids=ids, world=world)
         self._files.flush(READ_FLUSH_S)
@@ -176,9 +178,9 @@ class History:
         seconds: float,
         stall_s: float,
     ) -> None:
-        """A commit was published, `seconds` after it had begun; training waited `stall_s` of them.
+        """Record a published commit, `seconds` after its start, of which training waited `stall_s`.
 
-        It is written at a later step boundary, when retention may already have deleted the commit and its record.
+        It is written at a later step boundary, when retention may already have deleted the commit.
         """
         times = {"created_at": created_at, "seconds": seconds, "stall_s": stall_s}
         what = {"key": key, "digest": digest, "parent": parent, "weights_sha256": weights_sha256}
@@ -189,12 +191,12 @@ class History:
         self._files.replace(Path(self._run_dir) / HEAD_FILE, json.dumps({"commit": key, "step": step}) + "\n")
 
     def phases(self, *, step: int, steps: int, seconds: Sequence[Sequence[float]]) -> None:
-        """What every rank has spent over so many steps, up to this one, by rank: see `RankFacts` for the columns."""
+        """Record every rank's time over the last `steps` steps, by rank: see `RankFacts` for the columns."""
         rows = [[round(value, 6) for value in row] for row in seconds]
         self._write("phases", step=step, steps=steps, seconds=rows)
 
     def memory(self, *, step: int, facts: Mapping[str, object]) -> None:
-        """What this rank's memory is taken by after a step: see `MemoryFacts` for the fields."""
+        """Record this rank's memory use after a step: see `MemoryFacts` for the fields."""
         self._write("memory", step=step, **facts)
 
     def event(
@@ -209,9 +211,9 @@ class History:
         then: str | None = None,
         audited: tuple[int, Sequence[int]] | None = None,
     ) -> None:
-        """Something began, or ended, to be wrong: of which rank and host, what was measured, and usual, in a unit.
+        """Record that something went wrong, or is over: rank and host, measured and usual value, and unit.
 
-        `then` is what followed from it, if anything; `audited` the lane and its samples, where it is of some.
+        `then` is the consequence, if any; `audited` the lane and its samples, for events about samples.
         """
         rank, host = who or (None, None)
         value, usual, unit = measured
@@ -221,52 +223,53 @@ class History:
         self._write("event", **what, **({} if is_over else evidence), **of_lane, **({"then": then} if then else {}))
 
     def unwritable(self, *, step: int, why: str) -> None:
-        """This process cannot write where the commits are, although others can."""
+        """Record that this process cannot write commits, although others can."""
         self._write("unwritable", step=step, why=why)
 
     def no_progress(self, *, step: int) -> None:
-        """The job gives up: world after world ended without a step after this one. Those before do not count again."""
+        """Record that the job gives up: world after world ended without a further step. Earlier worlds do not count
+        again."""
         self._write("no_progress", step=step)
 
     def validate(self, *, step: int) -> None:
-        """The state of this step is about to be validated: what ends the process now is in the validation set.
+        """Record that this step's state is about to be validated: a crash from here on is due to the validation set.
 
-        Waits a moment until the line is in the file, once if the folder hangs.
+        Waits a moment until the line is on file, but only once if the folder hangs.
         """
         self._write("validate", step=step)
         self._files.flush(VALIDATE_FLUSH_S)
 
     def leave(self, *, step: int) -> None:
-        """It was asked to leave, and goes: others have, or a commit has, what it held of this step's state."""
+        """Record a departure on request: other ranks, or a commit, have this step's state."""
         self._write("leave", step=step)
 
     def rollback(self, *, from_step: int, to_step: int) -> None:
-        """This process gives up steps that it had applied: its world resumes from `to_step`."""
+        """Record that this process discards applied steps: its world resumes from `to_step`."""
         self._write("rollback", from_step=from_step, to_step=to_step)
 
     def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:
-        """The process has finished."""
+        """Record that the process has finished."""
         self._write("end", status=status, step=step, weights_sha256=weights_sha256, coverage=asdict(coverage))
 
     def last_applied(self) -> LastApplied | None:
-        """Return the furthest step of earlier terms; None if there is none, or the folder does not say so in time."""
+        """Return the furthest step of earlier terms; None if there is none, or the folder does not answer in time."""
 
         return self._ask(lambda: last_applied(self._run_dir, self.term), None)
 
     def newest_commit(self) -> str | None:
-        """Return the key of the newest commit that was published from this folder; None if it does not say in time."""
+        """Return the key of the newest commit published from this folder; None if it does not answer in time."""
         return self._ask(lambda: newest_commit(self._run_dir), None)
 
     def stagnation(self, most: int) -> Stagnation:
-        """Return how many earlier terms in a row, up to `most`, got no further; 0 if the folder does not answer."""
+        """Return how many earlier terms in a row, up to `most`, made no progress; 0 if the folder does not answer."""
         return self._ask(lambda: stagnation(self._run_dir, self.term, most), Stagnation())
 
     def num_ended(self, num_terms: int) -> int:
-        """Return how many processes of so many earlier terms ended; 0 if the folder does not answer."""
+        """Return how many processes of the last `num_terms` earlier terms ended; 0 if the folder does not answer."""
         return self._ask(lambda: num_ended(self._run_dir, self.term, num_terms), 0)
 
     def _ask(self, look: Callable[[], T], otherwise: T) -> T:
-        """Look at the run's histories, once the last lines of this process's own earlier terms are in them."""
+        """Look at the run's histories, after flushing the lines of this process's earlier terms."""
 
         def looked() -> T:
             self._files.flush(ANSWER_S)
@@ -275,7 +278,7 @@ class History:
         return self._files.ask(looked, otherwise)
 
     def prune(self, keep_terms: int) -> None:
-        """Let the thread delete the histories of all but the newest terms, where that is due; returns at once."""
+        """Delete all but the newest terms' histories, if due, on the thread; returns at once."""
         self._files.attempt(Path(self._run_dir) / FOLDER, lambda: prune(self._run_dir, self.term, keep_terms))
 
     def close(self) -> None:
@@ -291,8 +294,8 @@ class History:
 class UnformedWorlds:
     """Appends a line for every world that did not form to <run.dir>/history/unformed-<host>-<process>.jsonl.
 
-    The process is told by its pid, its birth and its machine's boot: hosts of one name count their pids alike.
-    Such a world has no history of its own: its ranks have not met. The file is begun with its first line.
+    The process is identified by pid, birth time and boot id, as hosts with the same name may have the same pids. Such a
+    world has no history: its ranks have not met. The file starts with its first line.
     """
 
     def __init__(self, files: BackgroundFiles, run_dir: str | Path, most_bytes: int | None = None) -> None:
@@ -300,13 +303,13 @@ class UnformedWorlds:
         self._lines = files.lines(Path(run_dir) / FOLDER / f"{_own_name('unformed')}.jsonl", most_bytes)
 
     def note(self, term: int, rank: int, world: int, why: str) -> None:
-        """Note a world of so many ranks that did not form, and why."""
+        """Record a world of size `world` that did not form, with the reason."""
         said = {"op": "unformed", "t": time.time(), "term": term, "rank": rank, "world": world, "why": why}
         self._lines.append(json.dumps({**said, **self._who}).encode())
 
 
 def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
-    """Note in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check, and was rejected."""
+    """Record in <run.dir>/history/unfit-<host>.jsonl that this machine failed its health check and was rejected."""
     _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 
@@ -336,13 +339,13 @@ def _who() -> dict[str, object]:
 
 
 def _own_name(what: str) -> str:
-    """Return a name that no other process has: hosts of one name count their pids alike."""
+    """Return a name unique to this process: hosts with the same name may have the same pids."""
     who = _who()
     return "-".join(str(part) for part in (what, *(who[key] for key in ("host", "pid", "born", "boot"))))
 
 
 def _note(files: BackgroundFiles, run_dir: str | Path, name: str, op: str, **fields: object) -> None:
-    """Append a line to a file of a process that has no world, or not any more."""
+    """Append a line to a file of a process that is in no world."""
     lines = files.lines(Path(run_dir) / FOLDER / f"{name}.jsonl", MOST_NOTED_BYTES)
     lines.append(json.dumps({"op": op, "t": time.time(), "term": 0, **fields, **_who()}).encode())
     lines.close()

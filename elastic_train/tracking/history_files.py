@@ -1,7 +1,7 @@
-"""The files of a run's histories: which there are, and what recovery asks of them.
+"""The files of a run's histories, and queries on them for recovery.
 
-A history is in parts if it was long: <term>-<rank>-<unique>.jsonl, then <term>-<rank>-<unique>.p000001.jsonl and so
-on, of which the newest two are kept. Their names sort in the order in which they were written.
+Long histories are in parts: <term>-<rank>-<unique>.jsonl, then <term>-<rank>-<unique>.p000001.jsonl and so on, of which
+the newest two are kept. Names sort in the order of writing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 FOLDER = "history"
 HEAD_FILE = "head.json"
-"""Next to the folder: the newest published commit, by which a store that lost it is recognised."""
+"""In the run's folder: names the newest published commit, to detect a store that lost it."""
 _TAIL_BYTES = 1 << 16
 _OF_COST, _MOST_LAST = ("memory", "phases"), 8
-"""What is also said of steps when a world breaks, of which no more lines than these come last."""
+"""Operations also recorded when a world breaks, and the most such lines at the end."""
 _HEAD_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class LastApplied:
-    """The furthest step that any rank of earlier terms has applied, and when (unix seconds)."""
+    """The furthest step that any rank of earlier terms has applied, with its time (unix seconds)."""
 
     term: int
     step: int
@@ -32,7 +32,7 @@ class LastApplied:
 
 
 def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
-    """Return the furthest step that the newest term before `before_term` applied; reads the ends of its files only."""
+    """Return the furthest step applied by the newest term before `before_term`, reading only the ends of its files."""
     files: dict[int, list[Path]] = {}
     for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl"):
         files.setdefault(term_of(path), []).append(path)
@@ -45,7 +45,7 @@ def last_applied(run_dir: str | Path, before_term: int) -> LastApplied | None:
 
 
 def newest_commit(run_dir: str | Path) -> str | None:
-    """Return the key of the commit that a run's folder names as newest; None if it names none."""
+    """Return the key of the newest commit by a run's folder; None if it names none."""
     try:
         found = json.loads((Path(run_dir) / HEAD_FILE).read_text())
     except (FileNotFoundError, ValueError):
@@ -56,9 +56,9 @@ def newest_commit(run_dir: str | Path) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Stagnation:
-    """How many of the newest terms ended without getting further than those before them, and how far those had come.
+    """Newest terms that ended without progress, and the furthest step before them.
 
-    `num_in_validation` of them ended while they validated.
+    `num_in_validation` of them ended while validating.
     """
 
     num_terms: int = 0
@@ -67,11 +67,11 @@ class Stagnation:
 
 
 def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
-    """Count the newest terms before `before_term` that got no further than the terms before them, up to `most`.
+    """Count the newest terms before `before_term` that went no further than earlier ones, up to `most`.
 
-    A job that loses its state begins again at its last commit: what counts is the furthest step of any term. Terms that
-    ended in good order do not count: the job was done, or was asked to leave. Reads the ends of rank 0's newest
-    histories, back to the last in which the job gave up.
+    A job that loses its state restarts from its last commit: the furthest step of any term counts. Terms that ended
+    normally (done, or asked to leave) do not count. Reads the ends of rank 0's newest histories, back to the last in
+    which the job gave up.
     """
     lasts, are_in_validation = list[int](), list[bool]()
     for path in reversed([parts[-1] for parts in histories(run_dir, 0) if term_of(parts[-1]) < before_term]):
@@ -89,10 +89,10 @@ def stagnation(run_dir: str | Path, before_term: int, most: int) -> Stagnation:
 
 
 def num_ended(run_dir: str | Path, before_term: int, num_terms: int) -> int:
-    """Count the processes of the newest terms before `before_term` that ended, those of the last of them not included.
+    """Count the processes that ended in the newest terms before `before_term`, without those of the last one.
 
-    A process that outlives its world is in the next one, too. A pid alone does not say so: every container counts its
-    own. Reads the beginning of each of their files.
+    A process that outlives its world is also in the next; pids alone do not identify it, as every container has its
+    own. Reads the start of each of their files.
     """
     paths = [path for path in (Path(run_dir) / FOLDER).glob("[0-9]*-*-*.jsonl") if term_of(path) < before_term]
     newest = sorted({term_of(path) for path in paths})[-num_terms:]
@@ -105,7 +105,7 @@ def num_ended(run_dir: str | Path, before_term: int, num_terms: int) -> int:
 
 
 def _last_op(content: bytes) -> object:
-    """Return what the last line of a history says; one that is torn, or of what steps took, says nothing."""
+    """Return the last operation of a history, ignoring torn lines and `_OF_COST`."""
     last = lines_of(b"\n".join(content.splitlines()[: -_MOST_LAST - 1 : -1]))
     return next((line["op"] for line in last if line["op"] not in _OF_COST), None)
 
@@ -118,18 +118,18 @@ def tail_of(path: Path) -> bytes:
 
 
 def histories(run_dir: str | Path, rank: int) -> list[list[Path]]:
-    """Return the parts of every history of a rank, the oldest first, of the oldest term first."""
+    """Return the parts of every history of a rank, oldest first, by term."""
     paths = sorted((Path(run_dir) / FOLDER).glob(f"[0-9]*-{rank:05d}-*.jsonl"))
     return [list(parts) for _, parts in itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])]
 
 
 def term_of(path: Path) -> int:
-    """Return the term that a history's file name says."""
+    """Return the term in a history's file name."""
     return int(path.name.partition("-")[0])
 
 
 def host_in(run_dir: str | Path, term: int, rank: int) -> str | None:
-    """Return the host of a rank of a term, if its history is in this folder; reads the beginning of that only."""
+    """Return the host of a rank in a term, if its history is in this folder; reads only its start."""
     for path in (Path(run_dir) / FOLDER).glob(f"{term:08d}-{rank:05d}-*.jsonl"):
         host = next((line["host"] for line in _head_of(path) if line["op"] == "form"), None)
         if host is not None:
@@ -138,7 +138,7 @@ def host_in(run_dir: str | Path, term: int, rank: int) -> str | None:
 
 
 def restore_line(path: Path) -> dict[str, object] | None:
-    """Return the line that says how a process's state was restored; reads the beginning of its file only."""
+    """Return the line about how a process's state was restored; reads only the start of its file."""
     return next((line for line in _head_of(path) if line["op"] == "restore"), None)
 
 
@@ -148,13 +148,13 @@ def _head_of(path: Path) -> Iterator[dict[str, object]]:
 
 
 def last_step_lines(path: Path) -> list[dict[str, object]]:
-    """Return the step lines at the end of a history: at least one if it has any; reads the end of its file only."""
+    """Return the step lines at the end of a history, at least one if it has any; reads only the end of its file."""
     size, num_bytes = path.stat().st_size, _TAIL_BYTES
     while True:
         with path.open("rb") as file:
             file.seek(max(0, size - num_bytes))
             content = file.read()
-        # The first line is torn by where we began to read, and no JSON object then.
+        # The first line may be cut by the read, and is then not JSON.
         steps = [line for line in lines_of(content) if line["op"] == "step"]
         if steps or num_bytes >= size:
             return steps
@@ -162,7 +162,7 @@ def last_step_lines(path: Path) -> list[dict[str, object]]:
 
 
 def lines_of(content: bytes) -> Iterator[dict[str, object]]:
-    """Yield the lines of a history, each with its `op`; torn ones are passed over."""
+    """Yield the lines of a history, each with its `op`, skipping torn ones."""
     for line in content.splitlines():
         try:
             fields = json.loads(line)

@@ -1,9 +1,9 @@
-"""Histories of old terms are deleted; what is asked of them afterwards is kept in <run>/history/summary.json.
+"""Delete histories of old terms, keeping a summary in <run>/history/summary.json.
 
-Two steps, of which the second needs the first: the leaders' histories of all but the newest terms are *folded* into the
-summary (how many faults, how long trained), and the files of terms that are older still are deleted. A history counts
-by the summary if its term is folded, and by its file if not, so a process that dies between any two writes changes no
-answer: what it left undone is done by the next. One process of a folder prunes at a time, every `EVERY_TERMS` terms.
+Two steps, the second needing the first: leaders' histories of all but the newest terms are *folded* into the summary
+(faults, training time), and files of still older terms are deleted. A history counts through the summary once its term
+is folded, before that through its file; so a process that dies between two writes changes no answer, and the next one
+continues. One process of a folder prunes at a time, every `EVERY_TERMS` terms.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_train.tracking.history_files import FOLDER, histories, last_step_li
 SUMMARY, LOCK = "summary.json", "summary.lock"
 EVERY_TERMS = 10
 UNFOLDED_TERMS = 10
-"""The newest terms' processes may still write; a line that is written later is not in the summary."""
+"""Newest terms that are not folded: their processes may still write, which the summary would miss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the leaders' histories of the terms up to `through` said; those of terms up to `pruned` are deleted."""
+    """Summary of the leaders' histories of terms up to `through`; files of terms up to `pruned` are deleted."""
 
     through: int = 0
     pruned: int = 0
@@ -36,25 +36,26 @@ class Summary:
 
 
 def summary_of(run_dir: str | Path) -> Summary:
-    """Return a folder's summary; an empty one if there is none, or it is damaged."""
+    """Return a folder's summary; an empty one if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         return Summary(**json.loads((Path(run_dir) / FOLDER / SUMMARY).read_text()))
     return Summary()
 
 
 def summarised(run_dir: str | Path, before_term: int) -> Summary:
-    """Add the histories of the terms before one to the summary; reads both ends of the leaders' files only."""
+    """Return the summary extended by the histories of terms before `before_term`; reads both ends of leaders' files
+    only."""
     return _fold(run_dir, summary_of(run_dir), before_term - 1)
 
 
 def prune(run_dir: str | Path, term: int, keep_terms: int) -> None:
-    """Delete the histories of all but the newest `keep_terms` terms up to `term`, if that is due; raises OSError."""
+    """Delete the histories of all but the newest `keep_terms` terms up to `term`, if due; raise OSError."""
     if not _is_due(run_dir, term, keep_terms):
         return
     with (Path(run_dir) / FOLDER / LOCK).open("w") as lock:
         if not locked_by(lock.fileno(), 0.0) or not _is_due(run_dir, term, keep_terms):
             return
-        # Told before it is done: a reader that finds files missing knows why.
+        # Recorded first: a reader that finds files missing then knows why.
         oldest = term - keep_terms
         folded = _fold(run_dir, summary_of(run_dir), max(oldest, term - UNFOLDED_TERMS), pruned=oldest)
         write_atomically(Path(run_dir) / FOLDER / SUMMARY, json.dumps(asdict(folded)) + "\n")

@@ -1,11 +1,10 @@
-"""The local record of a run's metrics, which is authoritative: <run>/metrics/<term>.jsonl, one JSON line per event.
+"""A run's authoritative local metrics: <run>/metrics/<term>.jsonl, one JSON line per event.
 
-A line says from which step the term resumes, or has the values of a step, or says that everything up to a step is
-settled (a commit), or how the term ended. A thread writes it within milliseconds; a torn line is skipped. Only a term's
-leader writes its file. Steps that were given up and computed again are in the files of several terms. The newest term's
-first line decides which of them count: it names the terms that applied the steps before it, as commits do. (The highest
-term alone does not decide: a branch that began while a process was frozen is dead once that process comes back with
-more steps.)
+A line states the step from which the term resumes, the values of a step, that everything up to a step is settled (by a
+commit), or how the term ended. A thread writes it within milliseconds; readers skip torn lines. Only a term's leader
+writes its file. Steps that were discarded and recomputed are in the files of several terms. The newest term's first
+line decides which count: it names the terms that applied the steps before it, as commits do. (The highest term alone
+does not decide: a branch that began while a process was frozen is dead once that process returns with more steps.)
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _MAX_LINES_HELD = 10_000
 class Begin:
     """The term resumes from this applied step; `intervals` tile [0, step) by the terms that applied it.
 
-    They are None in files of older versions and where the line is missing (the disk was full): then everything that
-    older terms wrote up to the step counts.
+    They are None in older files, or if the line is missing (full disk): then everything that older terms wrote up to
+    the step counts.
     """
 
     step: int
@@ -41,7 +40,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What one step measured, at Unix time `t`; `is_higher_better` names the metrics whose best is kept."""
+    """Measurements of one step at Unix time `t`; `is_higher_better` names metrics whose best value is kept."""
 
     t: float
     step: int
@@ -51,7 +50,8 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A commit holds everything up to this step, so none of it is computed again; `tags` describe the run since."""
+    """A commit contains everything up to this step, so it will not be recomputed; `tags` describe the run from then
+    on."""
 
     step: int
     tags: Mapping[str, str]
@@ -65,12 +65,12 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job is over; one that was asked to leave resumes later."""
+        """True if the job is over; one that was asked to leave resumes later."""
         return self.status != "KILLED"
 
 
 class MetricsWriter:
-    """Appends to this term's file, `lines`, without waiting for it; what it does not take is lost."""
+    """Appends to this term's file, `lines`, without waiting; what it does not accept is lost."""
 
     def __init__(self, lines: LineFile, term: int) -> None:
         self._lines, self._term = lines, term
@@ -87,7 +87,7 @@ class MetricsWriter:
         self._append({"step": step, "values": floats, **better})
 
     def settled(self, step: int, tags: Mapping[str, str]) -> None:
-        """Append that a commit holds everything up to a step, and tags that describe the run since."""
+        """Append that a commit contains everything up to a step, with tags that describe the run from then on."""
         self._append({"step": step, "tags": dict(tags)})
 
     def end(self, status: str) -> None:
@@ -104,7 +104,7 @@ class MetricsWriter:
 
 
 class MetricsReader:
-    """Reads one term's file from where the last read ended; a line without its end is left for the next read."""
+    """Reads one term's file from where the last read ended; an incomplete line is left for the next read."""
 
     def __init__(self, run_dir: Path, term: int) -> None:
         self.term = term
@@ -112,7 +112,7 @@ class MetricsReader:
         self._offset = 0
 
     def read(self) -> list[Begin | Values | Settled | End] | None:
-        """Return the whole lines of the next mebibyte; None at the end of the file, or while there is none."""
+        """Return the complete lines of the next mebibyte; None at the end of the file, or while there is none."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -123,17 +123,18 @@ class MetricsReader:
         return list(_parse(whole.splitlines())) if newline else None
 
     def begin(self) -> Begin | None:
-        """Return how the term began; None if that is not known yet."""
+        """Return how the term began; None if unknown yet."""
         with self._path.open("rb") as file:
             first = next((line for line in _parse(file) if isinstance(line, Begin | Values)), None)
         return Begin(first.step - 1) if isinstance(first, Values) else first
 
 
 class LineageReader:
-    """Reads the lines of all terms that count, each step once, in order; a best comes with the values that set it.
+    """Reads the lines that count over all terms, each step once, in order; a best value comes with the values that set
+    it.
 
-    A line counts if the newest term's lineage has the line's step by the same terms as the line's own term. `newest` is
-    a term and the intervals that it resumes from; by default the term with the newest file.
+    A line counts if the newest term's lineage contains the line's step, applied by the same terms as in the line's own.
+    `newest` is a term and the intervals that it resumes from; by default the term with the newest file.
     """
 
     def __init__(self, run_dir: Path, newest: tuple[int, Sequence[Interval]] | None = None) -> None:
@@ -151,7 +152,7 @@ class LineageReader:
         self._best: dict[str, float] = {}
 
     def read(self, settled: float = math.inf) -> list[Values | Settled]:
-        """Return the next lines up to the step `settled`; nothing where there are none yet."""
+        """Return the next lines up to step `settled`; empty if there are none yet."""
         while self._parts:
             file, last = self._parts[0]
             ready = [line for line in self._piece if line.step <= settled]
@@ -187,7 +188,7 @@ def terms(run_dir: Path) -> list[int]:
 
 
 def read_metrics(run_dir: Path) -> Iterator[Values | Settled]:
-    """Yield the lines of all terms that count, in the order of steps."""
+    """Yield the lines that count over all terms, in step order."""
     reader = LineageReader(run_dir)
     while lines := reader.read():
         yield from lines
@@ -213,7 +214,7 @@ def recorded_end(run_dir: Path) -> End | None:
 
 
 def settled_step(run_dir: Path) -> float:
-    """Return the step up to which nothing will be computed again; infinite if the job is over."""
+    """Return the step up to which nothing will be recomputed; infinite if the job is over."""
     end = recorded_end(run_dir)
     if end is not None and end.is_final:
         return math.inf
@@ -240,7 +241,7 @@ def _lineage_of(files: Sequence[MetricsReader]) -> tuple[Interval, ...]:
 def _last_kept(file: MetricsReader, lineage: Sequence[Interval]) -> int | None:
     """Return the last step at which a term's lines count; None if none do.
 
-    A term that applied no step may still have validated, at its first step, what earlier terms did not get to.
+    A term without steps may still have validated, at its first step, what earlier terms did not get to.
     """
     own = next((interval for interval in lineage if interval.term == file.term), None)
     begin = file.begin() if own is None else None

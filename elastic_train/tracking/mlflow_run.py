@@ -1,8 +1,8 @@
-"""The one run that a job has in MLflow over all its restarts; every call may be repeated without harm.
+"""The single MLflow run of a job across all its restarts; every call may be repeated.
 
-<run>/mlflow.json names the job before the run is created, and the run carries that name as a tag: a process killed in
-between leaves a run that the next process finds. MLflow itself is asked which steps it has, for all metrics in one
-call, so no value is stored twice, whichever process sent it.
+<run>/mlflow.json names the job before the run is created, and the run has that name as a tag: the next process finds a
+run left by a process killed in between. MLflow itself is asked which steps it has, for all metrics in one call, so no
+value is stored twice, whichever process sent it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HOSTS_TAG = "elastic_train.hosts"
 IDENTITY_TAG = "elastic_train.config_digest"
 VERSION_TAG = "elastic_train.version"
 TORCH_TAG = "elastic_train.torch"
-GIT_TAG = "mlflow.source.git.commit"  # MLflow's own name, which its pages show as the run's version
-# MLflow's own limits: parameters and metrics a call, characters a parameter; tags were 5,000 in older servers.
+GIT_TAG = "mlflow.source.git.commit"  # MLflow's own name, shown on its pages as the run's version
+# MLflow's limits: parameters and metrics per call, characters per parameter; tags were 5,000 in older servers.
 _PARAMS_A_BATCH, _METRICS_A_BATCH = 100, 1000
 _PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
 _OPEN_TIMEOUT_S = 60.0
@@ -53,14 +53,14 @@ def tracker_errors() -> tuple[type[Exception], ...]:
 
 
 def is_no_tracker(error: Exception) -> bool:
-    """Whether an error means that this can never be a tracker, such as a file that is not a database."""
+    """Return True if an error means that this can never be a tracker, such as a file that is not a database."""
     from sqlalchemy.exc import DatabaseError, OperationalError
 
     return isinstance(error, DatabaseError) and not isinstance(error, OperationalError)
 
 
 def bound_requests() -> None:
-    """Make MLflow notice within seconds that a tracker is down; settings of the user stay."""
+    """Let MLflow notice within seconds that a tracker is down; user settings are kept."""
     for name, value in (("TIMEOUT", "5"), ("MAX_RETRIES", "1"), ("BACKOFF_FACTOR", "0")):
         os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -70,7 +70,7 @@ def bound_requests() -> None:
 def connect(mlflow_uri: str) -> MlflowClient:
     """Return a client; a sqlite database is created and upgraded by one process at a time.
 
-    A new database appears in one step: a process killed during MLflow's migrations would leave a file that no later
+    A new database appears atomically: a process killed during MLflow's migrations would leave a file that no later
     process can repair.
     """
     from mlflow import MlflowClient
@@ -90,7 +90,7 @@ class MlflowRun:
 
     def __init__(self, run_dir: Path, mlflow_uri: str, experiment: str, run_name: str) -> None:
         self._client = connect(mlflow_uri)
-        # A server's folder is not a folder here, whatever its artifacts' URI looks like.
+        # A server's folder is not local, whatever its artifact URI looks like.
         self._is_local = sqlite_path(mlflow_uri) is not None
         folder = RunFolder(run_dir)
         link = folder.link() or Link(uuid.uuid4().hex)
@@ -105,7 +105,7 @@ class MlflowRun:
         return [lambda: self._set_params(flat), lambda: self.tag({CONFIG_TAG: text}), lambda: self._upload(text)]
 
     def _set_params(self, params: Mapping[str, str]) -> None:
-        """Record new parameters; MLflow lets none change."""
+        """Record new parameters; MLflow does not allow changes."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self.run_id).data.params
@@ -122,7 +122,7 @@ class MlflowRun:
     def marks(self) -> dict[str, int]:
         """Return the furthest step that MLflow has for every metric.
 
-        MLflow keeps each metric's latest value and step with the run. `RunData.metrics` leaves the step out; the public
+        MLflow stores each metric's latest value and step with the run. `RunData.metrics` omits the step; the public
         `to_proto` does not. The metric history, which grows with the run, is never fetched.
         """
         latest = self._client.get_run(self.run_id).data.to_proto().metrics
@@ -145,7 +145,7 @@ class MlflowRun:
         self._client.update_run(self.run_id, status="RUNNING")
 
     def end(self, status: str, tags: Mapping[str, str]) -> None:
-        """Record how the run ended, and tags that describe what it ended with."""
+        """Record how the run ended, with tags of its result."""
         self._client.set_terminated(self.run_id, status)
         if tags:
             self.tag(tags)
@@ -172,16 +172,16 @@ class MlflowRun:
 
         if self._client.get_experiment_by_name(experiment) is None:
             database = sqlite_path(mlflow_uri)
-            # MLflow's default is a folder below the current one, whichever that is.
+            # MLflow's default is a folder below the current working folder.
             artifacts = None if database is None else (database.parent / "mlruns").as_uri()
-            with suppress(MlflowException):  # another job created it first; if not, the next call says what is wrong
+            with suppress(MlflowException):  # another job created it first; otherwise the next call raises
                 self._client.create_experiment(experiment, artifact_location=artifacts)
         made = self._client.get_experiment_by_name(experiment)
         return self._client.create_run(made.experiment_id, tags={JOB_TAG: link.job}, run_name=run_name)
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Return a nested mapping as `section.key` -> text, without passwords in URLs; sections of a list by number."""
+    """Return a nested mapping as `section.key` -> text, without passwords in URLs; list sections are numbered."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
@@ -200,7 +200,7 @@ def sqlite_path(mlflow_uri: str) -> Path | None:
 
 
 def resolve(mlflow_uri: str) -> str:
-    """Return the URI with a sqlite file's path made absolute, so that it means the same in every folder."""
+    """Return the URI with a sqlite file's path made absolute, so that it is valid in every folder."""
     database = sqlite_path(mlflow_uri)
     if database is None:
         return mlflow_uri
@@ -218,7 +218,7 @@ def _metrics(lines: Sequence[Values]) -> Iterator[Metric]:
 
 
 def metric_name(text: str) -> str:
-    """Return a metric's name with the characters that MLflow refuses replaced."""
+    """Return a metric's name with unsupported characters replaced."""
     return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
 
 

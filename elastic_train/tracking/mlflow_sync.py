@@ -1,4 +1,4 @@
-"""Sends MLflow afterwards what it lacks of a run: it was down, slow or not configured while the run trained."""
+"""Send what MLflow lacks of a run afterwards: because it was down, slow or not configured during training."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from elastic_train.tracking.run_folder import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What `sync` has sent; `status` is None for a run whose end was not recorded.
+    """The result of `sync`; `status` is None for a run without a recorded end.
 
-    The values after the newest commit of such a run, or of one that was asked to leave, wait: their steps will be
-    computed again.
+    Values after the newest commit of such a run, or of one that was asked to leave, wait: their steps will be
+    recomputed.
     """
 
     run_id: str
@@ -56,10 +56,10 @@ class Synced:
 
 
 def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
-    """Send the metrics of a run that MLflow does not have, and how the run ended.
+    """Send a run's metrics that MLflow lacks, and how the run ended.
 
-    Raises ConfigError if the folder is not a run's or no tracker is known, StorageError if the tracker cannot be
-    reached or a trainer is sending.
+    Raise ConfigError if the folder is not a run's or no tracker is known, StorageError if the tracker cannot be reached
+    or a trainer is sending.
     """
     job = _job_of(run_dir, mlflow_uri)
     shown = without_password(job.mlflow_uri)

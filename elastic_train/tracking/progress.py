@@ -1,7 +1,7 @@
-"""Progress of a run for people: a live panel on a terminal, plain lines elsewhere, and a banner when a run resumes.
+"""Show a run's progress: a live panel on a terminal, plain lines elsewhere, and a banner on resume.
 
-Training does not depend on it: a closed pipe or a full disk behind the stream is reported once on stderr, and every
-later line is tried again.
+Training does not depend on it: a closed pipe or full disk behind the stream is reported once on stderr, and every later
+line is tried again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PANEL_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ResumeBanner:
-    """Where a run resumes and what the interruption cost; None for what is not known."""
+    """Where a run resumes and what the interruption cost; None for unknown values."""
 
     commit: str
     step: int
@@ -44,7 +44,7 @@ class ResumeBanner:
     skipped: tuple[tuple[str, str], ...] = ()
 
     def lines(self) -> list[str]:
-        """Return the banner's text: one line of an ordinary restart, else one fact per line."""
+        """Return the banner's text: one line for an ordinary restart, else one fact per line."""
 
         def seconds(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.1f} s"
@@ -52,7 +52,7 @@ class ResumeBanner:
         world = f"{'?' if self.world_before is None else self.world_before} -> {counted(self.world_after, 'rank')}"
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
-        is_known = self.age_s is not None and self.age_s >= 0  # not by a clock that is behind the one of its writer
+        is_known = self.age_s is not None and self.age_s >= 0  # negative if this clock is behind the writer's
         age = f", {self.age_s:.1f} s old" if is_known else ""
         first = f"Resuming from step {self.step} ({self.commit}{age}); steps lost: {lost}"
         if not self.steps_lost and not self.skipped and self.world_before == self.world_after:
@@ -67,7 +67,7 @@ class ResumeBanner:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run is."""
+    """The progress of a run."""
 
     step: int
     total_steps: int
@@ -78,11 +78,11 @@ class Status:
     last_commit_step: int | None
     epoch: int | None
     slowest: tuple[int, float] | None = None
-    """The rank that the others wait for, and how many times the median its lanes took; None if all are alike."""
+    """The rank that the others wait for, and its lane time relative to the median; None if all are similar."""
 
 
 class Progress:
-    """Shows the newest status: in place on a terminal, elsewhere as a line at most every `LINE_EVERY_S` seconds."""
+    """Shows the newest status: in place on a terminal, elsewhere a line at most every `LINE_EVERY_S` seconds."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(markup=False, soft_wrap=True)
@@ -125,7 +125,7 @@ class Progress:
     def _contain(self, draw: Callable[[], None]) -> None:
         try:
             draw()
-        except (OSError, ValueError, SystemExit) as error:  # rich answers a closed pipe with SystemExit
+        except (OSError, ValueError, SystemExit) as error:  # rich turns a closed pipe into SystemExit
             was_quiet, self._console.quiet = self._console.quiet, True
             self._console.print()  # a quiet console drops what it could not write instead of keeping it forever
             self._console.quiet = was_quiet
@@ -182,7 +182,7 @@ class Progress:
 
 
 def flush_streams() -> None:
-    """Flush stdout and stderr; silence one that cannot be written to, or it would fail the process's exit."""
+    """Flush stdout and stderr; silence a broken one, which would fail the process's exit."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue

@@ -1,7 +1,7 @@
-"""A run's folder, read by the names of its files: config.yaml, result.json, mlflow.json.
+"""A run's folder and its files: config.yaml, result.json, mlflow.json.
 
-A run writes each of them whole or not at all. A file that is damaged or of another program is the user's mistake, and
-raises ConfigError with its path; a file that is not there yet is None.
+A run writes each of them atomically. A damaged or foreign file is the user's mistake, and raises ConfigError with its
+path; a file that does not exist yet is None.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from elastic_train.system.wording import did_you_mean, first_line, nearest
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, ten times as fast, where PyYAML was built with it: a start reads its configuration several times."""
+"""libyaml's loader, ten times as fast, where PyYAML has it: a start reads its configuration several times."""
 
 
 def existing_folder(name: str | Path, otherwise: str = "; name the folder of a run (run.dir)") -> Path:
-    """Return the folder that a person names; ConfigError, with a likely name or else `otherwise`, if it is none."""
+    """Return the named folder; raise ConfigError, with a likely name or else `otherwise`, if it is not one."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -39,7 +39,7 @@ def existing_folder(name: str | Path, otherwise: str = "; name the folder of a r
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A job's own name, the id of its run in MLflow, and where that MLflow is (without a password)."""
+    """A job's own name, its run id in MLflow, and the MLflow URI (without a password)."""
 
     job: str
     run_id: str | None = None
@@ -48,18 +48,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """A run's folder (`run.dir`); nothing is read before it is asked for."""
+    """A run's folder (`run.dir`); files are read on demand."""
 
     path: Path
 
     def config(self) -> Mapping[str, object]:
-        """Return the resolved configuration; raises ConfigError if there is none: the folder is not a run's."""
+        """Return the resolved configuration; raise ConfigError if it is missing: the folder is not a run's."""
         if not (self.path / CONFIG).is_file():
             raise ConfigError(f"{self.path} is not a run's folder: it has no {CONFIG}; name a run.dir")
         return _mapping(self.path / CONFIG, functools.partial(yaml.load, Loader=_LOADER))
 
     def setting(self, section: str, key: str) -> str | None:
-        """Return one value of the configuration as text; None if it is unset or there is no configuration."""
+        """Return one configuration value as text; None if it is unset or there is no configuration."""
         if not (self.path / CONFIG).is_file():
             return None
         keys = self.config().get(section)
@@ -67,16 +67,16 @@ class RunFolder:
         return str(value) if value else None
 
     def training_sets(self) -> list[str]:
-        """Return the folders or URLs of the training data, one or those of a mixture; none without a configuration."""
+        """Return the folders or URLs of the training data, one or a mixture's; empty without a configuration."""
         data = self.config().get("data") if (self.path / CONFIG).is_file() else None
         fields = data if isinstance(data, dict) else {}
         sources = [each["source"] for each in fields.get("mixture") or () if isinstance(each, dict)]
         return [self._from_here(str(url)) for url in (fields.get("train"), *sources) if url]
 
     def _from_here(self, url: str) -> str:
-        """Return where a folder of the configuration is, which is relative to where the run was started.
+        """Return the path of a configured folder, which is relative to where the run was started.
 
-        That was this folder's first parent, or the working folder, below which there is one of that name.
+        That is taken to be the working folder, or the nearest parent of this folder, in which it exists.
         """
         if "://" in url or Path(url).is_absolute() or Path(url).exists():
             return url
@@ -89,7 +89,7 @@ class RunFolder:
         return _mapping(path, json.loads) if path.exists() else None
 
     def link(self) -> Link | None:
-        """Return the run's link to MLflow; None if it never had one, or a power cut left half of one."""
+        """Return the run's link to MLflow; None if there is none, or it was damaged by a power cut."""
         try:
             return Link(**json.loads((self.path / LINK).read_text()))
         except (FileNotFoundError, ValueError, TypeError):

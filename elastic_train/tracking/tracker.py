@@ -1,10 +1,9 @@
-"""Tracking that training never waits for: one thread writes values to a local file, others send its lines to trackers.
+"""Tracking without waiting: one thread writes values to a local file, others send its lines to trackers.
 
-The local file is authoritative; a tracker may be down, slow or gone. None can take back what it was sent, so a thread
-sends only what is settled: everything up to the newest commit, and all of a job that is over. It skips steps up to the
-furthest that the tracker has of the metric. Each value therefore arrives once, and is the lineage's, after restarts,
-rollbacks and failed calls. A thread stops when its run has a newer term, which sends in its place. `sync` does the same
-afterwards.
+The local file is authoritative; a tracker may be down, slow or gone. Since none can take back values, a thread sends
+only settled ones: up to the newest commit, and everything once a job is over. It skips steps up to the tracker's
+furthest one of the metric. So each value arrives once, and is the lineage's, after restarts, rollbacks and failed
+calls. A thread stops when its run has a newer term, which then sends. `sync` does the same afterwards.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ log = logging.getLogger(__name__)
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 FLUSH_TIMEOUT_S = {"FINISHED": 20.0, "FAILED": 20.0, "KILLED": 5.0}
 WRITE_TIMEOUT_S = 5.0
-"""How long the end of a job, and the thread that sends, wait for lines that are not in the file yet."""
+"""Seconds that a job's end, and the sending thread, wait for lines still to be written to the file."""
 FIRST_STEPS_S = 3.0
-"""How long a term that continues others leaves the interpreter to its first steps: a process that has not led before
-imports a tracker's library, for seconds, and nobody waits for values as people wait for the next step."""
+"""Seconds that a continuing term leaves the interpreter to its first steps: a process that leads for the first time
+imports a tracker's library for seconds, and values are less urgent than the next step."""
 MAX_FAILURES_IN_A_ROW = 500
 MAX_FAILURES_AWAITED = 3
 _LONGEST_PAUSE_S = 60.0
 
 
 class Tracker:
-    """One term's values: `log` records them, a daemon thread sends them once they are settled."""
+    """One term's values: `log` records them, a daemon thread sends them once settled."""
 
     def __init__(
         self, files: BackgroundFiles, writer: MetricsWriter, mlflow: _Sending | None, others: Sequence[_Sending]
@@ -78,10 +77,10 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         others: Sequence[Destination] = (),
     ) -> Tracker:
-        """Begin a term's file, which `files` writes, and the threads that send it to the trackers that there are.
+        """Begin a term's file, written by `files`, and the threads that send it to trackers.
 
-        The term resumes from the steps that the terms of `intervals` applied, of which `settled` are in a commit;
-        `tags` describe it further; `others` are trackers beside MLflow.
+        The term resumes from the steps in `intervals`, up to `settled` of which are committed; `tags` describe it;
+        `others` are trackers beside MLflow.
         """
         writer = MetricsWriter(files.lines(metrics_path(run_dir, term)), term)
         writer.begin(intervals)
@@ -99,15 +98,15 @@ class Tracker:
         return tracker
 
     def log(self, step: int, values: Mapping[str, float], is_higher_better: Mapping[str, bool] | None = None) -> None:
-        """Record a step's values; the best is kept of those in `is_higher_better`.
+        """Record a step's values; the best is kept for those in `is_higher_better`.
 
-        A folder that takes no lines costs values, never the training.
+        A folder that does not accept lines costs values, never the training.
         """
         if self._writer is not None:
             self._writer.values(step, values, is_higher_better or {})
 
     def commit(self, step: int, key: str) -> None:
-        """Record that a commit was published: what was logged up to its step is settled, and is sent."""
+        """Record a published commit: everything logged up to its step is settled, and is sent."""
         self._settle(step, {COMMIT_TAG: key})
 
     def wait_run_id(self, timeout_s: float) -> str | None:
@@ -117,7 +116,7 @@ class Tracker:
     def finish(self, status: str, *, goes_on: bool = False) -> None:
         """Record how the term ended, and give the thread a bounded time to send the rest and the status.
 
-        If the job `goes_on` in another process, steps that no commit holds are computed again and not sent.
+        If the job `goes_on` in another process, uncommitted steps are recomputed and not sent.
         """
         if status not in STATUSES:
             raise ValueError(f"status {status!r} is not one of {', '.join(STATUSES)}")
@@ -125,7 +124,7 @@ class Tracker:
             return
         self._writer.end(status)
         self._writer = None
-        self._files.flush(WRITE_TIMEOUT_S)  # the thread that sends reads to the end of the file once it has the status
+        self._files.flush(WRITE_TIMEOUT_S)  # with the status set, the sending thread reads to the end of the file
         for sending in self._sendings:
             sending.ask_to_finish(status, goes_on)
         for sending in self._sendings:
@@ -146,7 +145,7 @@ class Tracker:
 
 
 class _Sending:
-    """The thread: opens the run, sends older terms' lines and then its own as they are settled, and ends the run."""
+    """The sending thread: opens the run, sends older terms' lines and then its own as they settle, and ends the run."""
 
     def __init__(
         self, to: Destination, run_dir: Path, term: int, intervals: Sequence[Interval], files: BackgroundFiles
@@ -184,7 +183,7 @@ class _Sending:
         self._hurry()
 
     def is_finished(self, timeout_s: float) -> bool:
-        """Wait until the thread is through; say whether it has sent everything."""
+        """Wait for the thread to end; return True if it has sent everything."""
         return self._is_through.wait(timeout_s) and self._is_complete
 
     def _hurry(self) -> None:
@@ -197,7 +196,7 @@ class _Sending:
             if self._intervals:
                 self._is_awaited.wait(FIRST_STEPS_S)
             with (self._run_dir / self.to.lock).open("w") as lock:
-                locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by an older term that is stopped
+                locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by a stopped older term
                 self._deliver_in_spite_of_failures()
         except OSError as error:
             self._show("cannot be reached", error)
@@ -214,7 +213,7 @@ class _Sending:
 
     def _deliver_in_spite_of_failures(self) -> None:
         while self._failures_in_a_row < MAX_FAILURES_IN_A_ROW:
-            if self._is_superseded():  # asked before every try: worlds may come and go while a tracker is down
+            if self._is_superseded():  # checked before every try: worlds may come and go while a tracker is down
                 self._is_complete = True
                 return
             try:
@@ -233,7 +232,7 @@ class _Sending:
                     break
             self._pause()
         if self._status is not None and self._is_open and not self._is_superseded():
-            attempt(self._end)  # what cannot be sent does not hide how the run ended
+            attempt(self._end)  # unsendable values must not hide how the run ended
 
     def _deliver(self) -> None:
         self._run_id = self.to.open()
@@ -243,7 +242,7 @@ class _Sending:
             self._describe()
         lines = self._lines = self._lines or LineageReader(self._run_dir, (self._term, self._intervals))
         while not self._is_superseded():
-            is_ending = self._status is not None  # read first: what was logged before it was set is in the file
+            is_ending = self._status is not None  # read first: everything logged before it was set is in the file
             while piece := self._piece or lines.read(self.settled):
                 self._piece = piece
                 self.to.send(piece)

@@ -1,1 +1,1 @@
-"""Where a run's settled metrics go beside MLflow: behind one protocol, in threads that training never waits for."""
+"""Destinations of settled metrics other than MLflow, behind one protocol, in threads that training never waits for."""

@@ -1,4 +1,4 @@
-"""What every tracker is asked for; MLflow, TensorBoard's files and Weights & Biases answer it."""
+"""The protocol of trackers: MLflow, TensorBoard's files and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from elastic_train.tracking.metric_log import Settled, Values
 
 
 class LostValuesError(OSError):
-    """Values that were sent have not arrived: `open` finds out which, and all are offered again."""
+    """Raised if sent values have not arrived: `open` finds out which, and all are offered again."""
 
 
 class Destination(Protocol):
-    """Takes a run's settled lines, each once, from one thread; any call may fail, and `open` is called again then.
+    """Takes a run's settled lines, each once, from one thread; after any failed call `open` is called again.
 
-    `name` is what messages call it, `lock` the file below the run's folder that whoever sends holds, `remedy` what a
-    person does about values that it did not get.
+    `name` is used in messages, `lock` is the file in the run's folder that the sender holds, `remedy` says what to do
+    about values that it lacks.
     """
 
     name: str
@@ -27,13 +27,13 @@ class Destination(Protocol):
         """Return the run's id there, if the folder has it."""
 
     def open(self) -> str:
-        """Find or create the run, find out what it has, and return its id."""
+        """Find or create the run, read what it has, and return its id."""
 
     def describe(self) -> list[Exception]:
-        """Record the configuration; return what failed, which the next call tries again."""
+        """Record the configuration; return the failures, which the next call retries."""
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Send the values that it lacks; return how many. Tags are kept for `tag`."""
+        """Send the values that it lacks; return their number. Tags are kept for `tag`."""
 
     def tag(self) -> None:
         """Set the newest tags."""

@@ -1,8 +1,8 @@
-"""TensorBoard's event files: <run>/tensorboard/events.out.tfevents.*, a new one for each process that writes.
+"""TensorBoard's event files: <run>/tensorboard/events.out.tfevents.*, a new one per writing process.
 
-`sent.json` beside them says up to which step each metric is in them, so that a process that resumes the run appends
-what is missing. It is written after the values: a process that is killed in between leaves values that come once more,
-at the same step and with the same bits. The format and its checksums are the tensorboard package's.
+`sent.json` records the last written step of each metric, so that a process that resumes the run appends what is
+missing. It is written after the values: a process killed in between leaves values that are written twice, with the same
+step and bits. Format and checksums are the tensorboard package's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDER, SENT, LOCK = "tensorboard", "sent.json", "tensorboard.lock"
 
 
 class EventFiles:
-    """A run's values for TensorBoard; nothing is written before there is a value that the files lack."""
+    """A run's values for TensorBoard; nothing is written before a value is missing."""
 
     name, lock = "TensorBoard's folder", LOCK
     remedy = "`elastic-train sync RUN --tensorboard` writes the rest"
@@ -48,10 +48,10 @@ class EventFiles:
         return None
 
     def open(self) -> str:
-        """Find out which steps the files have."""
+        """Read which steps the files have."""
         self._close()
         self._marks = {}
-        with suppress(OSError, ValueError, AttributeError):  # none yet, or a power cut left half of it
+        with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged by a power cut
             self._marks = {str(name): int(step) for name, step in json.loads(self._sent.read_text()).items()}
         return str(self._folder)
 
@@ -59,7 +59,7 @@ class EventFiles:
         return []
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Append an event for each step that has a value which is missing."""
+        """Append an event for each step with a missing value."""
         missing, marks = [], dict(self._marks)
         for line in lines:
             if isinstance(line, Values):
@@ -74,7 +74,7 @@ class EventFiles:
         return count_values(missing)
 
     def tag(self) -> None:
-        """Tags have no place there."""
+        """Do nothing: event files have no tags."""
 
     def end(self, status: str) -> None:
         self._close()
@@ -94,7 +94,7 @@ class EventFiles:
             writer.write(event.SerializeToString())
         writer.flush()
         assert self._file is not None, "opened with its writer"
-        os.fsync(self._file.fileno())  # `sent.json`, which is made durable next, must not know of more
+        os.fsync(self._file.fileno())  # `sent.json`, made durable next, must not be ahead
 
     def _begin(self) -> RecordWriter:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -102,8 +102,8 @@ class EventFiles:
 
         self._folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        # TensorBoard reads a run's files in the order of their names, which begin with the second: one that is after
-        # those of all files before, whatever another machine's clock said.
+        # TensorBoard reads a run's files in name order, which starts with the second: use one after all earlier files',
+        # whatever other machines' clocks said.
         before = [_second_of(path) for path in self._folder.glob(f"{_PREFIX}*")]
         second = max(int(now), *(each + 1 for each in before)) if before else int(now)
         name = f"{_PREFIX}{second:010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
@@ -115,7 +115,7 @@ class EventFiles:
     def _close(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
-            with suppress(OSError):  # what was not flushed is not in `sent.json`, either
+            with suppress(OSError):  # unflushed values are not in `sent.json` either
                 writer.close()
 
 
@@ -125,15 +125,15 @@ def _second_of(path: Path) -> int:
 
 
 def check_installed() -> None:
-    """Raise ConfigError with the command that installs the package, if it is missing."""
+    """Raise ConfigError with the install command if the package is missing."""
     with needed_for("tracking.tensorboard"):
         import tensorboard.summary.writer.record_writer  # noqa: F401
 
 
 def sync_event_files(run_dir: Path) -> int:
-    """Write what the event files lack of a run, up to its newest commit, or its end; return how many values.
+    """Write what the event files lack, up to the run's newest commit or its end; return the number of values.
 
-    Raises ConfigError for a folder without metrics, or one whose run is sending them itself.
+    Raise ConfigError for a folder without metrics, or while the run itself is sending them.
     """
     if not terms(run_dir):
         raise ConfigError(f"{run_dir} has no metrics to write; name the run.dir of a run that has trained")

@@ -1,7 +1,7 @@
-"""What Weights & Biases has written of a run: its .wandb file, LevelDB's log format of protobuf records after a header.
+"""Read what Weights & Biases has written of a run: its .wandb file, LevelDB's log format of protobuf records.
 
-The package takes values in memory and writes them in blocks from another process, which says nothing when a disk is
-full, and writes nothing more to that file then. So only what is read back from the file counts as written.
+The package takes values in memory and writes them in blocks from another process, which reports nothing when a disk is
+full, and then writes nothing more to that file. So only values read back from the file count as written.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _WHOLE, _FIRST, _LAST = 1, 2, 4
 
 
 class TransactionLog:
-    """The steps that a run's file holds of each metric; reads on from where it has read before."""
+    """The last step of each metric in a run's file; each read continues where the last one ended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.steps: dict[str, int] = {}
-        """The furthest step of each metric."""
+        """Furthest step of each metric."""
         self._at = _HEADER
 
     def read(self) -> None:
-        """Read what has been written since; ends at the first record that is not whole, and makes it durable."""
+        """Read what was appended, up to the first incomplete record, after making it durable."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             os.fsync(file.fileno())
             for content in self._records(file.seek(0, os.SEEK_END), file.fileno()):

@@ -1,11 +1,10 @@
-"""A run in Weights & Biases, online or as offline folders below <run>/wandb that `wandb sync` uploads later.
+"""A run in Weights & Biases, online or as offline folders below <run>/wandb for a later `wandb sync`.
 
-`wandb.json` in the run's folder has the run's id, so that every process of a job continues one run, and up to which
-step the package has written each metric to its file (`transaction_log`). What it was given and has not written, because
-the disk was full or it was killed, is given again: to another file of the same run. The upload is the package's. Values
-are over a metric `step` of their own, not over the package's count of calls, which a resumed run may not go back
-behind. A process has one run of the package over all of its terms. The package's own process writes it, and ends some
-milliseconds after ours.
+`wandb.json` in the run's folder has the run's id, so that all processes of a job continue one run, and the last step of
+each metric that the package has written (`transaction_log`). Values that it was given but has not written, after a full
+disk or a kill, are given again, to another file of the same run; uploading is the package's task. Values use their own
+`step` metric, not the package's call count, which a resumed run may not decrease. A process has one package run for all
+its terms, written by the package's own process, which ends some milliseconds after ours.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ LINK, LOCK = "wandb.json", "wandb.lock"
 Mode = Literal["online", "offline"]
 _INIT_TIMEOUT_S = 60.0
 _MOST_UNWRITTEN = 1 << 18
-"""Characters of values that the package may keep before it writes a block: several times what it does."""
+"""Characters of values that the package may hold before it writes a block: several times its usual number."""
 _WRITTEN_S, _LOOK_S = 10.0, 0.1
-"""How long a finished run's file may take to be whole, and how often it is looked at."""
+"""Seconds for a finished run's file to become complete, and between looks at it."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A run of this process, what its file holds, and up to which step it was given each metric."""
+    """A run of this process: its file's content, and the last step of each metric that it was given."""
 
     run: Run
     log: TransactionLog
@@ -53,19 +52,19 @@ class _Open:
 
 
 _RUNS: dict[str, _Open] = {}
-"""The runs of this process by id, until they are finished: a term that follows another goes on with its run."""
+"""Unfinished runs of this process by id: the next term continues its predecessor's."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the folder knows of the run there, and which steps it has written of each metric."""
+    """The folder's record of the run: its id and the last written step of each metric."""
 
     id: str
     steps: Mapping[str, int] = field(default_factory=dict)
 
 
 class WeightsAndBiases:
-    """A run's values for Weights & Biases; the package is imported, and its process begun, in the thread that sends."""
+    """A run's values for Weights & Biases; the sending thread imports the package and starts its process."""
 
     name, lock = "Weights & Biases", LOCK
     remedy = "the run's metrics/*.jsonl have all of it; the same line, started again, gives it the rest"
@@ -81,7 +80,7 @@ class WeightsAndBiases:
         return self._recalled().id or None
 
     def open(self) -> str:
-        """Begin or continue the run, and find out which steps it has."""
+        """Begin or continue the run, and read which steps it has."""
         found = self._recalled()
         self._sent = found if found.id else _Sent(uuid.uuid4().hex)
         if self._sent.id not in _RUNS:
@@ -92,7 +91,7 @@ class WeightsAndBiases:
         return self._sent.id
 
     def _recall_files(self) -> None:
-        """Find out what the files of earlier processes hold, which may be more than these lived to say."""
+        """Read the files of earlier processes, which may have more than these recorded."""
         for path in sorted((self._run_dir / "wandb").glob(f"*run-*/run-{self._sent.id}.wandb")):
             log = TransactionLog(path)
             log.read()
@@ -103,7 +102,7 @@ class WeightsAndBiases:
         self._sent = replace(self._sent, steps=_furthest(self._sent.steps, steps))
 
     def _begun(self) -> Run:
-        """Begin the run in this process; a task's own run of the package is left alone."""
+        """Begin the run in this process, leaving a task's own package run alone."""
         import wandb
 
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,7 @@ class WeightsAndBiases:
         return run
 
     def describe(self) -> list[Exception]:
-        """The configuration is given when the run begins."""
+        """Do nothing: the configuration is given when the run begins."""
         return []
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
@@ -152,31 +151,31 @@ class WeightsAndBiases:
         return count_values(missing)
 
     def _confirm(self, opened: _Open) -> bool:
-        """Note what the run's file holds; say whether that is all that it was given."""
+        """Record what the run's file has; return True if that is everything it was given."""
         before = dict(opened.log.steps)
         opened.log.read()
         if opened.log.steps != before:
             opened.num_unwritten = 0
             self._note(opened.log.steps)
-            with suppress(OSError):  # the files themselves are read again by whoever continues the run
+            with suppress(OSError):  # whoever continues the run reads the files again
                 self._keep(self._sent)
         return all(step <= self._sent.steps.get(name, -1) for name, step in opened.given.items())
 
     def _give_up(self, opened: _Open) -> None:
-        """End a run whose file takes nothing more; raise LostValuesError, after which `open` begins another file."""
+        """End a run whose file accepts nothing more; raise LostValuesError, after which `open` begins another file."""
         _RUNS.pop(self._sent.id, None)
         opened.run.finish(exit_code=0)
         self._confirm(opened)
         raise LostValuesError(f"{opened.log.path} does not have all values that were logged; is its disk full?")
 
     def tag(self) -> None:
-        """Put the newest tags into the run's configuration, which is what it shows beside its values."""
+        """Put the newest tags into the run's configuration, which it shows next to its values."""
         if self._tags and self._open is not None:
             self._open.run.config.update({"elastic_train": self._tags}, allow_val_change=True)
             self._tags = {}
 
     def end(self, status: str) -> None:
-        """Finish the run: as failed, unless it is done or was asked to leave; LostValuesError if its file lacks any."""
+        """Finish the run, as failed if `status` says so; raise LostValuesError if its file lacks values."""
         opened = _RUNS.pop(self._sent.id, None)
         if opened is None:
             return
@@ -185,10 +184,10 @@ class WeightsAndBiases:
         while not self._confirm(opened):
             if time.monotonic() > deadline:
                 self._give_up(opened)
-            time.sleep(_LOOK_S)  # the package's own process writes the last block
+            time.sleep(_LOOK_S)  # the package's process writes the last block
 
     def _recalled(self) -> _Sent:
-        with suppress(OSError, ValueError, TypeError):  # none yet, or a power cut left half of it
+        with suppress(OSError, ValueError, TypeError):  # none yet, or damaged by a power cut
             return _Sent(**json.loads((self._run_dir / LINK).read_text()))
         return _Sent("")
 
@@ -201,7 +200,7 @@ def _furthest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int
 
 
 def check_installed() -> None:
-    """Raise ConfigError with the command that installs the package, if it is missing; to import it takes seconds."""
+    """Raise ConfigError with the install command if the package is missing, without its slow import."""
     with needed_for("tracking.wandb"):
         if find_spec("wandb") is None:
             raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
