@@ -1,1 +1,1 @@
-"""Where a run's time goes and what is wrong with it: phases of every rank, events, pages; none of it decides a bit."""
+"""Where a run's time goes and what is wrong with it: phases of every rank, events, pages; no influence on results."""

@@ -1,10 +1,10 @@
-"""The detector: which rank is slow, by phase, and what else is wrong, from windows of the rows that all ranks give.
+"""Detect slow ranks, by phase, and other problems, from windows of all ranks' measurements.
 
-Pure, and in robust statistics: a rank is compared with the median of the others over a window without its worst steps,
-so that one hiccup is none. What is judged by windows must be so at `LOOKS` looks in a row before it is said, and not be
-so at as many before it is over; so it is said within `LATENCY` steps. Steps of two ranks have no majority, but the slow
-one is the one that computes while the other waits. What concerns a link needs three ranks: of two, each has the
-other's.
+Pure, with robust statistics: a rank is compared with the median of the others over a window without its worst steps, so
+that single hiccups do not count. A windowed condition must hold for `LOOKS` consecutive looks before it is reported,
+and be absent for as many before it is over; so it is reported within `LATENCY` steps. Two ranks have no majority, but
+the slow one is the one that computes while the other waits. Link problems need three ranks: with two, both have the
+same link.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from rendezvous.etcd.tally import Answers
 
 WINDOW, LOOK_EVERY, LOOKS = 10, 5, 3
 LATENCY = WINDOW + LOOK_EVERY * LOOKS
-"""The most steps from the first one that is wrong until that is said."""
+"""Most steps from the first bad one until the report."""
 WORST = 2
-"""How many of a window's steps are left out, those in which a rank took longest."""
+"""Steps of a window that are ignored: those in which a rank took longest."""
 SLOW_RATIO, SLOW_SHARE = 1.3, 0.1
-"""A rank is slow at so many times the others' median, if that is also so much of a step more."""
+"""A rank is slow at this multiple of the others' median, if the difference is also this share of a step."""
 SLOW_LEAST_S = 0.01
-"""A difference of fewer seconds in a step is a busy machine's: no event. It is `SLOW_SHARE` of a step of 100 ms."""
+"""Smaller differences in seconds per step are due to a busy machine. Equals `SLOW_SHARE` of a 100 ms step."""
 LINK_RATIO, LINK_LEAST_S, LINK_SHARE = 3.0, 0.002, 0.15
-"""A link is slow at so many times the others' round trip, so many seconds more, if so much of a step is exchange. Of a
-window the shortest round trip counts: what a busy peer holds back lengthens some in a row, a slow link all of them."""
+"""A link is slow at this multiple of the others' round trip, this many seconds longer, if the exchange is this share of
+a step. The shortest round trip of a window counts: a busy peer delays several in a row, a slow link all of them."""
 STEPS_RATIO, BASELINE_LOOKS, MOST_LOOKS = 1.4, 6, 200
-"""Steps are slow at so many times the best quarter of earlier looks, of which there must be so many. So are all ranks'
-round trips together, at `LINK_RATIO`."""
+"""Steps are slow at this multiple of the best quartile of earlier looks, of which at least `BASELINE_LOOKS` are needed.
+The same holds for all ranks' round trips together, at `LINK_RATIO`."""
 ETCD_REQUESTS, ETCD_S, ETCD_SHARE = 4, 0.5, 0.5
-"""Requests are judged in batches of this many: etcd is slow if answers take that long, and silent if more than that
-share gets none, in `LOOKS` batches in a row."""
+"""Requests are judged in batches of this size: etcd is slow if answers take this long, silent if more than this share
+gets none, in `LOOKS` batches in a row."""
 DATA_SHARE, SAVE_SHARE, SAVE_WINDOW = 0.2, 0.1, 50
 SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
 SPIKE_FLOOR, SPIKE_MEMORY, MOST_SPIKES = 0.01, 1000, 3
 """A value is no spike if it exceeds the usual by less than this share of a world's first values, since a loss near zero
-is all noise. Nor is it one after so many others, in that many steps, that were at least half as large: a heavy tail."""
+is all noise; nor after `MOST_SPIKES` others, at least half as large, within this many steps: a heavy tail."""
 _MAD_TO_SIGMA = 1.4826
 _COMPUTE = (RankFacts._fields.index("forward_s"), RankFacts._fields.index("backward_s"))
 _DATA, _SAVE = RankFacts._fields.index("data_s"), RankFacts._fields.index("save_s")
@@ -53,12 +53,12 @@ _TRIP = RankFacts._fields.index("round_trip_s")
 
 Key = tuple[Kind, int | None]
 Found = tuple[Key, float, float, str]
-"""What is wrong, what was measured, what it is compared with, and the unit of both."""
+"""Problem, measured value, reference value, and their unit."""
 
 
 @dataclass(slots=True)
 class _Standing:
-    """How often in a row something was found, or was not, since which step, and whether that was said."""
+    """State of a problem: consecutive looks with and without it, its first step, and whether it was reported."""
 
     since: int
     num_found: int = 0
@@ -67,17 +67,17 @@ class _Standing:
 
 
 class _Spikes:
-    """The values of one number, step by step: which of them are far above those before them."""
+    """Spike detection in one number, step by step."""
 
     def __init__(self, is_far: Callable[[float, float, deque[float]], bool]) -> None:
         self._is_far = is_far
-        """Of a value, the median before it, and the values before it."""
+        """Arguments: value, median before it, values before it."""
         self._values: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self._floor: float | None = None
         self._far: deque[tuple[int, float]] = deque(maxlen=SPIKE_HISTORY)
 
     def usual_before(self, step: int, value: float) -> float | None:
-        """Take a step's value; return the median of those before it if it is a spike, None if it is not."""
+        """Take a step's value; return the median of the earlier ones if it is a spike, else None."""
         before = self._values
         usual = statistics.median(before) if len(before) >= SPIKE_LEAST else None
         if usual is not None and self._floor is None:
@@ -93,14 +93,14 @@ class _Spikes:
         return usual if is_spike else None
 
     def _is_frequent(self, step: int, excess: float) -> bool:
-        """Note that a value was far above the usual; say whether so many were of late that this is the usual, too."""
+        """Record a large value; return True if there were so many recently that they are usual."""
         num = sum(at > step - SPIKE_MEMORY and 2 * before >= excess for at, before in self._far)
         self._far.append((step, excess))
         return num >= MOST_SPIKES
 
 
 def _is_far_loss(value: float, usual: float, before: deque[float]) -> bool:
-    if value <= usual + 0.5 * abs(usual):  # what is not has no need of the deviation
+    if value <= usual + 0.5 * abs(usual):  # otherwise the deviation is not needed
         return False
     return value > usual + SPIKE_DEVIATIONS * _MAD_TO_SIGMA * statistics.median(abs(each - usual) for each in before)
 
@@ -110,9 +110,9 @@ def _is_far_norm(value: float, usual: float, before: deque[float]) -> bool:
 
 
 class Detector:
-    """The steps of one world, one after another; `num_lanes` says how many each rank has, all along.
+    """The steps of one world, in order; `num_lanes` is the constant number of lanes per rank.
 
-    `alike` are the ranks that compute the same of their lanes, all of them by default.
+    `alike` are groups of ranks that compute the same for their lanes; all ranks by default.
     """
 
     def __init__(self, num_lanes: Sequence[int], alike: Sequence[Sequence[int]] = ()) -> None:
@@ -123,7 +123,7 @@ class Detector:
         self._looks: deque[float] = deque(maxlen=MOST_LOOKS)
         self._trips: deque[float] = deque(maxlen=MOST_LOOKS)
         self._etcd: tuple[int, Answers] | None = None
-        """When the present batch of requests began."""
+        """Start of the current batch of requests."""
         self._etcd_standing: tuple[Kind, _Standing] | None = None
         self._losses, self._norms = _Spikes(_is_far_loss), _Spikes(_is_far_norm)
         self._saves: deque[tuple[float, float]] = deque(maxlen=SAVE_WINDOW)
@@ -139,11 +139,11 @@ class Detector:
         num_failed_saves: int = 0,
         etcd: Answers | None = None,
     ) -> list[Event]:
-        """Return what begins and ends to be wrong with a step; `loss` is the mean, None without a target, and
-        `num_failed_saves` counts those in a row.
+        """Return the problems that begin and end with a step; `loss` is the mean, None without a target, and
+        `num_failed_saves` counts consecutive ones.
 
-        There is no `norm` where a scaler of fp16 was looking for its scale.
-        `etcd` are all of this process's requests until now.
+        There is no `norm` while an fp16 scaler searches for its scale. `etcd` counts all of this process's requests so
+        far.
         """
         rows = np.array(ranks)
         self._rows.append(rows)
@@ -183,7 +183,7 @@ class Detector:
                     yield Event(key[0], step, standing.since, key[1], 0.0, 0.0, "", is_over=True)
 
     def _of_all(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
-        """Find what is wrong with all ranks: their steps, data and saves."""
+        """Find problems of all ranks: steps, data and saves."""
         usual = self._usual("slow_steps", self._looks, step_s)
         if step_s > STEPS_RATIO * usual and step_s - usual > SLOW_LEAST_S:
             yield ("slow_steps", None), step_s, usual, " s"
@@ -196,7 +196,7 @@ class Detector:
                 yield ("save_stall", None), 100 * stalled / whole, 100 * SAVE_SHARE, " %"
 
     def _slow_network(self, window: npt.NDArray[np.float64], step_s: float) -> Iterator[Found]:
-        """Find that most ranks' connections are slower than they were; two ranks have only one."""
+        """Find out whether most ranks' connections have become slower; two ranks have only one."""
         if window.shape[1] < 2:
             return
         trip_s = float(np.median(window[:, :, _TRIP].min(axis=0)))
@@ -206,14 +206,14 @@ class Detector:
             yield ("slow_network", None), 1e3 * trip_s, 1e3 * usual, " ms"
 
     def _usual(self, kind: Kind, looks: deque[float], value: float) -> float:
-        """Return the best quarter of earlier looks, infinity while they are few; what is not said joins them."""
+        """Return the best quartile of earlier looks, infinity while they are few; unreported values join them."""
         usual = float(np.quantile(looks, 0.25)) if len(looks) >= BASELINE_LOOKS else math.inf
         if len(looks) < BASELINE_LOOKS or (kind, None) not in self._standing:
             looks.append(value)
         return usual
 
     def _judge_etcd(self, step: int, etcd: Answers) -> Iterator[Event]:
-        """Judge this world's last requests once they are a batch; a few failures, as of an election, are none."""
+        """Judge this world's last requests once they are a batch; a few failures, as in an election, do not count."""
         began, before = self._etcd = self._etcd or (step, etcd)
         answers, failures = etcd.num_answers - before.num_answers, etcd.num_failures - before.num_failures
         if answers + failures < ETCD_REQUESTS:
@@ -235,7 +235,7 @@ class Detector:
             yield Event(kind, step, standing.since, None, *measured)
 
     def _numbers(self, step: int, loss: float | None, norm: float | None) -> Iterator[Event]:
-        """Judge a step's loss and norm by those before it."""
+        """Judge a step's loss and norm by earlier ones."""
         wrong = [value for value in (loss, norm) if value is not None and not math.isfinite(value)]
         if wrong:
             yield Event("nonfinite", step, step, None, wrong[0], 0.0, "")
@@ -258,7 +258,7 @@ def _slow_ranks(
     lanes: npt.NDArray[np.float64],
     alike: Sequence[Sequence[int]],
 ) -> Iterator[Found]:
-    """Find the ranks whose compute, for their lanes, whose data or whose link is slower than the others'."""
+    """Find the ranks whose compute per lane, data or link is slower than the others'."""
     if window.shape[1] < 2:
         return
     compute = _without_worst(window[:, :, _COMPUTE].sum(axis=2)) / np.maximum(lanes, 1e-9)
@@ -275,12 +275,12 @@ def _slow_ranks(
 
 
 def _exchange_s(window: npt.NDArray[np.float64]) -> float:
-    """Return what ranks exchange in a step, and wait for that."""
+    """Return the median time per step that ranks exchange, or wait for that."""
     return float(np.median(window[:, :, _WAIT] + window[:, :, _EXCHANGE]))
 
 
 def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the mean of every rank's (steps, ranks) values without those of its worst steps."""
+    """Return each rank's mean of (steps, ranks) values, without its worst steps."""
     mean: npt.NDArray[np.float64] = np.sort(values, axis=0)[: len(values) - WORST].mean(axis=0)
     return mean
 
@@ -288,7 +288,7 @@ def _without_worst(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _beside_alike(
     values: npt.NDArray[np.float64], groups: Iterable[Sequence[int]]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yield (rank, its value, the median of the others' of its group), where there are others."""
+    """Yield (rank, value, median of the others in its group), for groups of several ranks."""
     for group in groups:
         if len(group) > 1:
             for number, value, usual in _beside_others(values[list(group)]):
@@ -296,7 +296,7 @@ def _beside_alike(
 
 
 def _beside_others(values: npt.NDArray[np.float64]) -> Iterator[tuple[int, float, float]]:
-    """Yield (rank, its value, the median of the others'), after one sorting of all."""
+    """Yield (rank, value, median of the others), sorting only once."""
     order, num_others = np.argsort(values, kind="stable"), len(values) - 1
     ascending = values[order].tolist()
     middle = ((num_others - 1) // 2, num_others // 2)

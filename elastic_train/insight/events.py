@@ -1,4 +1,4 @@
-"""What is wrong with a run, as its steps show: events with their evidence. Pure: no clock, no files."""
+"""Problems of a run as its steps show them: events with evidence. Pure: no clock, no files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ MEANINGS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something begins, or with `is_over` ends, to be wrong.
+    """Something goes wrong, or with `is_over` is right again.
 
-    It was seen after `step` and has been so since the step `since`. `rank` is whose it is, None where it is all ranks'.
-    `value` is what was measured and `usual` what it is compared with, in `unit`. `lane` and its `samples` are those of
-    an audit.
+    Seen after `step`, true since step `since`. `rank` is the affected rank, None for all. `value` is the measurement,
+    `usual` its reference, in `unit`. `lane` and its `samples` are those of an audit.
     """
 
     kind: Kind
@@ -49,7 +48,7 @@ class Event:
     samples: tuple[int, ...] = ()
 
     def render(self, host: str | None = None) -> str:
-        """Return the event as a sentence for people."""
+        """Return the event as a readable sentence."""
         who = "" if self.rank is None else f" rank {self.rank}{f' on {host}' if host else ''}:"
         if self.is_over:
             return f"over after step {self.step}:{who} {MEANINGS[self.kind]} (since step {self.since})"
@@ -61,20 +60,20 @@ class Event:
 
 @dataclass(slots=True)
 class _Held:
-    """The events of a kind since its last line, of which the log has had none."""
+    """Events of a kind since its last log line."""
 
     line_at: float
     events: list[tuple[Event, str]]
 
 
 class EventLines:
-    """The log's lines about events: of each kind one in `LINE_EVERY_S` seconds, which counts those held back."""
+    """Log lines for events: one per kind in `LINE_EVERY_S` seconds, which counts those held back."""
 
     def __init__(self) -> None:
         self._held: dict[Kind, _Held] = {}
 
     def add(self, event: Event, text: str, now: float, *, is_urgent: bool = False) -> str | None:
-        """Return the line of an event, None if it is held back; what is urgent has a line at once."""
+        """Return the line of an event, None if it is held back; urgent ones are logged at once."""
         held = self._held.get(event.kind)
         if held is not None and not is_urgent and now - held.line_at < LINE_EVERY_S:
             held.events.append((event, text))
@@ -84,7 +83,7 @@ class EventLines:
         return f"EVENT {event.kind}: {text}{_counted(before)}"
 
     def due(self, now: float) -> Iterator[str]:
-        """Yield a line for each kind whose last line is old enough, with the last event of those held back."""
+        """Yield a line for each kind whose last line is old enough, with the last event held back."""
         for kind, held in self._held.items():
             if held.events and now - held.line_at >= LINE_EVERY_S:
                 *before, (_, text) = held.events

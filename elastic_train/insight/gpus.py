@@ -1,7 +1,7 @@
-"""Figures of a node's GPUs, asked of NVIDIA's library (NVML) at each scrape, under the names of NVIDIA's DCGM exporter.
+"""GPU figures of a node, read from NVIDIA's library (NVML) at each scrape, named as by NVIDIA's DCGM exporter.
 
-So dashboards made for that exporter show them on nodes that do not run it. Units are the exporter's: percent, MiB,
-degrees Celsius, watts, MHz.
+So dashboards for that exporter work on nodes without it. Units are the exporter's: percent, MiB, degrees Celsius,
+watts, MHz.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 class Figure(NamedTuple):
-    """What can be asked of a GPU: `ask` takes NVML's module and the GPU's handle."""
+    """A GPU figure; `ask` takes NVML's module and the GPU's handle."""
 
     name: str
     meaning: str
@@ -76,13 +76,13 @@ class Gpu(NamedTuple):
 
 
 class Gpus:
-    """The node's GPUs, as NVML numbers them; none where there is no driver, or no package that speaks to it."""
+    """The node's GPUs as NVML numbers them; none without a driver or the Python package."""
 
     def __init__(self) -> None:
         self._nvml, self._gpus = _open()
 
     def read(self) -> Iterator[tuple[Figure, list[tuple[Gpu, float]]]]:
-        """Yield each figure with the values of those GPUs that have it; a GPU that is lost has none."""
+        """Yield each figure with the values of the GPUs that have it; a lost GPU has none."""
         for figure in FIGURES:
             found = [(gpu, value) for gpu in self._gpus if (value := self._ask(figure, gpu)) is not None]
             if found:

@@ -1,7 +1,7 @@
-"""A node's page for Prometheus: what its first process knows of the run, served by a thread beside training.
+"""A node's page for Prometheus: its first process's view of the run, served by a background thread.
 
-Training writes plain numbers into `Facts`; a scrape reads them. A port that is taken, or a missing package, costs the
-page and nothing else. The page ends with its process.
+Training writes plain numbers into `Facts`; a scrape reads them. If the port is taken, or a package missing, only the
+page is lost. The page ends with its process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PREFIX = "elastic_train_"
 
 @dataclass(slots=True)
 class Facts:
-    """What a process knows of its run; times are unix seconds. What only rank 0 knows is None on other nodes."""
+    """A process's view of its run; times are unix seconds. Values that only rank 0 knows are None on other nodes."""
 
     started_at: float = field(default_factory=time.time)
     utilisation: Utilisation | None = None
-    """None where the FLOPs of a sample or the device's peak are unknown."""
+    """None if the FLOPs of a sample or the device's peak are unknown."""
     step: int = 0
     total_steps: int = 0
     loss: float = 0.0
@@ -61,10 +61,10 @@ class Facts:
     is_recovering: bool = False
     etcd: Tally = TALLY
     memory: MemoryFacts | None = None
-    """Of the process's rank, once it has looked."""
+    """Memory of the process's rank, once measured."""
 
     def enter_world(self, term: int, size: int, step: int, total_steps: int, *, is_leader: bool) -> None:
-        """A world of so many ranks begins with the state of a step: what was applied beyond it is lost."""
+        """Record the start of a world at a step: steps applied beyond it are lost."""
         self.lost_steps += max(0, self.step - step)
         self.term, self.world_size, self.is_leader = term, size, is_leader
         self.step, self.total_steps = step, total_steps
@@ -72,7 +72,7 @@ class Facts:
         self.is_recovering = self.last_step_at > 0
 
     def add_step(self, step: int, loss: float | None, norm: float, seconds: float, num_samples: int) -> None:
-        """A step was applied; the first of a world ends a recovery, unless the process has just begun."""
+        """Record an applied step; the first of a world ends a recovery, unless the process has just started."""
         now = time.time()
         if self.is_recovering:
             self.recovery_s, self.is_recovering = now - self.last_step_at, False
@@ -82,7 +82,7 @@ class Facts:
         self.last_step_at = now
 
     def add_row(self, row: RankFacts) -> None:
-        """Add what this process's rank has spent."""
+        """Add this process's rank's times."""
         for phase, seconds in zip(PHASES, row, strict=False):
             self.phases_s[phase] += seconds
         self.trained_s += row.total_s
@@ -91,21 +91,21 @@ class Facts:
 
     @property
     def mfu(self) -> float | None:
-        """The share of what all devices can do that went into the model in the last step; None if that is not known."""
+        """Model FLOPs utilisation of all devices in the last step; None if unknown."""
         if self.utilisation is None or not self.world_size:
             return None
         return self.utilisation.mfu(self.samples_per_s, self.world_size)
 
     @property
     def hfu(self) -> float | None:
-        """The same of all operations that devices have done, those that were computed again included."""
+        """Hardware FLOPs utilisation, including recomputed operations; None if unknown."""
         if self.utilisation is None or not self.world_size:
             return None
         return self.utilisation.hfu(self.samples_per_s, self.world_size)
 
     @property
     def goodput(self) -> float:
-        """The share of the process's time that went into steps that count: lost ones are taken at the mean."""
+        """Share of the process's time spent on steps that count; lost ones are taken at the mean."""
         elapsed_s = max(1e-9, time.time() - self.started_at)
         kept = self.step / (self.step + self.lost_steps) if self.step else 0.0
         return min(1.0, kept * self.trained_s / elapsed_s)
@@ -116,7 +116,7 @@ class Server(Protocol):
 
 
 class Page:
-    """Facts at http://host:port/metrics, labelled with the run's name and the node's."""
+    """Facts at http://host:port/metrics, labelled with the run's and the node's name."""
 
     def __init__(self, facts: Facts, run: str, node: str) -> None:
         self.facts, self._labels = facts, (run, node)
@@ -125,7 +125,7 @@ class Page:
         self.port: int | None = None
 
     def open(self, host: str, port: int) -> None:
-        """Serve the page; where that cannot be it is said once, and training continues."""
+        """Serve the page; if that fails, log it once, and training continues."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError:
@@ -152,13 +152,13 @@ class Page:
         self._server, self.port = server, server.server_port
 
     def close(self) -> None:
-        """End the page."""
+        """Stop serving the page."""
         if self._server is not None:
             self._server.shutdown()
             self._server = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what a scrape gets."""
+        """Yield the metrics of a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         facts = self.facts

@@ -1,8 +1,8 @@
 """Where a rank's step time goes, phase by phase, and which rank the others wait for.
 
-A clock's marks tile its rank's time: what has passed since the last mark was the phase that the next one names, less
-what the rank has waited for peers in between. So a row's phases add up to the seconds between two rows. Nothing here
-decides a bit, and a mark costs less than a microsecond.
+A clock's marks tile its rank's time: the time since the last mark belongs to the phase that the next mark names, less
+the time waiting for peers. So a row's phases add up to the seconds between two rows. Results are not affected, and a
+mark costs less than a microsecond.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ PHASES: tuple[Phase, ...] = (
     *("data", "to_device", "forward", "backward", "wait", "exchange", "optimizer", "save", "rest"),
 )
 COMPUTED: tuple[Phase, ...] = ("to_device", "forward", "backward")
-"""What a device does of a lane."""
+"""Phases that a device spends on a lane."""
 SLOW_RATIO = 1.5
-"""A rank that computes for so many times the median is named: what ranks do in a step is alike but for noise."""
+"""A rank is named if its compute takes this multiple of the median: ranks do the same but for noise."""
 
 
 class RankFacts(NamedTuple):
-    """What one rank measured between its last two rows, in seconds and bytes.
+    """One rank's measurements between its last two rows, in seconds and bytes.
 
-    Of the row's own step: `data_s` waiting for its samples, `to_device_s`, `forward_s` and `backward_s` of its lanes.
-    Of the step before: `wait_s` for the slowest rank, `exchange_s` in which nothing but the exchange went on,
-    `optimizer_s`, `save_s` that training waited for saves, and `rest_s`. These add up to the time between the rows.
-    `hidden_s` is what exchanges took beside computing, `exchanged_bytes` what was given to them. `round_trip_s` is that
-    of the rank's best connection to a peer, 0 where it is not known.
+    Of the row's own step: `data_s` waiting for samples, `to_device_s`, `forward_s` and `backward_s` of its lanes. Of
+    the step before: `wait_s` for the slowest rank, `exchange_s` for exchange without computation, `optimizer_s`,
+    `save_s` that training waited for saves, and `rest_s`. These add up to the time between the rows. `hidden_s` is
+    exchange during computation, `exchanged_bytes` the data exchanged. `round_trip_s` is of the rank's best connection
+    to a peer, 0 if unknown.
     """
 
     data_s: float
@@ -47,17 +47,17 @@ class RankFacts(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """How long the rank's lanes took."""
+        """Compute time of the rank's lanes."""
         return self.forward_s + self.backward_s
 
     @property
     def total_s(self) -> float:
-        """The seconds between the two rows."""
+        """Seconds between the two rows."""
         return sum(self[: len(PHASES)])
 
 
 class Exchanging(Protocol):
-    """What a clock asks of a group: its counters, which only grow, and how far its peers are."""
+    """A group's interface for a clock: growing counters, and the distance to peers."""
 
     num_bytes: int
     waited_s: float
@@ -67,17 +67,17 @@ class Exchanging(Protocol):
 
 
 class Computing(Protocol):
-    """What a clock asks of a device that does its work after the calls that ask for it (`DeviceTimes`)."""
+    """The interface of a device that works asynchronously (`DeviceTimes`), for a clock."""
 
     def note(self, phase: str) -> None: ...
     def take(self, phases: Collection[str]) -> dict[str, float]: ...
 
 
 class StepClock:
-    """Measures the phases of a rank's steps from mark to mark; `row` says what has passed since the last row.
+    """Measures the phases of a rank's steps from mark to mark; `row` returns the times since the last row.
 
-    With a device, what its lanes took together is what passed on the host until all were done, and the device says how
-    much of that was forward, and how much backward.
+    With a device, the lanes' total is the time on the host until all were done, and the device says how it divides into
+    forward and backward.
     """
 
     def __init__(self, group: Exchanging | None = None, device: Computing | None = None) -> None:
@@ -85,17 +85,17 @@ class StepClock:
         self._spent = dict.fromkeys(PHASES, 0.0)
         self._last_s = 0.0
         self.listener: Callable[[Phase, float], None] | None = None
-        """Is told of every mark, and of the seconds before it."""
+        """Called with every mark, and the seconds before it."""
         self._waited_s, self._beside_s, self._num_bytes = self._counters()
 
     def start(self) -> None:
-        """Begin to measure: what has passed since the last mark belongs to no phase."""
+        """Start to measure: the time since the last mark belongs to no phase."""
         self._last_s = time.perf_counter()
         if self._group is not None:
             self._waited_s = self._group.waited_s
 
     def mark(self, phase: Phase) -> None:
-        """Say what has gone on since the last mark; what was spent waiting for peers meanwhile is exchange."""
+        """Assign the time since the last mark to a phase; waits for peers in it count as exchange."""
         now = time.perf_counter()
         seconds, self._last_s = now - self._last_s, now
         if self.listener is not None:
@@ -111,9 +111,9 @@ class StepClock:
         self._spent[phase] += seconds
 
     def row(self) -> list[float | int]:
-        """Return what `RankFacts` says of the time since the last row, in its order, and begin anew.
+        """Return the fields of `RankFacts` for the time since the last row, and reset.
 
-        What a device has not done by now counts in the next row.
+        Device work that is not done yet counts in the next row.
         """
         self.mark("rest")
         if self._device is not None:
@@ -125,7 +125,7 @@ class StepClock:
         return [*spent.values(), *hidden, self._group.round_trip_s() if self._group is not None else 0.0]
 
     def _divide(self, by_device: Mapping[str, float]) -> None:
-        """Divide what the lanes took among its phases as a device has spent it."""
+        """Divide the lanes' time among its phases in the device's proportions."""
         host_s, device_s = sum(self._spent[phase] for phase in COMPUTED), sum(by_device.values())
         if device_s > 0:
             for phase in COMPUTED:
@@ -137,17 +137,17 @@ class StepClock:
 
 
 def facts_of(row: Sequence[float | int]) -> RankFacts:
-    """Read what `StepClock.row` wrote."""
+    """Parse the output of `StepClock.row`."""
     return RankFacts._make(row)
 
 
 def slowest(
     ranks: Sequence[RankFacts], num_lanes: Sequence[int], alike: Sequence[Sequence[int]] = ()
 ) -> tuple[int, float] | None:
-    """Return the rank whose lanes took longest, and how many times the median that was; None if it is unremarkable.
+    """Return the rank with the longest time per lane, and its multiple of the median; None if unremarkable.
 
-    For each of its lanes: where they do not go into the ranks evenly, who has more takes longer and is not slow. It is
-    beside the others of its group of `alike`, which compute the same of their lanes: all ranks by default.
+    Times are per lane: with an uneven division, a rank with more lanes is not slow. Ranks are compared within their
+    group of `alike`, which compute the same for their lanes; all ranks by default.
     """
     times = [facts.compute_s / max(1, lanes) for facts, lanes in zip(ranks, num_lanes, strict=True)]
     ratios: dict[int, float] = {}

@@ -1,7 +1,7 @@
-"""A recovery as a trace of OpenTelemetry: from the last step before a fault to the first one after it, part by part.
+"""A recovery as an OpenTelemetry trace: from the last step before a fault to the first one after it, in parts.
 
-Its times are those of the history, so the trace says what the banner and the report say. It is sent by a thread of the
-SDK's own: a collector that is away costs the trace and nothing else.
+Times are those of the history, as in the banner and the report. It is sent by a thread of the SDK: without a collector
+only the trace is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEND_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """When a recovery came how far, in unix seconds; `joined_at` is None where nobody says when survivors let go."""
+    """Times of a recovery in unix seconds; `joined_at` is None if unknown."""
 
     last_step_at: float
     joined_at: float | None
@@ -32,7 +32,7 @@ class Recovery:
     facts: Mapping[str, str | int]
 
     def parts(self, first_step_at: float) -> Iterator[tuple[str, float, float]]:
-        """Yield the name, beginning and end of each part; together they are the whole, whatever clocks say."""
+        """Yield name, start and end of each part; they tile the whole, whatever the clocks say."""
         moments = {"detect": self.joined_at, "form": self.formed_at, "restore": self.restored_at}
         lo = self.last_step_at
         for name, at in {**moments, "first step": first_step_at}.items():
@@ -42,13 +42,13 @@ class Recovery:
 
 
 class RecoveryTraces:
-    """Sends recoveries by a provider, which it ends."""
+    """Sends recoveries through a provider, which it shuts down."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider, self._tracer = provider, provider.get_tracer("elastic_train")
 
     def send(self, recovery: Recovery, first_step_at: float) -> None:
-        """Hand a recovery over that the first step has just ended."""
+        """Send a recovery that the first step has just ended."""
         from opentelemetry.trace import set_span_in_context
 
         whole = self._tracer.start_span(
@@ -60,14 +60,14 @@ class RecoveryTraces:
         whole.end(_ns(end))
 
     def close(self) -> None:
-        """Send what is left, and wait for that, not for long."""
+        """Send what is left, waiting a bounded time."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(SEND_TIMEOUT_S)
 
 
 def open_traces(endpoint: str, run: str, host: str) -> RecoveryTraces | None:
-    """Return what sends traces to an OTLP endpoint over HTTP; None, said once, where the packages are missing."""
+    """Return a sender of traces to an OTLP endpoint over HTTP; None, logged once, if packages are missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -1,6 +1,6 @@
-"""What ranks have spent, by phase, over many steps: sums of their rows, and what a run's result says of them.
+"""Times of ranks by phase over many steps: sums of their rows, and the summary in a run's result.
 
-A window is of one world, so that its rows are of the same ranks; a summary is of means over ranks, and may span worlds.
+A window is of one world, so its rows are of the same ranks; a summary has means over ranks, and may span worlds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class PhaseWindow:
         self.num_steps += 1
 
     def by_rank(self) -> list[RankFacts]:
-        """Return what each rank spent in all, by rank; of round trips the mean."""
+        """Return each rank's totals, with the mean of round trips."""
         sums = self._sums.copy()
         sums[:, -1] /= max(1, self.num_steps)
         return [RankFacts._make(row) for row in sums.tolist()]
 
     def mean(self) -> dict[str, float]:
-        """Return the mean over ranks and steps of every phase, in seconds, and of what was hidden."""
+        """Return the mean of every phase over ranks and steps, in seconds, and of hidden exchange."""
         if self.num_steps == 0:
             return {}
         means = (self._sums.mean(axis=0) / self.num_steps).tolist()
@@ -42,22 +42,22 @@ class PhaseWindow:
 
 
 class PhaseTotals:
-    """What an average rank has spent over all steps that a process was told of."""
+    """Totals of an average rank over all steps that a process has seen."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._sums = np.zeros(len(RankFacts._fields))
 
     def add(self, window: PhaseWindow) -> None:
-        """Add what the ranks of a world have spent."""
+        """Add the totals of a world's ranks."""
         if window.num_steps:
             self._sums += np.array(window.by_rank()).mean(axis=0)
             self.num_steps += window.num_steps
 
     def summary(self) -> Summary | None:
-        """Return what result.json says; None before the first step.
+        """Return the summary for result.json; None before the first step.
 
-        Shares are of a step's time, and those of the phases add up to 1; `bytes` were given to collectives in a step.
+        Shares are of a step's time, and add up to 1 over phases; `bytes` are given to collectives per step.
         """
         if self.num_steps == 0:
             return None

@@ -1,9 +1,9 @@
-"""Traces of chosen steps, for Perfetto: what torch ran, the phases of the steps, and every operation between ranks.
+"""Traces of chosen steps, for Perfetto: torch's operations, phases of the steps, and operations between ranks.
 
-A tracer is told when a step has been applied. It listens to the clock and to the groups between two such moments, so it
-costs nothing at other steps, and it decides nothing: where a trace cannot be taken or written, one sentence says so and
-training goes on. The moment at which all ranks have gathered a step's rows is noted in each trace: by it traces of
-machines with different clocks are laid over one another.
+A tracer is told when a step has been applied. It listens to the clock and to the groups between two such moments, so
+other steps cost nothing, and results are not affected: if a trace cannot be taken or written, one message says so and
+training continues. Each trace records when all ranks have gathered a step's rows, which aligns traces of machines with
+different clocks.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FOLDER, FACTS = "profile", "elasticTrain"
 WRITE_TIMEOUT_S = 60.0
-"""How long the end of a world waits for a trace that is being written."""
+"""Seconds that the end of a world waits for a trace being written."""
 
 
 _TRACKS = 900_000_000
-"""Numbers of the threads that are none: no thread of the operating system has such a number."""
+"""First thread number of artificial tracks, above any real thread's."""
 _Span = tuple[str, int, int | None, dict[str, int]]
 
 
 class Listening(Protocol):
-    """What a tracer asks of a group: to have its operations noted, or no longer."""
+    """A group's interface for a tracer: report operations, or stop."""
 
     def listen(self, traffic: Traffic | None) -> None: ...
 
 
 @dataclass(slots=True)
 class _Taken:
-    """What was noted beside torch's own trace; times are unix nanoseconds of this machine."""
+    """Notes in addition to torch's trace; times are unix nanoseconds of this machine."""
 
     first: int
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Tracer:
         self._has_failed = False
 
     def applied(self, step: int) -> None:
-        """A step was applied, or the world begins with its state: end a trace, begin the next one."""
+        """Note an applied step, or the world's initial one: end a trace, begin the next."""
         if self._profile is not None:
             self._taken.applied[step] = time.time_ns()
             if step >= self._taken.first + self._keys.num_steps - 1:
@@ -83,14 +83,14 @@ class Tracer:
             self._begin(step + 1)
 
     def close(self) -> None:
-        """End what is under way; wait, not for ever, until it is written."""
+        """End the current trace, and wait a bounded time until it is written."""
         if self._profile is not None:
             self._end()
         if self._writing is not None:
             self._writing.join(WRITE_TIMEOUT_S)
 
     def _begin(self, step: int) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it says on stderr that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs start and stop to stderr
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -107,7 +107,7 @@ class Tracer:
         self._group.listen(self._taken.traffic)
 
     def _note(self, phase: Phase, seconds: float) -> None:
-        """Take a mark of the clock. The first wait of a step is over when all ranks have gathered its rows."""
+        """Take a mark of the clock. A step's first wait ends when all ranks have gathered its rows."""
         now = time.time_ns()
         self._taken.spans.append((phase, now - int(seconds * 1e9), now))
         if phase == "wait":
@@ -130,7 +130,7 @@ class Tracer:
         self._writing.start()
 
     def _write(self, made: profile, taken: _Taken) -> None:
-        """Write the trace beside the run, under its final name when it is whole."""
+        """Write the trace in the run's folder, under its final name once complete."""
         path = self._folder / trace_name(taken.first, self._term, self._rank)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -148,19 +148,19 @@ class Tracer:
                 draft.unlink(missing_ok=True)
 
     def _fail(self, what: str) -> None:
-        """Say once what went wrong: who profiles reads the log."""
+        """Log the first failure, for the user who profiles."""
         if not self._has_failed:
             self._has_failed = True
             log.warning("%s: training continues without traces; make room, or set profile.at_steps to []", what)
 
 
 def trace_name(step: int, term: int, rank: int) -> str:
-    """Return the name of a rank's trace below the folder of traces."""
+    """Return a rank's trace name below the folder of traces."""
     return f"step-{step:012d}/{term:08d}-{rank:05d}.trace.json.gz"
 
 
 def _add(tree: dict[str, object], taken: _Taken, rank: int, term: int) -> None:
-    """Add phases and operations to torch's trace, as threads of their own, and what lays it over others'."""
+    """Add phases and operations to torch's trace as separate threads, and data to align it with other ranks'."""
     base, pid = tree.get("baseTimeNanoseconds"), os.getpid()
     events = tree.get("traceEvents")
     assert isinstance(base, int) and isinstance(events, list), "torch writes both"

@@ -1,4 +1,4 @@
-"""MFU and HFU, the share of its devices' peak that a run uses, and the file in a run's folder that has their inputs."""
+"""MFU and HFU, the share of the devices' peak that a run uses, and the file with their inputs in a run's folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Utilisation:
     peak_flops: float
 
     def mfu(self, samples_per_s: float, num_ranks: int) -> float:
-        """Return the share of the peak of all devices that the model's own operations take."""
+        """Return the share of all devices' peak that the model's own operations use."""
         return samples_per_s * self.flops_per_sample / (num_ranks * self.peak_flops)
 
     def hfu(self, samples_per_s: float, num_ranks: int) -> float:
-        """Return the same of all operations, recomputed ones included."""
+        """Return the share of all devices' peak that all operations use, recomputed ones included."""
         return self.mfu(samples_per_s, num_ranks) * (1 + self.recomputed_flops_per_sample / self.flops_per_sample)
 
     def to_json(self) -> str:
@@ -31,7 +31,7 @@ class Utilisation:
 
 
 def read_utilisation(run_dir: Path) -> Utilisation | None:
-    """Read the file in a run's folder; None if there is none, or if it cannot be read."""
+    """Read the file in a run's folder; None if it is missing or unreadable."""
     try:
         found = Utilisation(**json.loads((run_dir / FILE).read_text()))
         return found if found.flops_per_sample > 0 and found.peak_flops > 0 else None
