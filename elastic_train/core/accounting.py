@@ -1,8 +1,8 @@
-"""The account of a run's samples: what its coverage sums are held against, in words and numbers that a commit keeps.
+"""The account of a run's samples: what its coverage sums must equal, in numbers that a commit keeps.
 
-The sums say which samples were applied. The account says which ones were not to be: the holes, row groups that could
-not be read, each from a step on. So at the end of an epoch the sums must equal the closed form over all ids less those
-of the listed holes, and at any step the samples applied and those left out add up to the places of the order.
+The sums say which samples were applied. The account says which were skipped: holes, row groups that could not be read,
+each from a step on. So at an epoch's end the sums must equal the closed form over all ids minus those of the holes, and
+at any step applied and skipped samples add up to the positions of the order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic_train.errors import CoverageError
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A row group that could not be read, or samples of one that end the process that computes them.
+    """A row group that could not be read, or samples in one that crash the process that computes them.
 
-    The samples [lo, hi) are left out from step `since` on, which is in `epoch`. `applied_before` are those of its ids,
-    as half-open ranges, that this epoch had applied before. `group` is the row group's number through all files,
-    `row_group` its number in its file. Of a mixture the epoch is the source's first that is not over in all lanes, and
-    what some lanes had applied of later ones is among `applied_before`, too: an id may be there more than once.
+    The samples [lo, hi) are skipped from step `since` in `epoch` on. `applied_before` are the ids that this epoch had
+    applied before, as half-open ranges. `group` is the row group's number through all files, `row_group` its number in
+    its file. In a mixture the epoch is the source's first one unfinished in some lane, and `applied_before` includes
+    what some lanes had applied of later ones: an id may occur repeatedly.
     """
 
     group: int
@@ -33,11 +33,11 @@ class Hole:
     hi: int
     since: int
     epoch: int
-    applied_before: Ranges = field(metadata={"alias": "kept"})  # `kept` is its key in stored files, which is frozen
+    applied_before: Ranges = field(metadata={"alias": "kept"})  # `kept` is its frozen key in stored files
     why: str
 
     def left_out_of(self, epoch: int) -> Ranges:
-        """Return the ids that an epoch lacks, once it is over, as half-open ranges."""
+        """Return the ids that a finished epoch lacks, as half-open ranges."""
         if epoch < self.epoch:
             return ()
         if epoch > self.epoch:
@@ -46,11 +46,11 @@ class Hole:
         return tuple((lo, hi) for lo, hi in zip(bounds[::2], bounds[1::2], strict=True) if lo < hi)
 
     def overlaps(self, other: Hole) -> bool:
-        """Say whether two holes share samples without being of the same ones."""
+        """Return True if two different holes share samples."""
         return self.lo < other.hi and other.lo < self.hi and (self.lo, self.hi) != (other.lo, other.hi)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields under the keys that stored files have them under."""
+        """Return the fields under their keys in stored files."""
         return {each.metadata.get("alias", each.name): getattr(self, each.name) for each in fields(self)}
 
     def __str__(self) -> str:
@@ -59,10 +59,10 @@ class Hole:
 
 @dataclass(frozen=True, slots=True)
 class SampleAccount:
-    """What is known of a run's samples beside their sums.
+    """A run's account of samples, in addition to their sums.
 
-    `epochs` are the coverage sums at the end of every finished epoch, since the beginning. `holes` are those in effect.
-    `left_out` and `truncated` count places of samples in holes, and rows cut because they were too long, so far.
+    `epochs` are the coverage sums at the end of every finished epoch, since the start. `holes` are those in effect.
+    `left_out` and `truncated` count positions in holes, and rows truncated for length, so far.
     """
 
     epochs: tuple[CoverageSums, ...] = ()
@@ -71,7 +71,7 @@ class SampleAccount:
     truncated: int = 0
 
     def advance(self, step: int, holes: Iterable[Hole], left_out: int, truncated: int) -> SampleAccount:
-        """Return the account after one more step, counted from 0, which knew of `holes`."""
+        """Return the account after one more step, counted from 0, with `holes` known."""
         in_effect = tuple(hole for hole in holes if hole.since <= step)
         return SampleAccount(self.epochs, in_effect, self.left_out + left_out, self.truncated + truncated)
 
@@ -81,10 +81,10 @@ class SampleAccount:
 
 
 def check_epoch(number: int, whole: CoverageSums, account: SampleAccount, total: CoverageSums) -> None:
-    """Raise CoverageError if an epoch that is over did not apply each of its samples once.
+    """Raise CoverageError if a finished epoch did not apply each of its samples once.
 
-    `whole` is the closed form of an epoch, `account` the one before the epoch is added to it, and `total` are the sums
-    at its end, since the run began. Of a run whose first commits kept no sums of epochs nothing is checked.
+    `whole` is an epoch's closed form, `account` the account before the epoch is added, `total` the sums at its end
+    since the start of the run. Runs whose first commits had no epoch sums are not checked.
     """
     if len(account.epochs) != number:
         return
@@ -101,7 +101,7 @@ def check_epoch(number: int, whole: CoverageSums, account: SampleAccount, total:
 
 
 def expected_sums(whole: CoverageSums, holes: Sequence[Hole], num_epochs: int) -> CoverageSums:
-    """Return what the sums must be after epochs: the closed form of a `whole` one, less what the holes left out."""
+    """Return the expected sums after epochs: the closed form of a `whole` one, minus what holes skipped."""
     total = whole * num_epochs
     for hole in holes:
         for lo, hi in hole.left_out_of(hole.epoch) if hole.epoch < num_epochs else ():

@@ -1,4 +1,4 @@
-"""Arrays of whole numbers, as all of the package passes them on, and what is asked of them in several places."""
+"""Integer arrays used throughout the package, and common functions of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def group_of(first_id: Int64s, ids: Int64s) -> Int64s: ...
 def group_of(first_id: Int64s, ids: Int64s | int) -> Int64s | int:
     """Return the number of the group that holds each id; the shape of `ids`.
 
-    Groups are consecutive runs of ids: `first_id` has the first id of each, ascending, shape (groups,). No id may be
-    less than the first of them; the last group has no end.
+    Groups are consecutive runs of ids: `first_id` has the first id of each, ascending, shape (groups,). Ids must not be
+    below the first; the last group is unbounded.
     """
     groups = np.searchsorted(first_id, ids, side="right") - 1
     return int(groups) if isinstance(ids, int) else groups

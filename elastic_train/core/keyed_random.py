@@ -1,11 +1,11 @@
-"""The keyed mixing functions under order, coverage and randomness: frozen, because stored runs depend on them.
+"""Keyed mixing functions for order, coverage and randomness: frozen, because stored runs depend on them.
 
-`mix64` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014),
-a bijection on 64-bit words. `derive` folds any number of words into one key, `derive_each`
-folds one more into many. `permute` is a Feistel network with
-cycle walking (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002): a bijection on [0, n) for every n.
+`mix64` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014), a
+bijection on 64-bit words. `derive` folds any number of words into one key, `derive_each` folds one more into many.
+`permute` is a Feistel network with cycle walking (Black, Rogaway: Ciphers with Arbitrary Finite Domains, 2002): a
+bijection on [0, n) for every n.
 
-Golden vectors in the tests pin them: a change here would silently reorder every stored run.
+Golden vectors in the tests pin them: a change would silently reorder every stored run.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def derive(*words: int) -> int:
 
 
 def derive_each(key: int | UInt64s, words: UInt64s) -> UInt64s:
-    """Fold one more word into a key, or into an array of keys; `derive(*some, word)` is `derive(*some)` and the word.
+    """Fold one more word into a key or an array of keys: `derive(*some, word)` folds `word` into `derive(*some)`.
 
-    Keys and words are broadcast against each other; the result has their common shape, of one dimension at least.
+    Keys and words are broadcast; the result has their common shape, with at least one dimension.
     """
-    keys = np.atleast_1d(np.asarray(key, dtype=np.uint64))  # numpy warns if a single number overflows
+    keys = np.atleast_1d(np.asarray(key, dtype=np.uint64))  # numpy warns if a scalar overflows
     return mix64_array((keys + np.uint64(_GAMMA)) ^ mix64_array(words + np.uint64(_GAMMA)))
 
 
@@ -63,14 +63,14 @@ def permute(positions: Int64s, n: int, key: int) -> Int64s:
     round_keys = derive_each(derive(key), np.arange(NUM_ROUNDS, dtype=np.uint64))
     words = positions.astype(np.uint64)
     walking = np.arange(words.size)
-    while walking.size:  # expected fewer than two turns: the domain is smaller than 2n (than 4 for n = 2)
+    while walking.size:  # fewer than two rounds expected: the domain is smaller than 2n (than 4 for n = 2)
         words[walking] = _feistel(words[walking], low_bits, num_bits - low_bits, round_keys)
         walking = walking[words[walking] >= np.uint64(n)]
     return words.astype(np.int64)
 
 
 def _feistel(words: UInt64s, low_bits: int, high_bits: int, round_keys: UInt64s) -> UInt64s:
-    """One pass of an alternating Feistel network over `low_bits + high_bits` bits; a bijection for any rounds."""
+    """Run one pass of an alternating Feistel network over `low_bits + high_bits` bits; a bijection for any rounds."""
     low_mask, high_mask = np.uint64((1 << low_bits) - 1), np.uint64((1 << high_bits) - 1)
     low, high = words & low_mask, words >> np.uint64(low_bits)
     for round_, round_key in enumerate(round_keys):

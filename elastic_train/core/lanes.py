@@ -1,12 +1,12 @@
-"""Lanes: which rank computes which, and the fixed binary tree in which their gradients are summed.
+"""Lanes: their assignment to replicas, and the fixed binary tree in which their gradients are summed.
 
 Replica r of W owns the lanes [r*L//W, (r+1)*L//W). The L lanes are the leaves of one binary tree: the node (level, i)
 covers the lanes [i * 2^level, (i+1) * 2^level), clipped at L. A node without a right child passes its left child up. A
-replica adds its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` names the additions that are
-left once all replicas' parts are together. Floating-point addition commutes, so only the tree matters; the tree is
-fixed by L alone, so no sum depends on the world.
+replica sums its own lanes up to the largest whole subtrees (`parts_of`), and `merge_plan` lists the additions that
+remain once all replicas' subtrees are together. Floating-point addition commutes, so only the tree matters; it depends
+on L alone, so no sum depends on the world.
 
-Where several ranks compute some tokens of a lane each, each part is a leaf (`leaf_of`): a tree has L leaves for each.
+With context parallelism, each part of a lane's tokens is a leaf (`leaf_of`): a tree has L leaves per part.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _RANDOMNESS = 3
 
 @dataclass(frozen=True, slots=True, order=True)
 class Part:
-    """A node of the tree: the sum over its lanes, once they are added."""
+    """A node of the tree: the sum over its lanes, once computed."""
 
     level: int
     index: int
 
     @property
     def lo(self) -> int:
-        """The first lane below this node."""
+        """First lane below this node."""
         return self.index << self.level
 
     @property
@@ -41,15 +41,15 @@ class Part:
         return Part(self.level, self.index ^ 1)
 
     def is_empty(self, num_lanes: int) -> bool:
-        """Say whether no lane is below this node: it is beyond the tree's clipped right edge."""
+        """Return True if no lane is below this node: it is beyond the tree's clipped right edge."""
         return self.lo >= num_lanes
 
 
 def owned_lanes(replica: int, num_replicas: int, num_lanes: int) -> range:
-    """Cut [0, num_lanes) into one slice per replica; slices are disjoint, in order, and differ by at most one lane.
+    """Return a replica's slice of [0, num_lanes); slices are disjoint, in order, and differ by at most one lane.
 
-    Where every rank holds a whole model, a replica is a rank. Any `num_replicas` from 1 to `num_lanes` gives each of
-    them a lane; there is no divisor rule.
+    If every rank holds a whole model, a replica is a rank. Any `num_replicas` from 1 to `num_lanes` gives each at least
+    one lane; there is no divisor rule.
     """
     assert 0 <= replica < num_replicas, f"no replica {replica} among {num_replicas}"
     return range(replica * num_lanes // num_replicas, (replica + 1) * num_lanes // num_replicas)
@@ -58,25 +58,25 @@ def owned_lanes(replica: int, num_replicas: int, num_lanes: int) -> range:
 Lanes = range | tuple[int, ...]
 """Some lanes, ascending."""
 Assignment = tuple[range, ...]
-"""The lanes of every replica, ascending, with a stride where they are dealt; disjoint, and all lanes together."""
+"""Lanes of every replica, ascending, with a stride if dealt; disjoint, and covering all lanes."""
 
 
 @lru_cache(64)
 def contiguous(num_replicas: int, num_lanes: int) -> Assignment:
-    """Return the assignment that gives each replica one run of neighbouring lanes."""
+    """Return the assignment that gives each replica consecutive lanes."""
     return tuple(owned_lanes(replica, num_replicas, num_lanes) for replica in range(num_replicas))
 
 
 def leaf_of(lane: int, part: int, num_lanes: int) -> int:
-    """Return the leaf that one of the ranks computes that compute a lane together, in [0, parts * num_lanes).
+    """Return the leaf, in [0, parts * num_lanes), of one context-parallel part of a lane.
 
-    Those of one part are neighbours, so a rank keeps no more partial sums than one that computes whole rows.
+    Leaves of one part are consecutive, so a rank keeps no more partial sums than one that computes whole rows.
     """
     return part * num_lanes + lane
 
 
 def leaves_of(lanes: Assignment, num_parts: int) -> Assignment:
-    """Return the leaves of each rank, owner by owner and part by part, from the owners' lanes."""
+    """Return the leaves of each rank, by lane group and part, from the lane groups' lanes."""
     num_lanes = sum(map(len, lanes))
     return tuple(
         range(leaf_of(some.start, part, num_lanes), leaf_of(some.stop, part, num_lanes), some.step)
@@ -86,7 +86,7 @@ def leaves_of(lanes: Assignment, num_parts: int) -> Assignment:
 
 
 def lanes_by_cell(lanes: Assignment, size: int) -> tuple[Lanes, ...]:
-    """Return the lanes of every cell, from those of every owner, of which a cell has so many: neighbours in a turn."""
+    """Return the lanes of every cell, from those of its `size` consecutive lane groups."""
     cells = [lanes[first : first + size] for first in range(0, len(lanes), size)]
     return tuple(tuple(sorted(lane for owner in cell for lane in owner)) for cell in cells)
 
@@ -98,7 +98,7 @@ def root_of(num_lanes: int) -> Part:
 
 @lru_cache(1024)
 def settle(part: Part, num_lanes: int) -> Part:
-    """Lift a part through parents that it alone fills, while its sibling holds no lanes."""
+    """Lift a node through parents with no other lanes, while its sibling is empty."""
     while part != root_of(num_lanes) and part.index % 2 == 0 and part.sibling.is_empty(num_lanes):
         part = part.parent
     return part
@@ -106,7 +106,7 @@ def settle(part: Part, num_lanes: int) -> Part:
 
 @lru_cache(256)
 def parts_of(lanes: Lanes, num_lanes: int) -> tuple[Part, ...]:
-    """Return the largest whole subtrees that make up lanes, left to right; of a run of them at most 2 log2 L."""
+    """Return the largest whole subtrees that make up lanes, left to right; at most 2 log2 L for consecutive lanes."""
     parts: list[Part] = []
     for lane in lanes:
         part = settle(Part(0, lane), num_lanes)
@@ -118,8 +118,8 @@ def parts_of(lanes: Lanes, num_lanes: int) -> tuple[Part, ...]:
 
 
 def merge_plan(parts: Iterable[Part], num_lanes: int) -> tuple[tuple[Part, Part, Part], ...]:
-    """Return the additions (left, right, sum) that finish the tree, each after those that it needs."""
-    return _merge_plan(tuple(parts), num_lanes)  # a step asks for one and the same, flat vector by flat vector
+    """Return the additions (left, right, sum) that complete the tree, in an order that respects dependencies."""
+    return _merge_plan(tuple(parts), num_lanes)  # a step requests the same plan for every flat vector
 
 
 @lru_cache(256)
@@ -140,7 +140,8 @@ def _merge_plan(parts: tuple[Part, ...], num_lanes: int) -> tuple[tuple[Part, Pa
 
 @lru_cache(64)
 def lane_additions(num_lanes: int) -> tuple[tuple[int, int], ...]:
-    """Return the tree's additions as pairs of lanes: the right one's sum is added to the left one's, and all to 0's."""
+    """Return the tree's additions as pairs of lanes: the right one's sum is added to the left one's; the total is in
+    0's."""
     leaves = [settle(Part(0, lane), num_lanes) for lane in range(num_lanes)]
     lane_of = {leaf: lane for lane, leaf in enumerate(leaves)}
     additions = []

@@ -1,12 +1,12 @@
-"""Windows: how the samples of a stretch of a lane are dealt into micro-batches, so that those of one step are alike.
+"""Windows: arrange the samples of a stretch of a lane into micro-batches, so that those of one step are similar.
 
-A window is a number of steps of a lane. Its samples are those that the shuffled order has there; an arrangement gives
-them another order within the window, by a rule that is the same for all lanes. So the order of an epoch stays a pure
-function of the cursor, every sample stays in its window, and what is lost in mixing is bounded by the window.
+A window is a number of steps of a lane. Its samples are those of the shuffled order; an arrangement reorders them
+within the window, by a rule common to all lanes. So an epoch's order stays a pure function of the cursor, every sample
+stays in its window, and the loss of mixing is bounded by the window.
 
-`LengthBuckets` sorts a window by length, cuts it into micro-batches, and shuffles these by a key that all lanes share:
-in one step every lane takes the micro-batch of the same rank by length. An arrangement only permutes: packing samples
-into sequences of one size, which changes how many of them a micro-batch has, needs more than another arrangement.
+`LengthBuckets` sorts a window by length, cuts it into micro-batches, and shuffles these by a key shared by all lanes:
+in one step every lane takes the micro-batch of the same length rank. An arrangement only permutes: packing samples into
+sequences of one size changes the number of samples in a micro-batch, and needs more.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WINDOW_STEPS = 64
 
 
 class Arrangement(Protocol):
-    """How the samples of a window become micro-batches."""
+    """The rule that turns a window's samples into micro-batches."""
 
     @property
     def size(self) -> int:
-        """How many places of a lane a window has: a multiple of the micro-batch."""
+        """Positions of a lane in a window: a multiple of the micro-batch."""
 
     @property
     def fingerprint(self) -> int:
-        """What identifies this arrangement, not 0: a run cannot continue with another."""
+        """Identifies this arrangement, not 0: a run cannot continue with another."""
 
     def arrange(self, ids: Int64s, shortest: int, key: int) -> Int64s:
-        """Return a window's ids in another order; `shortest` of its places are in every lane, and `key` is for all."""
+        """Return a window's ids reordered; every lane has its first `shortest` positions, and all share `key`."""
 
 
 class LengthBuckets:
@@ -61,7 +61,7 @@ class LengthBuckets:
 
     def arrange(self, ids: Int64s, shortest: int, key: int) -> Int64s:
         by_length = ids[np.argsort(self._lengths(ids), kind="stable")]
-        # Micro-batches that not every lane has whole stay at the end, the epoch's, where they are short anyway.
+        # Micro-batches that some lane has incomplete stay at the end of the epoch, where they are short anyway.
         num_shared = shortest // self._micro_batch
         if num_shared < 2:
             return by_length

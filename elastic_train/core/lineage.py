@@ -1,8 +1,8 @@
 """Lineage: the order of commits, and the proof that a chain of them covers every step.
 
 Commits are ordered by (term, step), never by time: a late record of an older term sorts below everything that a newer
-world has published, so nothing newer ever has it as an ancestor. Every commit accounts for an interval of applied
-steps; the intervals of a lineage must tile [0, T) with no gap and no overlap.
+world has published, so it never becomes an ancestor of anything newer. Every commit accounts for an interval of applied
+steps; the intervals of a lineage must tile [0, T) without gap or overlap.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def commit_key(term: int, step: int) -> str:
 
 
 def place_of(key: str) -> tuple[int, int] | None:
-    """Return the (term, step) that a key names, None if it is not a record's key; the inverse of `commit_key`."""
+    """Return the (term, step) of a key, None if it is not a record's; the inverse of `commit_key`."""
     match = _KEY.fullmatch(key)
     place = (int(match[1]), int(match[2])) if match else None
     return place if place and commit_key(*place) == key else None
 
 
 def extend(intervals: Sequence[Interval], term: int, lo: int, hi: int) -> tuple[Interval, ...]:
-    """Append the steps [lo, hi) of a term; an adjoining interval of the same term grows."""
+    """Append the steps [lo, hi) of a term, merged with an adjacent interval of the same term."""
     if intervals and intervals[-1].term == term and intervals[-1].hi == lo:
         return (*intervals[:-1], Interval(term, intervals[-1].lo, hi))
     return (*intervals, Interval(term, lo, hi))
@@ -52,7 +52,7 @@ def cut(intervals: Sequence[Interval], step: int) -> tuple[Interval, ...]:
 
 
 def parted_at(one: Sequence[Interval], other: Sequence[Interval]) -> int:
-    """Return how many steps two lineages have in common."""
+    """Return how many steps two lineages share."""
     step = min(one[-1].hi if one else 0, other[-1].hi if other else 0)
     while cut(one, step) != cut(other, step):
         step = max(i.lo for i in (*cut(one, step), *cut(other, step)))
@@ -60,7 +60,7 @@ def parted_at(one: Sequence[Interval], other: Sequence[Interval]) -> int:
 
 
 def tiling_problems(intervals: Sequence[Interval], total: int) -> list[str]:
-    """Describe every gap and overlap that keeps the intervals, oldest first, from tiling [0, total)."""
+    """Return every gap and overlap that keeps the intervals, oldest first, from tiling [0, total)."""
     problems: list[str] = []
     done = 0
     before: Interval | None = None

@@ -1,10 +1,10 @@
 """The order in which samples are trained on: a pure function of (row groups, seed, epoch), never of the world.
 
-An epoch permutes the row groups (see `stratified`), views them as one line, and cuts the line into lanes whose sizes
-differ by at most one. A lane is cut into blocks of whole row groups (clipped at the lane's two ends), and each block is
-shuffled by a keyed permutation. Nothing of the size of the dataset is ever materialised: building touches the row
-groups only, seeking is a binary search, and the whole state of a run is a `Cursor`. An arrangement (see
-`length_buckets`) may reorder the samples of a stretch of a lane among themselves.
+An epoch permutes the row groups (see `stratified`), treats them as one line, and cuts the line into lanes whose sizes
+differ by at most one. A lane is cut into blocks of whole row groups (clipped at the lane's ends), and each block is
+shuffled by a keyed permutation. Nothing of a dataset's size is materialised: building touches only row groups, seeking
+is a binary search, and a run's whole state is a `Cursor`. An arrangement (see `length_buckets`) may reorder the samples
+of a stretch of a lane.
 
 Invariant: over all lanes, `ids` yields every sample id of [0, num_samples) exactly once per epoch.
 """
@@ -22,17 +22,17 @@ from elastic_train.core.length_buckets import Arrangement
 from elastic_train.core.stratified import stratified_order
 
 VERSION = 2
-"""Counts the orders that the same numbers have meant; a run continues only in the one that it began with."""
+"""Version of the order's definition; a run continues only with the version it began with."""
 
 _GROUPS, _BLOCK, _WINDOW = 1, 2, 5  # separate the keys of the permutations
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cursor:
-    """How many samples of the epoch every lane has had applied; the whole data state of a run.
+    """Number of samples of the epoch that every lane has applied; the whole data state of a run.
 
-    `epoch` counts from 0. `offset` counts samples of one lane, in steps of the micro-batch; it is the same in all lanes
-    and at any world size.
+    `epoch` counts from 0. `offset` counts samples of one lane, in steps of the micro-batch; it is the same in all
+    lanes, at any world size.
     """
 
     epoch: int = 0
@@ -45,7 +45,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Offsets [lo, hi) of a lane that are shuffled among themselves, and the row groups that hold their samples."""
+    """Offsets [lo, hi) of a lane that are shuffled together, and the row groups of their samples."""
 
     lo: int
     hi: int
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class NeededBlock:
-    """Row groups that a lane's steps [first, end) may take samples from, and how many rows they have."""
+    """Row groups that a lane's steps [first, end) may take samples from, and their number of rows."""
 
     first: int
     end: int
@@ -64,7 +64,7 @@ class NeededBlock:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples at consecutive places of a lane: their ids, shape (n,), and their epochs, one number if it is one."""
+    """Samples at consecutive positions of a lane: ids, shape (n,), and epochs, a single number if equal."""
 
     ids: Int64s
     epochs: Int64s | int
@@ -73,10 +73,10 @@ class Samples:
 class Order:
     """The order of every epoch of a run: a pure function of (row groups, seed, epoch), whatever the world.
 
-    `group_rows` are the rows of each row group in the manifest's file order, shape (row groups,); sample ids number
-    those rows from 0. `num_lanes` is fixed for a run's life. `block_row_groups` is how many row groups are shuffled
-    together: more mixes better and keeps more of them open at once. `is_shuffled=False` gives the file order cut into
-    lanes (for validation). Raises ValueError if there is no row group, an empty one, or a count below 1.
+    `group_rows` are the rows of each row group in manifest order, shape (row groups,); sample ids number those rows
+    from 0. `num_lanes` is fixed for a run's life. `block_row_groups` is the number of row groups shuffled together:
+    more mixes better but keeps more open. `is_shuffled=False` cuts the file order into lanes (for validation). Raise
+    ValueError for no row group, an empty one, or a count below 1.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Order:
         self._kept: tuple[EpochOrder, ...] = ()
 
     def epoch(self, epoch: int) -> EpochOrder:
-        """Return the order of one epoch; two are kept, since some lanes begin the next before others end theirs."""
+        """Return the order of one epoch; two are cached, as some lanes start the next before others finish."""
         kept = self._kept
         found = next((each for each in kept if each.number == epoch), None)
         if found is None:
@@ -119,14 +119,14 @@ class Order:
         return lane * self.num_samples // self.num_lanes, (lane + 1) * self.num_samples // self.num_lanes
 
     def window_around(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the offsets of a lane that hold the samples of the shuffled [lo, hi) once they are arranged."""
+        """Return the offsets of a lane that hold the samples of the shuffled [lo, hi) after arrangement."""
         if self.arrangement is None:
             return lo, hi
         size = self.arrangement.size
         return lo // size * size, -(-hi // size) * size
 
     def steps_of(self, lane: int, lo: int, hi: int, micro_batch: int) -> tuple[int, int]:
-        """Return the steps [first, end) of an epoch that may take the samples of a lane's shuffled [lo, hi)."""
+        """Return the steps [first, end) of an epoch that may take samples of a lane's shuffled [lo, hi)."""
         first, end = self.lane_bounds(lane)
         lo, hi = self.window_around(lo, hi)
         return lo // micro_batch, -(-min(hi, end - first) // micro_batch)
@@ -136,7 +136,7 @@ class Order:
         return Samples(self.epoch(cursor.epoch).ids(lane, cursor.offset, cursor.offset + num), cursor.epoch)
 
     def blocks(self, lane: int, steps: range, micro_batch: int) -> Iterator[NeededBlock]:
-        """Yield the blocks that a lane needs for some steps, in the order in which it needs them."""
+        """Yield the blocks that a lane needs for some steps, in order of need."""
         lo, hi = self.lane_bounds(lane)
         cursor = self.cursor_at(steps.start, micro_batch)
         cursor = Cursor(cursor.epoch, self.window_around(cursor.offset, cursor.offset)[0])
@@ -156,11 +156,11 @@ class Order:
         return cursor.epoch
 
     def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
-        """Return the epoch at a cursor, and the samples of a row group that it has had applied before."""
+        """Return the epoch at a cursor, and the samples of a row group that it has applied before."""
         return cursor.epoch, self.epoch(cursor.epoch).ids_of_group(group, cursor.offset)
 
     def num_steps(self, micro_batch: int) -> int:
-        """Count the steps of an epoch; the last one may be short, in some lanes empty."""
+        """Count the steps of an epoch; the last one may be short, or empty in some lanes."""
         longest = -(-self.num_samples // self.num_lanes)
         return -(-longest // micro_batch)
 
@@ -187,7 +187,7 @@ def first_ids(group_rows: Int64s) -> Int64s:
 
 
 class EpochOrder:
-    """One epoch's order: the permuted row groups as one line, and where each begins on it."""
+    """One epoch's order: the permuted row groups as one line, with their starts."""
 
     def __init__(self, order: Order, epoch: int) -> None:
         num_groups = order.group_rows.size
@@ -235,7 +235,7 @@ class EpochOrder:
         return Block(lo - first, hi - first, self._groups[lo_place : hi_place + 1])
 
     def ids_of_group(self, group: int, until: int | Int64s) -> Int64s:
-        """Return the samples of a row group that are below an offset of their lanes, one for all or one for each."""
+        """Return the samples of a row group below an offset of their lanes, given for all or for each lane."""
         place = int(np.flatnonzero(self._groups == group)[0])
         lo, hi = int(self._starts[place]), int(self._starts[place + 1])
         order, found = self._order, [np.zeros(0, dtype=np.int64)]

@@ -1,9 +1,9 @@
-"""Random numbers for samples: what `collate` draws from, so that augmentation never depends on the world.
+"""Random numbers for samples, used by `collate`, so that augmentation never depends on the world.
 
-A number is a pure function of (seed, epoch, sample id, name of the draw, its place). So the same sample gets the same
-numbers on any rank, in any world, in a thread or a worker process, before and after a resume, and others in the next
-epoch. The numbers come from this package's own mixing functions, which are frozen: numpy and torch may change what
-their generators yield from version to version, and a run must not change when a library does.
+A number is a pure function of (seed, epoch, sample id, name of the draw, index). So a sample gets the same numbers on
+any rank, in any world, in a thread or worker process, before and after a resume, and others in the next epoch. They
+come from this package's own frozen mixing functions: numpy's and torch's generators may change between versions, and a
+run must not change with a library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from elastic_train.core.arrays import Int64s, UInt64s
 from elastic_train.core.keyed_random import derive, derive_each
 
-_SAMPLES = 6  # separates these keys from those of the order and of the lanes
+_SAMPLES = 6  # separates these keys from those of order and lanes
 
 Float64s = npt.NDArray[np.float64]
 Size = int | tuple[int, ...]
@@ -27,11 +27,11 @@ Size = int | tuple[int, ...]
 class SampleRandom:
     """Random numbers for the samples of one micro-batch: row i of every result belongs to `ids[i]`.
 
-    Every draw has a name, such as "crop". The same name gives the same numbers however often and in whatever order it
-    is used; draws of different names are independent. So an augmentation that is added leaves the others as they were.
+    Every draw has a name, such as "crop". The same name always gives the same numbers; draws of different names are
+    independent. So adding an augmentation does not change the others.
 
-    `epoch` is one number, or in a mixture an array of the shape of `ids`: each sample's epoch of its source.
-    `is_training` is False where samples are read in file order, as for a validation, which augments nothing.
+    `epoch` is one number, or in a mixture an array of the shape of `ids`, with each sample's epoch of its source.
+    `is_training` is False if samples are read in file order without augmentation, as for validation.
     """
 
     seed: int
@@ -44,9 +44,9 @@ class SampleRandom:
         return (self._words(name, size) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def integers(self, name: str, low: int, high: int, size: Size = ()) -> Int64s:
-        """Return whole numbers in [low, high); shape (len(ids), *size). ValueError if there is no number between them.
+        """Return integers in [low, high); shape (len(ids), *size). Raise ValueError for an empty range.
 
-        Some numbers are more likely than others, by a factor of at most 1 + (high - low) / 2^64.
+        Probabilities differ by a factor of at most 1 + (high - low) / 2^64.
         """
         if not low < high:
             raise ValueError(f"draw '{name}': no whole number is in [{low}, {high})")
@@ -57,9 +57,9 @@ class SampleRandom:
         return derive_each(self._key(name), self.ids.astype(np.uint64))
 
     def generator(self, name: str, place: int) -> np.random.Generator:
-        """Return numpy's generator (Philox) for the sample `ids[place]`: for distributions that are not offered here.
+        """Return numpy's generator (Philox) for the sample `ids[place]`: for distributions not offered here.
 
-        It is as independent of the world as the others, but what it yields may change with numpy's version.
+        It is equally independent of the world, but may change with numpy's version.
         """
         return np.random.Generator(np.random.Philox(key=int(self.seeds(name)[place])))
 
@@ -70,7 +70,7 @@ class SampleRandom:
         return derive_each(self.seeds(name)[:, None], places).reshape(len(self.ids), *shape)
 
     def _key(self, name: str) -> int | UInt64s:
-        """Return the key of a draw, or of each sample's, where they are of different epochs."""
+        """Return the key of a draw, or one per sample if epochs differ."""
         word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
         if isinstance(self.epoch, int):
             return derive(self.seed, _SAMPLES, self.epoch, word)

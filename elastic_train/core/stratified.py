@@ -1,10 +1,10 @@
-"""How an epoch permutes the row groups: at random, and so that what is mixed at a time comes from everywhere.
+"""Permute an epoch's row groups at random, such that row groups mixed at a time come from everywhere.
 
-All lanes read their first blocks at about the same time, then their second ones: a *turn*. The row groups of a turn
-are a stratified sample of the dataset (Cochran: Sampling Techniques, 1977, chapter 5): the row groups in file order
-are cut into as many runs of neighbours as a turn has places, and every turn gets one of each run. Which one, and at
-which of the turn's places, is drawn by the key. So files that are sorted by what the loss depends on, a label or a
-source, give every turn what they have as a whole.
+All lanes read their first blocks at about the same time, then their second ones: a *turn*. The row groups of a turn are
+a stratified sample of the dataset (Cochran: Sampling Techniques, 1977, chapter 5): the row groups in file order are cut
+into as many consecutive runs as a turn has positions, and every turn gets one of each run. The key decides which, and
+at which position. So files sorted by something the loss depends on, such as a label or source, give every turn their
+overall mix.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _SHORT, _DEAL, _PLACE = 1, 2, 3  # separate the keys
 
 
 def stratified_order(num_groups: int, num_lanes: int, block_row_groups: int, key: int) -> Int64s:
-    """Return the permuted row groups, shape (num_groups,), of which lane after lane takes about as many."""
+    """Return the permuted row groups, shape (num_groups,), which consecutive lanes divide about evenly."""
     turns = _turns(num_groups, num_lanes, block_row_groups)
     sizes = np.bincount(turns)  # none is larger than the one before
-    # Not every run has a row group for the last turns: as many have one for a turn as it has places.
+    # The last turns have fewer positions, so only as many runs have a row group for them.
     num_runs = int(sizes[0])
     ranks = permute(np.arange(num_runs, dtype=np.int64), num_runs, derive(key, _SHORT))
     lengths = np.searchsorted(-sizes, -ranks, side="left")
@@ -35,7 +35,7 @@ def stratified_order(num_groups: int, num_lanes: int, block_row_groups: int, key
 
 
 def _turns(num_groups: int, num_lanes: int, block_row_groups: int) -> Int64s:
-    """Return of each place on the line in which turn it is read, as if all row groups were equally large."""
+    """Return the turn in which each position of the line is read, as if all row groups had equal size."""
     places = np.arange(num_groups, dtype=np.int64)
     lanes = places * num_lanes // num_groups
     firsts = -(-lanes * num_groups // num_lanes)
@@ -44,9 +44,9 @@ def _turns(num_groups: int, num_lanes: int, block_row_groups: int) -> Int64s:
 
 
 def _sorted_by(classes: Int64s, key: int) -> Int64s:
-    """Return [0, n) by class, within a class as drawn by the key.
+    """Return [0, n) sorted by class, within a class as drawn by the key.
 
-    What is sorted are words of a class, a draw and a number, which is unique: every way to sort gives the same.
+    The sorted words consist of class, draw and a unique number, so every sort algorithm gives the same result.
     """
     count = classes.size
     num_bits = np.uint64(count.bit_length())

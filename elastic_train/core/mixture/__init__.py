@@ -1,1 +1,1 @@
-"""Streams of more than one source: shares of the weights, the epochs of each source, and which source a place is of."""
+"""Mixtures of sources: shares from weights, epochs of each source, and the source of each position."""

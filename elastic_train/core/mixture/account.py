@@ -1,9 +1,9 @@
-"""The account of a mixture's samples: coverage sums for each source, and what they are held against.
+"""The account of a mixture's samples: coverage sums for each source, and their expected values.
 
-A source's sums are over its own ids, so that one pass of it adds what its manifest says, and they are never set back. A
-source's epoch ends in its lanes at different places, a few samples apart. So its sums are compared with the closed form
-of all whole passes, plus the samples that some lanes have had applied beyond those, which the order says, less what
-holes have left out.
+A source's sums are over its own ids, so that one pass adds what its manifest says; they are never reset. A source's
+epoch ends at slightly different positions in each lane. So its sums are compared with the closed form of all whole
+passes, plus the samples that some lanes have applied beyond those, which follow from the order, minus what holes have
+skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_train.errors import CoverageError
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """What a commit says of a source: what its samples are and which place they have, and the sums of those applied."""
+    """A commit's record of a source: its samples, their share of positions, and the sums of those applied."""
 
     name: str
     share: int
@@ -42,7 +42,7 @@ def sums_of_sources(ids: Int64s, first_id: Int64s) -> tuple[CoverageSums, ...]:
 def expected_sums_of(
     order: Mixture, number: int, whole: CoverageSums, place: int, holes: Sequence[Hole]
 ) -> CoverageSums:
-    """Return what a source's sums must be when every lane has had its places [0, place) applied.
+    """Return a source's expected sums when every lane has applied its positions [0, place).
 
     `whole` is the closed form of one pass of the source, `holes` are those in effect, of all sources.
     """
@@ -69,10 +69,10 @@ def check_passes(
     holes: Sequence[Hole],
     found: Sequence[CoverageSums],
 ) -> None:
-    """Raise CoverageError if a source that was passed to its end by a step has not had each sample applied once a pass.
+    """Raise CoverageError if a source whose pass ended with a step did not apply each sample once per pass.
 
-    `sources` are their names and the closed forms of one pass. The step is that between two cursors, `holes` are those
-    in effect after it, `found` each source's sums then.
+    `sources` are their names and closed forms of one pass. The step is the one between the two cursors, `holes` are
+    those in effect after it, `found` each source's sums then.
     """
     num_passes = order.num_passes(after.offset)
     for number in np.flatnonzero(num_passes > order.num_passes(before.offset)).tolist():

@@ -1,14 +1,14 @@
-"""Samples of more than one source in shares: which source a place of a lane takes from, and which sample of it.
+"""Deal samples of several sources in shares: the source of each position of a lane, and the sample.
 
-Shares are whole numbers; a turn is as many places of a lane as they add up to, and each source has its share of every
-turn, spread as evenly as whole places allow: the k-th place of a source with share a stands at (k + 1/2) / a of the
-turn (the order of Webster's apportionment; Balinski and Young: Fair representation, 1982). Lanes begin at different
-points of their turns, so that every step, too, has about the shares. Each source keeps its own order and its own
-epochs, which the others do not touch (see `passes`).
+Shares are integers; a turn has as many positions as they add up to, and each source has its share of every turn, spread
+as evenly as possible: the k-th position of a source with share a is at (k + 1/2) / a of the turn (the order of
+Webster's apportionment; Balinski and Young: Fair representation, 1982). Lanes start at different points of their turns,
+so that every step also approximates the shares. Each source keeps its own order and epochs, independent of the others
+(see `passes`).
 
-A mixture has no epoch: it is one line of places, and how many of them every lane has had applied is the whole state.
-What comes before a place is counted, never stored. Nothing depends on the world, and nothing is as large as a dataset:
-the table of a turn has as many entries as the shares add up to. Samples are numbered through all sources.
+A mixture has no epoch: it is one sequence of positions, and the number applied in every lane is the whole state. Counts
+before a position are computed, never stored. Nothing depends on the world or grows with a dataset: a turn's table has
+as many entries as the shares add up to. Samples are numbered through all sources.
 
 Invariant: over all lanes, every epoch of every source has each of its samples exactly once.
 """
@@ -32,9 +32,9 @@ ENDLESS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What places of a lane take from one source: `ids` of the source, of its epochs `epochs`, at `places`.
+    """A lane's samples from one source: `ids` of the source, in its epochs `epochs`, at `places`.
 
-    All three have shape (n,), in the order of the lane; `places` count from the first of those that were asked for.
+    All three have shape (n,), in lane order; `places` count from the first requested position.
     """
 
     places: Int64s
@@ -43,11 +43,11 @@ class Run:
 
 
 class Mixture:
-    """Deals the places of each lane out to sources; `shares[s]` of sum(shares) places are of `orders[s]`.
+    """Deals each lane's positions to sources; `shares[s]` of sum(shares) positions are from `orders[s]`.
 
-    It has the methods of an `Order` that training needs. All orders have the run's lanes. Raises ValueError if there
-    are none, if they differ in their lanes, if a source has fewer samples than lanes, or if a share is below 1 or the
-    shares add up to more than LONGEST_TURN.
+    It has the methods of an `Order` that training needs. All orders have the run's lanes. Raise ValueError if there are
+    no orders, they differ in lanes, a source has fewer samples than lanes, a share is below 1, or the shares add up to
+    more than LONGEST_TURN.
     """
 
     arrangement = None
@@ -71,7 +71,7 @@ class Mixture:
         self._begins = np.arange(self.num_lanes, dtype=np.int64) * self._turn // self.num_lanes
 
     def counts(self, lane: int, place: int) -> Int64s:
-        """Return how many of a lane's places [0, place) are of each source; shape (sources,)."""
+        """Return how many of a lane's positions [0, place) are from each source; shape (sources,)."""
         assert 0 <= lane < self.num_lanes, f"no lane {lane} of {self.num_lanes}"
         begin = int(self._begins[lane])
         turns, rest = divmod(begin + place, self._turn)
@@ -79,13 +79,13 @@ class Mixture:
         return counts
 
     def sources(self, lane: int, lo: int, hi: int) -> Int64s:
-        """Return the source of each of a lane's places [lo, hi); shape (hi - lo,)."""
+        """Return the source of each of a lane's positions [lo, hi); shape (hi - lo,)."""
         places = self._begins[lane] + np.arange(lo, hi, dtype=np.int64)
         found: Int64s = self._sources[places % self._turn]
         return found
 
     def runs(self, lane: int, lo: int, hi: int) -> list[Run]:
-        """Return what a lane's places [lo, hi) take from each source, in the source's own order."""
+        """Return each source's samples at a lane's positions [lo, hi), in the source's own order."""
         assert 0 <= lo <= hi, f"[{lo}, {hi}) is not an interval"
         sources, firsts, ends = self.sources(lane, lo, hi), self.counts(lane, lo), self.counts(lane, hi)
         return [
@@ -94,14 +94,14 @@ class Mixture:
         ]
 
     def samples(self, cursor: Cursor, lane: int, num: int) -> Samples:
-        """Return the next `num` samples of a lane, numbered through all sources, with the epochs of their sources."""
+        """Return the next `num` samples of a lane, numbered through all sources, with their sources' epochs."""
         ids, epochs = np.empty(num, dtype=np.int64), np.empty(num, dtype=np.int64)
         for run, first_id in zip(self.runs(lane, cursor.offset, cursor.offset + num), self.first_id, strict=True):
             ids[run.places], epochs[run.places] = run.ids + first_id, run.epochs
         return Samples(ids, epochs)
 
     def blocks(self, lane: int, steps: range, micro_batch: int) -> Iterator[NeededBlock]:
-        """Yield the blocks, of all sources, that a lane needs for some steps, in the order in which it needs them."""
+        """Yield the blocks of all sources that a lane needs for some steps, in order of need."""
         lines = [self._blocks_of(number, lane, steps, micro_batch) for number in range(len(self.orders))]
         return heapq.merge(*lines, key=lambda block: block.first)
 
@@ -116,7 +116,7 @@ class Mixture:
             at = begin + block.hi
 
     def _place_of(self, number: int, lane: int, count: int) -> int:
-        """Return the place of a lane that takes the source's sample after `count` others."""
+        """Return the position of a lane that takes the source's sample after `count` others."""
         begin, stands = int(self._begins[lane]), self._stands[number]
         turns, rest = divmod(int(self._before[begin, number]) + count, len(stands))
         return turns * self._turn + int(stands[rest]) - begin
@@ -126,9 +126,9 @@ class Mixture:
         return group_of(self.first_group, group)
 
     def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
-        """Return how often a row group's source had been passed at a cursor, and what was applied of the group since.
+        """Return a row group's source's number of passes at a cursor, and the group's samples applied since.
 
-        Some lanes may be in the next epoch already, so an id may be there more than once.
+        Some lanes may be in the next epoch already, so an id may occur repeatedly.
         """
         number = self.source_of_group(group)
         num_passes = int(self.num_passes(cursor.offset)[number])
@@ -137,27 +137,27 @@ class Mixture:
         return num_passes, ids + self.first_id[number]
 
     def num_passes(self, place: int) -> Int64s:
-        """Return how often all of each source is in the lanes' places [0, place); shape (sources,)."""
+        """Return how often each source has been passed in the lanes' positions [0, place); shape (sources,)."""
         turns, rests = np.divmod(self._begins + place, self._turn)
         counts = turns[:, None] * self._before[-1] + self._before[rests] - self._before[self._begins]
         return np.array([passes.whole(counts[:, at]) for at, passes in enumerate(self.passes)], dtype=np.int64)
 
     def num_epochs(self, cursor: Cursor) -> int:
-        """Return how many epochs of every source are over at a cursor: the slowest has so many."""
+        """Return how many epochs of every source are finished at a cursor, i.e. the slowest source's."""
         return int(self.num_passes(cursor.offset).min())
 
     def ahead(self, number: int, num_passes: int, place: int) -> Iterator[Int64s]:
-        """Yield the samples of a source that the lanes' places [0, place) have beyond whole passes, by its own ids."""
+        """Yield a source's samples in the lanes' positions [0, place) beyond whole passes, by its own ids."""
         for lane in range(self.num_lanes):
             done = self.passes[number].count_after(lane, num_passes)
             yield from self.passes[number].ids(lane, done, int(self.counts(lane, place)[number]))
 
     def num_steps(self, micro_batch: int) -> int:
-        """Return how many steps an epoch has: more than any run, since a mixture has none."""
+        """Return the steps of an epoch: more than any run has, since a mixture has none."""
         return ENDLESS // micro_batch
 
     def steps_for(self, num_passes: int, micro_batch: int) -> int:
-        """Count the steps after which every source has been passed so often: the slowest decides."""
+        """Count the steps after which every source has been passed this often, i.e. the slowest."""
         last = max(
             self._place_of(number, lane, passes.count_after(lane, num_passes) - 1)
             for number, passes in enumerate(self.passes)
@@ -179,11 +179,11 @@ class Mixture:
 
 
 RunOrder = Order | Mixture
-"""What a run's samples are in the order of: one source's, epoch after epoch, or a mixture's."""
+"""The order of a run's samples: one source's, epoch after epoch, or a mixture's."""
 
 
 def _check(orders: Sequence[Order], shares: Sequence[int]) -> None:
-    """Raise ValueError if the shares are not those of these sources, or cannot be dealt out to their lanes."""
+    """Raise ValueError if the shares do not fit these sources, or cannot be dealt to their lanes."""
     if not orders or len(orders) != len(shares):
         raise ValueError(f"{len(orders)} sources have {len(shares)} shares; give one for each")
     if len({order.num_lanes for order in orders}) > 1:
@@ -196,7 +196,7 @@ def _check(orders: Sequence[Order], shares: Sequence[int]) -> None:
 
 
 def _turn_of(shares: Sequence[int]) -> Int64s:
-    """Return the source of each place of a turn; of equal ones the source with the smaller number comes first."""
-    common = math.lcm(*shares)  # whole numbers, so that no rounding decides
+    """Return the source of each position of a turn; ties go to the source with the smaller number."""
+    common = math.lcm(*shares)  # integers, so that no rounding decides
     stands = [((2 * k + 1) * (common // share), number) for number, share in enumerate(shares) for k in range(share)]
     return np.array([number for _, number in sorted(stands)], dtype=np.int64)

@@ -1,10 +1,9 @@
-"""One source as the lanes read it, pass after pass: which epoch and which of its lanes a lane is in after some samples.
+"""One source as the lanes read it, pass after pass: a lane's epoch and lane in the source, by sample count.
 
-A lane of a run reads lane l of the source's first epoch, l + 1 of the second, and so on, round and round. The lanes of
-an epoch differ by at most one sample, and a lane that always read the short one would be a whole epoch ahead after as
-many epochs as that has samples. Since neighbours are added up in turn, what every lane has read after e epochs is
-(l + e) * N // L - l * N // L samples of N for L lanes: no two lanes differ by more than one, however many epochs there
-were, and where a lane is after any count is one division.
+Lane l of a run reads lane l of the source's first epoch, l + 1 of the second, and so on, cyclically. An epoch's lanes
+differ by at most one sample, and a lane that always read a short one would be a whole epoch ahead after as many epochs
+as that has samples. With consecutive lanes in turn, each lane has read (l + e) * N // L - l * N // L of N samples after
+e epochs with L lanes: no two lanes ever differ by more than one, and a lane's position after any count is one division.
 
 Invariant: over all lanes, every epoch has each of its samples exactly once, in the epoch's own order.
 """
@@ -24,7 +23,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Offsets [lo, hi) of a lane of an epoch, which is read after `begin` samples of earlier epochs."""
+    """Offsets [lo, hi) of an epoch's lane, read after `begin` samples of earlier epochs."""
 
     epoch: int
     lane: int
@@ -34,18 +33,18 @@ class _Stretch:
 
 
 class Passes:
-    """Reads an order's epochs one after another, with at least one sample for each lane in each."""
+    """Reads an order's epochs in sequence, with at least one sample per lane in each."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
 
     def count_after(self, lane: int, epochs: int) -> int:
-        """Return how many samples a lane has read when it has ended so many epochs."""
+        """Return how many samples a lane has read after this many epochs."""
         num_samples, num_lanes = self._order.num_samples, self._order.num_lanes
         return (lane + epochs) * num_samples // num_lanes - lane * num_samples // num_lanes
 
     def whole(self, counts: Int64s) -> int:
-        """Return how many epochs all lanes have ended that have read so many samples; shape (lanes,)."""
+        """Return how many epochs all lanes have finished, given the samples that each has read; shape (lanes,)."""
         lanes, num_samples = np.arange(self._order.num_lanes, dtype=np.int64), self._order.num_samples
         reached = counts + lanes * num_samples // self._order.num_lanes
         return int((((reached + 1) * self._order.num_lanes - 1) // num_samples - lanes).min())
@@ -59,19 +58,19 @@ class Passes:
         return np.concatenate(epochs), np.concatenate(ids)
 
     def ids(self, lane: int, lo: int, hi: int) -> Iterator[Int64s]:
-        """Yield the ids of a lane's samples [lo, hi), not too many at a time."""
+        """Yield the ids of a lane's samples [lo, hi), in bounded batches."""
         for first in range(lo, hi, _AT_ONCE):
             yield self.samples(lane, first, min(hi, first + _AT_ONCE))[1]
 
     def block_at(self, lane: int, count: int) -> tuple[int, Block]:
-        """Return the block that holds a lane's next sample, and how many the lane had read before that epoch."""
+        """Return the block of a lane's next sample, and how many samples the lane had read before that epoch."""
         (at,) = self._stretches(lane, count, count + 1)
         return at.begin, self._order.epoch(at.epoch).block_at(at.lane, at.lo)
 
     def ids_of_group(self, group: int, epochs: int, counts: Sequence[int]) -> Int64s:
-        """Return the samples of a row group that lanes have read beyond whole epochs; `counts` is all that they read.
+        """Return the samples of a row group that lanes have read beyond whole epochs; `counts` are all that they read.
 
-        What more than one epoch has is there more than once.
+        Samples of several epochs occur repeatedly.
         """
         limits: dict[int, Int64s] = {}
         for lane, count in enumerate(counts):
@@ -82,7 +81,7 @@ class Passes:
         return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     def _stretches(self, lane: int, lo: int, hi: int) -> Iterator[_Stretch]:
-        """Cut a lane's samples [lo, hi), counted through all epochs, where epochs end."""
+        """Split a lane's samples [lo, hi), counted through all epochs, at epoch ends."""
         num_samples, num_lanes = self._order.num_samples, self._order.num_lanes
         start = lane * num_samples // num_lanes
         while lo < hi:

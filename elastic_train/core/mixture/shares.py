@@ -1,4 +1,4 @@
-"""Whole shares of weights: what a mixture's turns are made of."""
+"""Integer shares from weights, of which a mixture's turns consist."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 FINEST_TURN = 10_000
-"""What shares add up to that have to be rounded: they are as near to their weights as a ten-thousandth allows."""
+"""Sum of shares that have to be rounded: exact to a ten-thousandth."""
 
 
 def shares_of(weights: Sequence[float], turn: int = FINEST_TURN) -> tuple[int, ...]:
-    """Return whole shares in the ratio of the weights, as these are written: 0.7 and 0.3 are 7 to 3.
+    """Return integer shares in the ratio of the weights as written: 0.7 and 0.3 give 7 and 3.
 
-    Those that would add up to more than `turn` are rounded so that they add up to it; none is 0. Raises ValueError if a
-    weight is not a positive number, or if there are more weights than places.
+    Shares that would add up to more than `turn` are rounded to add up to it; none is 0. Raise ValueError if a weight is
+    not a positive number, or there are more weights than positions.
     """
     if not weights or not all(0 < weight < math.inf for weight in weights):
         raise ValueError(f"weights must be positive numbers: {list(weights)}")
@@ -28,7 +28,7 @@ def shares_of(weights: Sequence[float], turn: int = FINEST_TURN) -> tuple[int, .
 
 
 def _rounded(weights: Sequence[int], turn: int) -> tuple[int, ...]:
-    """Return shares that add up to `turn`, each as near to its weight as that allows."""
+    """Return shares that add up to `turn`, each as close to its weight as possible."""
     exact = [Fraction(weight * turn, sum(weights)) for weight in weights]
     shares = [max(1, int(share)) for share in exact]
     while sum(shares) != turn:
