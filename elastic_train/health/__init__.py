@@ -1,4 +1,4 @@
-"""Whether a machine is fit to train: what it computes, keeps and writes, held against what is known beforehand.
+"""Health checks of a machine: computation, memory, disk and links, compared with known results.
 
-A worker proves it before it becomes a member of a live job (`proof`), and `elastic-train doctor` whenever it is asked.
+A worker is checked before it becomes a member of a live job (`precheck`); `elastic-train doctor` checks on demand.
 """

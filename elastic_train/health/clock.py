@@ -1,4 +1,4 @@
-"""This machine's clock beside etcd's, which dates its answers over HTTP, to the second."""
+"""Compare this machine's clock with etcd's, which dates its HTTP answers to the second."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SKEW_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a member says over HTTP: its clock and, with TLS, until when its certificate holds (unix seconds)."""
+    """A member's answer over HTTP: clock difference and, with TLS, the expiry of its certificate (unix seconds)."""
 
     ahead_s: float
     expires_at: float | None
 
 
 def examine_clock(options: EtcdOptions) -> Iterator[Finding]:
-    """Compare the clock with that of the first member that answers; if none does, that is not this machine's fault."""
+    """Compare the clock with that of the first member that answers; no answer is not this machine's fault."""
     for endpoint in _addresses(options):
         answer = greeted(options, endpoint)
         if isinstance(answer, Greeting):
@@ -38,7 +38,7 @@ def examine_clock(options: EtcdOptions) -> Iterator[Finding]:
 
 
 def _addresses(options: EtcdOptions) -> tuple[str, ...]:
-    """Return where members are; nothing while a file that is to say so does not."""
+    """Return the members' addresses; empty while the file with them is not readable."""
     try:
         return options.addresses()
     except OptionError:
@@ -46,7 +46,7 @@ def _addresses(options: EtcdOptions) -> tuple[str, ...]:
 
 
 def judged(endpoint: str, answer: Greeting | Exception) -> Finding:
-    """Judge the clock by what a member answered."""
+    """Judge the clock by a member's answer."""
     if isinstance(answer, Exception):
         return warn("clock", f"{endpoint} does not tell the time: {answer}", "check this machine's time service")
     direction = "ahead of" if answer.ahead_s > 0 else "behind"
@@ -57,7 +57,7 @@ def judged(endpoint: str, answer: Greeting | Exception) -> Finding:
 
 
 def greeted(options: EtcdOptions, endpoint: str) -> Greeting | Exception:
-    """Return a member's greeting, or why there is none."""
+    """Return a member's greeting, or the error."""
     try:
         return _greet(options, endpoint)
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -65,7 +65,7 @@ def greeted(options: EtcdOptions, endpoint: str) -> Greeting | Exception:
 
 
 def _greet(options: EtcdOptions, endpoint: str) -> Greeting:
-    """Ask a member for its version, which it dates to the second."""
+    """Ask a member for its version, dated to the second."""
     host, port = split_endpoint(endpoint)
     connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=ANSWER_S)
     if options.ca_cert is not None:

@@ -1,7 +1,7 @@
-"""Folders of a job, as this node reaches them: what is written and synced there comes back as it was.
+"""Check a job's folders from this node: data written and synced there must be read back unchanged.
 
-Only bytes that changed, and errors of a local device, make a node unfit: a full disk, a folder that may not be written
-and a server that is away are told, and training copes with them (such a node writes no part of commits).
+Only changed bytes, and errors of a local device, make a node unfit: a full disk, a read-only folder or a server that is
+away is reported, and training copes with it (such a node writes no part of commits).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from elastic_train.system.wording import size
 
 NUM_BYTES = 2 << 20
 BROKEN = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.EUCLEAN, errno.EBADMSG})
-"""What a file system says of a device that fails, or whose data are damaged."""
+"""Errors of a failing device, or of damaged data."""
 
 
 def anonymous_file(folder: Path) -> IO[bytes]:
-    """Open a file in a folder that nobody else sees, and that is gone with its last descriptor."""
+    """Open an invisible file in a folder, which disappears with its last descriptor."""
     return tempfile.TemporaryFile(dir=folder)
 
 
 def examine_folders(
     folders: Iterable[str], anonymous: Callable[[Path], IO[bytes]] = anonymous_file
 ) -> Iterator[Finding]:
-    """Say of each folder whether it keeps what is written; for one that is not there yet, the one it will be in."""
+    """Yield for each folder whether it keeps what is written; a missing folder's nearest parent is checked."""
     for folder in dict.fromkeys(_existing(Path(one)) for one in folders):
         try:
             yield _examined(folder, anonymous)
@@ -54,7 +54,7 @@ def _examined(folder: Path, anonymous: Callable[[Path], IO[bytes]]) -> Finding:
         file.write(written)
         file.flush()
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the device is asked, not the cache
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the device is read, not the cache
         file.seek(0)
         read = file.read()
     if read == written:

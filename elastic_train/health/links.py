@@ -1,8 +1,8 @@
-"""The links to nodes that train already, measured by a node that is about to join them, at their agents.
+"""Measure the links to nodes that already train, through their agents, before joining them.
 
-A few megabytes each way, from a running world that does not notice: its agents answer, not its workers. Rates are
-always told. A node whose link is far below what others have is named, and one whose best link is below a limit does
-not join: it would hold up every exchange. Nothing measured is no proof: an agent may be busy, or of another version.
+A few megabytes each way, without disturbing a running world: agents answer, not workers. Rates are always reported. A
+node with a link far below the others' is named, and one whose best link is below a limit does not join: it would slow
+down every exchange. No measurement is no proof: an agent may be busy, or of another version.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rendezvous.membership.records import Keys, Member, read_view
 from rendezvous.membership.store import Store
 
 ENOUGH, MOST = 2, 3
-"""So many nodes are measured with, and so many if what was found is not well, several times."""
+"""Nodes to measure with, and the number if the first results are bad, several times."""
 ETCD_S = 10.0
 MEASURING_S = 3.0
-"""What keeps a node out is what it finds for so long; a machine that stalls does not stall always."""
+"""Seconds over which a result must persist to keep a node out; a stalling machine does not stall always."""
 TURNS, BUSY_S = 3, 0.1
-"""How often each node is asked where a link seems slow, or nothing is known, and how long after one that was busy."""
+"""Measurements per node if a link seems slow or nothing is known, and seconds of pause after a busy answer."""
 FAR_BELOW, SLOW_BYTES_PER_S = 5, 25e6
-"""How many times slower than others' a link is that is told of, and how slow: a machine whose cores are all taken
-twelve times over still reaches more."""
+"""A link is reported if it is this many times slower than the others', and below this rate, which even a machine with
+cores overcommitted twelve times exceeds."""
 _REMEDY = "look at its cable, at the speed of its port (ethtool), and at what else uses the link"
 
 Measure = Callable[[tuple[str, int], str], LinkSpeed | None]
 
 
 class Link(NamedTuple):
-    """What was measured with a node."""
+    """The measurement with one node."""
 
     host: str
     speed: LinkSpeed
@@ -54,15 +54,15 @@ class Link(NamedTuple):
 
 
 def examine_links(launched: LiveContext, least_mb_per_s: float | None) -> Iterator[Finding]:
-    """Say how fast the links to some nodes of the standing world are; nothing if this is the only node."""
-    from rendezvous.etcd.store import EtcdStore  # only here, because etcd's client is slow to import
+    """Yield the speed of links to some nodes of the current world; nothing if this is the only node."""
+    from rendezvous.etcd.store import EtcdStore  # only here: etcd's client is slow to import
 
     options = etcd_options(launched.endpoints, launched.options)
     try:
         with contextlib.closing(EtcdStore(options, give_up_after_s=ETCD_S)) as store:
             nodes = neighbours(store, launched.run_id, launched.node)
     except StoreError:
-        return  # which is not the links' fault; whoever joins hears of it
+        return  # not the links' fault; joining reports it
     if not nodes:
         return
     links = measured(nodes, least_mb_per_s)
@@ -75,7 +75,7 @@ def examine_links(launched: LiveContext, least_mb_per_s: float | None) -> Iterat
 
 
 def neighbours(store: Store, run_id: str, own: str) -> list[Member]:
-    """Return a member of each of some other nodes that train, drawn by this one's name."""
+    """Return one member each of some other training nodes, drawn by this node's name."""
     keys = Keys(run_id)
     nodes = by_node(read_view(store.get(keys.prefix), keys).mates)
     firsts = [members[0] for name, members in sorted(nodes.items()) if name != own and members[0].agent]
@@ -83,7 +83,7 @@ def neighbours(store: Store, run_id: str, own: str) -> list[Member]:
 
 
 def measured(nodes: Sequence[Member], least_mb_per_s: float | None, measure: Measure = measure_link) -> list[Link]:
-    """Measure with some nodes, one after another, until all is well, or known to be slow; return the best of each."""
+    """Measure with some nodes in turn until all is well, or known to be slow; return the best result of each."""
     links, deadline = dict[str, Link](), time.monotonic() + MEASURING_S
     for turn, node in enumerate(cycle(nodes)):
         level = next((finding.level for finding in judged(list(links.values()), least_mb_per_s)), "warn")
@@ -99,7 +99,7 @@ def measured(nodes: Sequence[Member], least_mb_per_s: float | None, measure: Mea
 
 
 def judged(links: Sequence[Link], least_mb_per_s: float | None) -> Iterator[Finding]:
-    """Judge what was measured: by the limit its best, and each by the others', and by what others had there."""
+    """Judge the measurements: the best by the limit, each by the others, and by what others measured there."""
     if not links:
         return
     told = "; ".join(map(str, links))

@@ -1,7 +1,6 @@
-"""Memory that is filled with a pattern and its complement, and read again: it must have kept both.
+"""Check memory by writing a pattern and its complement and reading both back.
 
-Each word differs from all others, so that a word which is at another's address is found, too. No more is taken than a
-small share of what is free, and for a moment.
+All words differ, so that misaddressed words are detected as well. It takes a small share of free memory, for a moment.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from elastic_train.system.wording import size
 
 MOST_BYTES, SHARE = 64 << 20, 0.05
 PIECE = 1 << 19
-"""Words that are filled, or compared, at a time."""
+"""Words filled or compared at a time."""
 _ODD = 0x5851F42D4C957F2D
 _REMEDY = "take this machine out of use, and have its memory examined; the kernel's log may name the module (EDAC, Xid)"
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -27,10 +26,9 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def examine_memory(
     device: torch.device, num_bytes: int, budget_s: float, between: Callable[[Tensor], object] = lambda words: None
 ) -> Iterator[Finding]:
-    """Say whether so many bytes of a device keep what is written to them.
+    """Yield whether this many bytes of a device keep what is written to them.
 
-    Less is examined if filling that takes longer than the budget. `between` is called with pieces once they are filled:
-    what a test does to them.
+    Checks less if filling takes longer than the budget. `between` is called with filled pieces: a hook for tests.
     """
     where = "memory" if device.type == "cpu" else f"memory of {device}"
     if num_bytes < 8 * PIECE:
@@ -49,7 +47,7 @@ def examine_memory(
 
 
 def _filled(words: Tensor, block: Tensor, turn: int, budget_s: float) -> int:
-    """Fill pieces with the pattern, or with its complement, until the time is over; return how many, at least one."""
+    """Fill pieces with the pattern or its complement until time is over; return their number, at least one."""
     deadline = time.monotonic() + budget_s
     for number, piece in enumerate(words):
         torch.bitwise_xor(block, turn ^ number, out=piece)
@@ -59,7 +57,7 @@ def _filled(words: Tensor, block: Tensor, turn: int, budget_s: float) -> int:
 
 
 def _lost(piece: Tensor, block: Tensor, mask: int) -> str:
-    """Say how many words of a piece changed, and what the first was and is."""
+    """Return how many words of a piece changed, with the first one's expected and actual value."""
     expected = torch.bitwise_xor(block, mask)
     changed = (piece != expected).nonzero().flatten()
     first = int(changed[0])
@@ -70,13 +68,13 @@ def _lost(piece: Tensor, block: Tensor, mask: int) -> str:
 
 
 def room(device: torch.device, num_sharing: int) -> int:
-    """Return how many bytes to examine, where so many processes do it at once."""
+    """Return how many bytes to check if `num_sharing` processes do it at once."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_bytes()
     return min(MOST_BYTES, int(SHARE * free)) // (1 if device.type == "cuda" else num_sharing)
 
 
 def _free_bytes() -> int:
-    """Return what the system, and the limit of this process's control group, leave; 0 if neither is known."""
+    """Return the free bytes of the system within this process's control group; 0 if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10

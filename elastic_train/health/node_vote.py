@@ -1,7 +1,7 @@
-"""Workers of one node join together or not at all: none becomes a member before each has proved its part.
+"""Workers of one node join together or not at all: none becomes a member before all have passed.
 
-Otherwise a node with one broken device would enter the world with its other workers, and cost the others two regroups:
-one to let it in, one when its agent ends it. They tell each other through the store that their agent keeps.
+Otherwise a node with one broken device would join with its other workers, and cost two regroups: one to admit it, one
+when its agent ends it. Workers tell each other through their agent's store.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 WITHIN_S = 10.0
-"""How long the others are waited for: one that was killed, or is stopped, is the agent's to judge."""
+"""Seconds to wait for the other workers; a killed or stopped one is the agent's to judge."""
 _FIT = "fit"
 
 
 def tell_mates(unfit: str) -> str:
-    """Tell the node's other workers what is wrong with this one's part, nothing if it is fit.
+    """Report this worker's problem to the node's other workers, "" if it is fit.
 
-    A fit one waits for the others; return what is wrong with this node, nothing if nothing is.
+    A fit worker waits for the others; return the node's problem, "" if there is none.
     """
     rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if number == 1:

@@ -1,7 +1,7 @@
-"""A worker proves its machine before it becomes a member: examined beside what else it does before its first world.
+"""Check a worker's machine before it becomes a member, in parallel to its other preparations.
 
-So a running world never sees a machine that computes or keeps wrong bits. Only what is proven counts: what is slow,
-full or away is told, and the worker joins as it always did.
+So a running world never includes a machine that computes or stores wrong bits. Only proven faults count: slow, full or
+unreachable parts are reported, and the worker joins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rendezvous.etcd.options import etcd_options
 from rendezvous.waiting import GivenUp, begin
 
 LIMIT_S, LINK_S, DISK_S, CLOCK_S = 10.0, 30.0, 3.0, 1.0
-"""How long products and memory, links, the disk, and the clock are waited for."""
+"""Seconds to wait for products and memory, links, disk, and clock."""
 PRODUCTS_S, FILLING_S = 0.1, 0.3
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,13 +39,13 @@ log = logging.getLogger(__name__)
 
 
 class Proof:
-    """The examination of a machine, on other threads; `demand` waits for what it found."""
+    """The check of a machine, on other threads; `demand` waits for its result."""
 
     def __init__(self, planned: Mapping[str, Planned]) -> None:
         self._call = begin("health", lambda: _unfit(examine_all(planned)))
 
     def demand(self, is_stopped: Callable[[], bool]) -> None:
-        """Return once this node is known to be fit, or `is_stopped`; UnfitError if it is not."""
+        """Return once this node is known to be fit, or `is_stopped`; raise UnfitError if it is unfit."""
         with contextlib.suppress(GivenUp):
             if unfit := self._call.result_unless(is_stopped):
                 raise UnfitError(
@@ -55,7 +55,7 @@ class Proof:
 
 
 def _unfit(findings: Sequence[Finding]) -> str:
-    """Say what makes this node unfit, nothing if nothing does; all else that is wrong with it is told."""
+    """Return what makes this node unfit, "" if nothing does; log all other problems."""
     for finding in findings:
         if finding.level == "warn":
             log.warning("health check: %s: %s; %s", finding.check, finding.found, finding.remedy)
@@ -65,9 +65,9 @@ def _unfit(findings: Sequence[Finding]) -> str:
 
 
 def begin_proof(config: Config, device: torch.device) -> Proof | None:
-    """Begin to examine this machine, if a live job is to be joined; None otherwise.
+    """Start to check this machine if it joins a live job; return None otherwise.
 
-    A process that trains alone harms nobody; and in `restart` mode it is in the world already when it starts.
+    A process that trains alone harms no other, and in `restart` mode it is in the world when it starts.
     """
     launched = live_context()
     if launched is None or not config.run.health_check:
@@ -76,12 +76,12 @@ def begin_proof(config: Config, device: torch.device) -> Proof | None:
 
 
 def planned(config: Config, device: torch.device, launched: LiveContext) -> dict[str, Planned]:
-    """Return what this worker examines, and how long each is waited for."""
+    """Return this worker's checks, with their time limits."""
     return dict(_planned(config, device, launched))
 
 
 def _planned(config: Config, device: torch.device, launched: LiveContext) -> Iterator[tuple[str, Planned]]:
-    """Yield what this worker examines: its device, its part of cores and memory, and the first one the rest."""
+    """Yield this worker's checks: its device, its share of cores and memory; the first worker also checks the rest."""
     rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     busy = "is another program loading this machine?"
     dtypes = tuple(dict.fromkeys((torch.float32, torch.float64, _TYPES[config.precision])))

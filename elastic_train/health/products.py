@@ -1,8 +1,8 @@
-"""Matrix products whose bits are known: whole numbers, so small that no sum of them is rounded.
+"""Matrix products with known bits: integers so small that no sum is rounded.
 
-Then every processor, in whatever order it adds, has to give the same bits, those of the product in integers. What
-gives others computes wrongly. Single cores of a processor do, and units of a GPU, most of the time only for some
-operands: so the product is repeated with its rows and columns in other places, on one core after another.
+So every processor, whatever its summation order, must return the bits of the integer product; one that does not
+computes wrongly. Single cores or GPU units may fail, mostly for some operands only: so the product is repeated with
+permuted rows and columns, on one core after another.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from elastic_train.system.wording import counted, first_line
 
 SIDE, DEPTH = 128, 256
 MOST = {torch.float64: 1 << 22, torch.float32: 255, torch.bfloat16: 1, torch.float16: 1}
-"""The largest operand by type. DEPTH products of two of them add up to what the type, or a shorter one that a device
-computes with in its place (TF32, bfloat16), holds exactly; so do all partial sums, which a device may round, too."""
+"""Largest operand by type. DEPTH products of two such operands sum to an exact value of the type, or of the shorter
+type that a device may use instead (TF32, bfloat16); so do all partial sums, which a device may round as well."""
 TILES = 16
-"""On an accelerator the product is so many times as wide and high, by copies of it: every unit has some to compute."""
+"""Copies of the product in each dimension on an accelerator, so that every unit has work."""
 ROUNDS = 4
-"""How often a core has each product at least."""
+"""Least repetitions of each product per core."""
 SEED = 0x5EED
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Two matrices on a device, and their product as it has to be."""
+    """Two matrices on a device, and their exact product."""
 
     left: Tensor
     right: Tensor
     product: Tensor
 
     def wrong(self, shift: int) -> str | None:
-        """Multiply them with rows and columns moved on; say what is wrong with the product."""
+        """Multiply them with rows and columns rotated; return what is wrong with the product, None if nothing."""
         found = self.left.roll(shift, 0) @ self.right.roll(-shift, 1)
         expected = self.product.roll((shift, -shift), (0, 1))
         if torch.equal(found, expected):
@@ -56,10 +56,10 @@ class Known:
 def examine_products(
     device: torch.device, dtypes: Sequence[torch.dtype], cores: Sequence[int] = (), budget_s: float = 0.0
 ) -> Iterator[Finding]:
-    """Say whether a device multiplies rightly, in each of these types, and on each of these cores of a CPU.
+    """Yield whether a device multiplies correctly, in each of these types, on each of these CPU cores.
 
-    Every core has its turn, however long that takes; they go on in turn until the budget is spent. Several compute
-    threads would have to be bound to cores one by one, so with them the system chooses.
+    Every core is tested at least once; rounds continue until the budget is spent. With several compute threads, which
+    would have to be bound to cores one by one, the system chooses.
     """
     known = [known_product(dtype, device, 1 if device.type == "cpu" else TILES) for dtype in dtypes]
     places = cores if device.type == "cpu" and torch.get_num_threads() == 1 else ()
@@ -79,7 +79,7 @@ def examine_products(
 
 
 def or_its_error(device: torch.device, check: str, examine: Examination) -> Iterator[Finding]:
-    """Yield what an examination finds; where it ends with an error of the device itself, that makes it unfit."""
+    """Yield an examination's findings; an error of the device itself makes it unfit."""
     try:
         yield from examine()
     except torch.AcceleratorError as error:
@@ -87,12 +87,12 @@ def or_its_error(device: torch.device, check: str, examine: Examination) -> Iter
 
 
 def own_cores(turn: int = 0, of: int = 1) -> list[int]:
-    """Return the cores that this process may use; of several processes that share them, those of this one's turn."""
+    """Return the cores that this process may use; of `of` processes that share them, those of number `turn`."""
     return sorted(os.sched_getaffinity(0))[turn::of] or sorted(os.sched_getaffinity(0))[:1]
 
 
 def known_product(dtype: torch.dtype, device: torch.device, tiles: int) -> Known:
-    """Draw two matrices, and multiply them in integers on the CPU; `tiles` copies of each go into those of a device."""
+    """Draw two matrices, and multiply them as integers on the CPU; a device's are `tiles` copies of each."""
     draw, most = torch.Generator().manual_seed(SEED), MOST[dtype]
     left = torch.randint(-most, most + 1, (SIDE, DEPTH), generator=draw)
     right = torch.randint(-most, most + 1, (DEPTH, SIDE), generator=draw)
@@ -107,7 +107,7 @@ def _repeated(known: Sequence[Known], num_rounds: int) -> Iterator[str | None]:
 
 @contextlib.contextmanager
 def _bound_to(core: int | None) -> Iterator[None]:
-    """Keep this thread on a core, and let it go where it could before; where that may not be, it runs anywhere."""
+    """Bind this thread to a core within the context; ignored where that is not allowed."""
     before = os.sched_getaffinity(0)
     if core is not None:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""What an examination finds: lines of one form, each with its remedy; and how several examinations are made at once.
+"""Results of health checks: uniform findings with remedies; and running several checks at once.
 
-No line is ever left out: what does not answer in time, or fails, is a finding, too.
+No finding is ever omitted: a timeout or failure is also a finding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, whether it is well, what was found, and what to do if it is not."""
+    """One finding: check, level, result, and remedy."""
 
     check: str
     level: Level
@@ -46,7 +46,7 @@ Examination = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An examination, how long it may take, and how bad it is, and what to do, if it takes longer."""
+    """A planned check: time limit, and level and remedy if it takes longer."""
 
     examine: Examination
     remedy: str
@@ -55,7 +55,7 @@ class Planned:
 
 
 def examine_all(planned: Mapping[str, Planned]) -> list[Finding]:
-    """Make examinations beside each other; return what they find, in their order."""
+    """Run checks concurrently; return their findings in order."""
     began = time.monotonic()
     calls = {name: begin(f"health: {name}", partial(_findings, name, each)) for name, each in planned.items()}
     findings: list[Finding] = []
@@ -70,10 +70,9 @@ def examine_all(planned: Mapping[str, Planned]) -> list[Finding]:
 
 
 def _findings(name: str, planned: Planned) -> list[Finding]:
-    """Return what an examination finds; an error is one more finding, after those before it.
+    """Return a check's findings; an error is one more finding, after them.
 
-    What is no error that users meet, such as those that torch raises where memory is out, proves nothing of a machine:
-    it counts as no answer does.
+    Unexpected errors, such as torch's out-of-memory errors, prove nothing about a machine: they count as no answer.
     """
     found: list[Finding] = []
     try:
