@@ -1,1 +1,1 @@
-"""A node of a job: options from the command line and the scheduler, the agent, exit codes."""
+"""One node of a job: options from the command line and scheduler, the agent, exit codes."""

@@ -1,9 +1,9 @@
 """Requests to leave that reach a launcher, or a trainer that has not begun: SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2.
 
-Until something has been started the process ends at once, with the code that lets a scheduler start it again. From then
-on a request is raised where the launcher waits, once; a second one, seconds later, ends the process as it is.
+Before anything was started the process exits at once, with the code that makes a scheduler restart it. Afterwards a
+request is raised, once, where the launcher waits; a second one, seconds later, ends the process immediately.
 
-This module imports nothing that takes time: a request may come while the launcher is being imported.
+This module has no slow imports: a request may come while the launcher is being imported.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ REQUEUE = 75
 
 
 class AskedToLeave(BaseException):
-    """The launcher was asked to leave. Not an Exception: it comes out of whatever runs at that moment."""
+    """Raised when the launcher is asked to leave. Not an Exception, as it may interrupt any code."""
 
 
 class _Departure:
-    """Since when this process has been asked to leave (monotonic seconds), and what a request raises in it."""
+    """When this process was asked to leave (monotonic seconds), and what a request raises."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Forget all; a worker is forked with what its launcher had in mind."""
+        """Reset all; a worker is forked with its launcher's state."""
         self.since_s: float | None = None
         self.raised: Callable[[int], BaseException] | None = None
         self.at_once: Callable[[int], str] = lambda _: "its workers end with it"
-        """What to do before the process ends at once, by a signal; it returns the last word."""
+        """Called before a signal ends the process at once; returns the last message."""
         self.orders = Orders()
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -57,35 +57,35 @@ _departure = _Departure()
 
 
 def listen() -> None:
-    """Listen for requests from now on, for as long as this process lives."""
+    """Listen for requests until the process ends."""
     _departure.begin()
     for number in requests():
         signal.signal(number, _departure.note)
 
 
 def hear_no_more() -> None:
-    """Ignore requests, in a process that listened for them and is about to end with its exit code."""
+    """Ignore requests from now on, in a listening process about to exit with its code."""
     for number in REQUESTS:
         if signal.getsignal(number) == _departure.note:
             signal.signal(number, signal.SIG_IGN)
 
 
 def asked_s() -> float | None:
-    """Return for how long this process has been asked to leave, in seconds; None if it has not been."""
+    """Return the seconds since this process was asked to leave; None if it was not."""
     return None if _departure.since_s is None else time.monotonic() - _departure.since_s
 
 
 @contextlib.contextmanager
 def raising(kind: Callable[[int], BaseException], at_once: Callable[[int], str] | None = None) -> Iterator[None]:
-    """Let a request raise this inside, in the main thread; how requests were taken before holds again afterwards.
+    """Within this context a request raises `kind` in the main thread; earlier handlers are restored afterwards.
 
-    `at_once` is called, with the number of the signal, before the process ends by a second one.
+    `at_once` is called with the signal's number before a second signal ends the process.
     """
     before = {number: signal.signal(number, _departure.note) for number in requests()}
     raised, _departure.raised = _departure.raised, kind
     earlier, _departure.at_once = _departure.at_once, at_once or _departure.at_once
     if raised is None:
-        _departure.since_s, _departure.orders = None, Orders()  # an earlier launch of this process
+        _departure.since_s, _departure.orders = None, Orders()  # left by an earlier launch in this process
     try:
         yield
     finally:
@@ -95,5 +95,5 @@ def raising(kind: Callable[[int], BaseException], at_once: Callable[[int], str] 
 
 
 def asked_by(number: int) -> AskedToLeave:
-    """Return what a request raises before there are workers."""
+    """Return the exception for a request before there are workers."""
     return AskedToLeave(f"asked to leave by {signal.Signals(number).name}")

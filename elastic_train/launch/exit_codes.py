@@ -1,4 +1,4 @@
-"""The one exit code of a node, from those of its workers: what a scheduler can act on (the codes are in errors.py)."""
+"""Combine the workers' exit codes into the node's, which a scheduler can act on (codes are in errors.py)."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TELLING_CODES = (
     TooFewNodesError.exit_code,
     ResultError.exit_code,
 )
-"""The codes that say more than "it failed", the most specific first."""
+"""Codes more informative than plain failure, most specific first."""
 
 
 def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False) -> int:
-    """Return the node's code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
+    """Return the node's exit code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
 
-    `is_asked`: this node was asked to leave. A worker that the same signal killed had not installed its handler yet and
-    held no state, so it counts as preempted; so does a node without workers, and one that was killed because it was
-    still there at the end of its grace: the next start continues from a commit; schedulers make one for 75 alone.
+    `is_asked`: this node was asked to leave. A worker killed by the same signal had no handler yet and held no state,
+    so it counts as preempted; so does a node without workers, and one killed at the end of its grace period: the next
+    start continues from a commit, and schedulers restart only for 75.
     """
     if is_asked:
         by_request = [-number for number in (*REQUESTS, signal.SIGKILL)]
@@ -48,5 +48,5 @@ def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False)
 
 
 def outstayed(codes: Sequence[int]) -> int:
-    """Return how many workers of a node that was asked to leave had not left when their grace ended."""
+    """Return how many workers were still running when the grace period of a leaving node ended."""
     return sum(code == -signal.SIGKILL for code in codes)

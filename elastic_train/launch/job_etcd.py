@@ -1,9 +1,9 @@
-"""The etcd that a job starts for itself, on its first node: it is there until the last worker of the job has left.
+"""The etcd that a job starts for itself on its first node, running until the job's last worker has left.
 
-A scheduler that signals a job signals all its processes, this etcd among them, just when the workers need it to commit
-and to leave. So it is started again on its data whenever it has ended, and its node waits for the others' workers.
+A scheduler signals all processes of a job, including this etcd, just when the workers need it to commit and leave. So
+it is restarted on its data whenever it ends, and its node waits for the others' workers.
 
-Its name and its port follow from the run id: several jobs may have the same first node, and none uses another's.
+Its name and port derive from the run id: several jobs may share a first node without sharing an etcd.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from rendezvous.membership.records import Keys
 from rendezvous.outage_log import WaitingLog
 
 ETCD_PORTS = range(20_000, 30_000)
-"""Where the first node of a job starts the job's etcd; which of them follows from the run id."""
+"""Ports for a job's etcd on its first node, selected by run id."""
 LOOK_EVERY_S = 0.1
 MOST_TRIES = 20
-"""So often in a row an etcd is started again."""
+"""Consecutive restarts of an etcd before giving up."""
 
 _log = logging.getLogger("elastic_train")
 
 
 class JobEtcd:
-    """Where the job's etcd is; and, where that is here, what starts it again."""
+    """The job's etcd endpoint and, on its own node, its supervisor."""
 
     def __init__(self, endpoint: str, server: EtcdServer | None = None) -> None:
         self.endpoint = endpoint
         self._server = server
         self._is_over = threading.Event()
-        # What it starts dies with it, so it lives as long.
+        # Processes that the thread starts die with it, so it lives as long.
         self._keeper = threading.Thread(target=self._keep, name="etcd", daemon=True)
 
     def keep(self) -> None:
-        """Start it again from now on whenever it has ended; not before: a process with threads is not forked."""
+        """Restart it whenever it ends, from now on; not earlier: a process with threads must not fork."""
         if self._server is not None:
             self._keeper.start()
 
     def close(self) -> None:
-        """End it."""
+        """Stop it."""
         self._is_over.set()
         if self._keeper.ident is not None:
             self._keeper.join()
@@ -76,10 +76,10 @@ class JobEtcd:
 
 @contextlib.contextmanager
 def job_etcd(plan: Launch) -> Iterator[JobEtcd]:
-    """Yield the job's etcd; start one here if the job has none, or wait for that of another node.
+    """Yield the job's etcd: the given one, one started here, or another node's, once it answers.
 
-    Raises ServerError if none can be started, or the port is another job's, and TooFewNodesError if the node that has
-    to start it does not come in time.
+    Raise ServerError if none can be started or the port belongs to another job, TooFewNodesError if the node that
+    starts it does not come in time.
     """
     if plan.endpoint is not None:
         yield JobEtcd(plan.endpoint)
@@ -108,7 +108,7 @@ def job_etcd(plan: Launch) -> Iterator[JobEtcd]:
 
 
 def _await_etcd(endpoint: str, name: str, timeout_s: float) -> None:
-    """Return once the job's etcd answers: its node may boot, or wait in a queue, for longer than this one."""
+    """Return once the job's etcd answers: its node may boot or queue longer than this one."""
     log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
     while not is_answered_by(endpoint, name, give_up_after_s=1.0):
         log.waits(
@@ -125,16 +125,16 @@ def _await_etcd(endpoint: str, name: str, timeout_s: float) -> None:
 
 
 def _await_others(endpoint: str, plan: Launch) -> None:
-    """Return once no worker of the job is left; if this node was asked to leave, in the time that it has."""
+    """Return once no worker of the job is left; after a request to leave, at the latest when the grace period ends."""
     keys, log = Keys(plan.run_id), WaitingLog(_log)
     with contextlib.closing(EtcdStore(etcd_options(endpoint))) as store:
         while (asked_s := departure.asked_s()) is None or asked_s < plan.grace_s:
             try:
                 num_left = len(store.get(keys.members).entries)
             except StoreError:
-                continue  # it is being started again
+                continue  # it is being restarted
             except departure.AskedToLeave:
-                continue  # the time begins
+                continue  # the grace period starts now
             if not num_left:
                 return
             log.waits(lambda _: "workers of other nodes still run: this node keeps the job's etcd for them")

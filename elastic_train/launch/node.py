@@ -1,9 +1,8 @@
-"""`elastic-train launch`: one node of a job, run by TorchElastic's agents, with exit codes that a scheduler can act on.
+"""`elastic-train launch`: one node of a job, run by TorchElastic's agents, with exit codes for schedulers.
 
-torchrun turns every failure and every signal into exit code 1. This launcher answers SIGTERM, SIGINT, SIGHUP and
-SIGUSR1 by asking the workers to leave, waits for them, and exits with one code for all (`exit_codes`). Without an etcd
-endpoint it starts an etcd of its own: for a job of one node, or on the first node of a scheduler's job for all of them
-(`job_etcd`).
+torchrun turns every failure and signal into exit code 1. This launcher answers SIGTERM, SIGINT, SIGHUP and SIGUSR1 by
+asking the workers to leave, waits for them, and exits with one code for all (`exit_codes`). Without an etcd endpoint it
+starts an etcd: for a job of one node, or on the first node of a scheduler's job for all of them (`job_etcd`).
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from elastic_train.launch.options import Launch
 from elastic_train.system.preemption import GRACE_VARIABLE, tell
 
 LAST_WORDS_S = 2.0
-"""How long workers that are to end at once have for saying what is lost."""
+"""Seconds for workers that must end at once to report what is lost."""
 
 
 def launch(plan: Launch) -> int:
     """Run this node until its workers have ended; return the exit code.
 
-    Raises ConfigError for options that the rendezvous refuses, TooFewNodesError, and ElasticTrainError for its other
-    errors: no etcd answers, or none can be started.
+    Raise ConfigError for options that the rendezvous rejects, TooFewNodesError, and ElasticTrainError otherwise: no
+    etcd answers, or none can be started.
     """
     for warning in plan.warnings:
         say(f"warning: {warning}\n")
-    # torch takes seconds to import: not before the arguments are read
+    # torch takes seconds to import: not before the arguments are checked
     from torch.distributed.elastic.rendezvous import RendezvousError as TorchRendezvousError
 
     with departure.raising(departure.asked_by):
@@ -48,7 +47,7 @@ def launch(plan: Launch) -> int:
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, which may be a terminal that is gone."""
+    """Write a line to standard error, which may be a closed terminal."""
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -75,10 +74,10 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
     etcd.keep()
     has_failed = is_asked = False
     codes: list[int] = []
-    # TorchElastic makes a folder for each launch, and leaves it
+    # TorchElastic leaves a folder behind for each launch
     with tempfile.TemporaryDirectory(prefix="elastic-train-", ignore_cleanup_errors=True) as folder:
         try:
-            os.environ[GRACE_VARIABLE] = str(plan.grace_s)  # which the workers inherit
+            os.environ[GRACE_VARIABLE] = str(plan.grace_s)  # inherited by the workers
             spec = WorkerSpec(
                 role="default",
                 local_world_size=plan.ranks,

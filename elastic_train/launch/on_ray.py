@@ -1,9 +1,8 @@
-"""A job on a Ray cluster: each node of it is an actor, which runs one launcher; a lost one is replaced, by us alone.
+"""Run a job on a Ray cluster: each node is an actor with one launcher; lost ones are replaced by us, not by Ray.
 
-Ray restarts nothing here (`max_restarts=0`): the survivors of a lost node continue in their processes, and the actor
-that takes its place joins them. Actors are asked for one by one, not as a gang, so that a job begins with as many as
-the cluster has room for, and grows when there is room for more. The process that calls `run_on_ray` starts the job's
-etcd, and the job ends with it.
+Ray restarts nothing here (`max_restarts=0`): survivors of a lost node continue in their processes, and the replacement
+joins them. Actors are requested one by one, not as a gang, so that a job starts with as many as the cluster has room
+for, and grows later. The process that calls `run_on_ray` starts the job's etcd, and the job ends with it.
 """
 
 from __future__ import annotations
@@ -44,36 +43,36 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 FINAL_CODES = (ConfigError.exit_code, CorruptError.exit_code, NoProgressError.exit_code, TooFewNodesError.exit_code)
-"""Of a node that would end the same way again, or has waited for others as long as it was to."""
+"""Codes of nodes that would end the same way again, or have waited long enough for others."""
 MOST_FAILURES, FAILURES_S = 20, 3600.0
 LOOK_S = 1.0
 _log = logging.getLogger("elastic_train")
 Result = dict[str, Any]
-"""What result.json of a run holds."""
+"""Content of a run's result.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayJob:
-    """What runs on a cluster, and on what: `resources` of each node as Ray names them, `CPU` and `GPU` among them."""
+    """A job and its resources on a cluster: `resources` of each node as Ray names them, including `CPU` and `GPU`."""
 
     config: Config
     nodes: str
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1.0})
     ranks: int | None = None
-    """Of each node; by default one for each GPU, else one."""
+    """Ranks per node; by default one per GPU, or one."""
     run_id: str | None = None
     endpoint: str | None = None
     conf: str | None = field(default_factory=lambda: os.environ.get(CONF), repr=False)
-    """How that etcd is reached, as PET_RDZV_CONF says it where the job is started; None: as each node's own says."""
+    """How to reach that etcd, as in PET_RDZV_CONF where the job is started; None: as each node's own says."""
     most_failures: int = MOST_FAILURES
-    """So many lost or failed nodes within an hour are replaced; -1: all."""
+    """Lost or failed nodes that are replaced within an hour; -1: all."""
     grace_s: float = 30.0
     timeout_s: float = TIMEOUT_S
     options: Mapping[str, object] = field(default_factory=lambda: {"scheduling_strategy": "SPREAD"})
-    """More of what Ray's actors take, such as `label_selector` or `runtime_env`."""
+    """Further options of Ray's actors, such as `label_selector` or `runtime_env`."""
 
     def problems(self) -> Iterator[str]:
-        """Yield all that is wrong with it."""
+        """Yield everything that is wrong with the job."""
         wrong: list[str] = []
         parse_nodes(self.nodes, wrong)
         conf = read_conf(self.conf or "", wrong)
@@ -93,7 +92,7 @@ class RayJob:
                 yield f"a node cannot have {amount:g} of {name}"
 
     def to_etcd(self) -> dict[str, str]:
-        """Return the variable that says how each node reaches etcd; it is empty for the job's own."""
+        """Return the variable that tells each node how to reach etcd; empty for the job's own."""
         conf = self.conf if self.endpoint is not None else self.conf or ""
         return {} if conf is None else {CONF: conf}
 
@@ -106,26 +105,26 @@ class RayJob:
 
 
 class Node:
-    """What an actor is: the parent of one launcher, which dies with it. Two of its methods may run at once."""
+    """The actor: parent of one launcher, which dies with it. Two of its methods may run at once."""
 
     def __init__(self) -> None:
         self._launcher: subprocess.Popen[bytes] | None = None
         self._is_leaving = False
 
     def host(self) -> str:
-        """Return where it is; the answer says that Ray has found a place for it."""
+        """Return the host; an answer means that Ray has placed the actor."""
         return socket.gethostname()
 
     def run(
         self, run_dir: str, config: str, arguments: Sequence[str], variables: Mapping[str, str]
     ) -> tuple[int, Result | None]:
-        """Run the launcher to its end; return its exit code, and the run's result once there is one here.
+        """Run the launcher to its end; return its exit code, and the run's result if it is on this node.
 
-        `variables` say what no file may hold, and no command line.
+        `variables` hold what must not be in any file or command line.
         """
         path = Path(run_dir) / "ray.yaml"
         write_atomically(path, config)
-        # A launcher can import what this process can: Ray adds the driver's folders, and those of its runtime_env.
+        # A launcher can import what this process can: Ray adds the driver's and the runtime_env's folders.
         environ = _without_keys(without_schedulers(os.environ)) | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
         }
@@ -146,9 +145,9 @@ class Node:
 
 
 def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a node's variables without keys of a configuration, which is read once, where the job is started.
+    """Return a node's variables without configuration keys, which are read once, where the job is started.
 
-    They would change it on this node alone, or on all in silence. Its failure domain is what a node alone knows.
+    They would change this node only, or all silently. Only its failure domain is a node's own.
     """
     left_out = {name for name in environ if name.startswith(ENV_PREFIX) and name != variable_of("parallel.domain")}
     if left_out:
@@ -157,11 +156,11 @@ def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
-    """Run a job on the cluster that this process is connected to; return its exit code, and its result.
+    """Run a job on the connected cluster; return its exit code and result.
 
-    SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask all nodes to leave, and the code is 75; not where this is no main thread.
-    Raises ConfigError with all mistakes, TooFewNodesError if Ray finds no place for any node in time, and
-    ServerError if no etcd can be started here.
+    SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask all nodes to leave, with code 75 (only in the main thread). Raise
+    ConfigError with all mistakes, TooFewNodesError if Ray places no node in time, ServerError if etcd cannot be started
+    here.
     """
     if problems := list(job.problems()):
         raise ConfigError(*problems)
@@ -171,7 +170,8 @@ def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
 
 @contextlib.contextmanager
 def _requests() -> Iterator[threading.Event]:
-    """Note requests to leave. Ray's own handler of SIGTERM aborts the process, and its calls let no other error out."""
+    """Record requests to leave. Ray's own SIGTERM handler aborts the process, and its calls let no other exception
+    out."""
     asked = threading.Event()
     numbers = requests() if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}
@@ -184,7 +184,7 @@ def _requests() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _etcd(job: RayJob) -> Iterator[str]:
-    """Yield the endpoint of the job's etcd; without one of the user's, start one that the cluster's nodes can reach."""
+    """Yield the endpoint of the job's etcd; unless the user gave one, start one that the cluster's nodes can reach."""
     if job.endpoint is not None:
         yield job.endpoint
         return
@@ -201,7 +201,7 @@ def _etcd(job: RayJob) -> Iterator[str]:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A node, from its request on: `placed` is its answer that it has a place, None once it was read."""
+    """A requested node: `placed` is the pending answer that it has a place, None once received."""
 
     actor: ActorHandle[Node]
     ended: ray.ObjectRef[tuple[int, Result | None]]
@@ -209,7 +209,7 @@ class _Running:
 
 
 class _Nodes:
-    """The nodes of a job, while it runs."""
+    """The nodes of a running job."""
 
     def __init__(self, job: RayJob, endpoint: str, asked: threading.Event) -> None:
         self._ray, self._job, self._asked = _ray(), job, asked
@@ -224,7 +224,7 @@ class _Nodes:
         self._failed_at_s: deque[float] = deque()
 
     def supervise(self) -> tuple[int, Result | None]:
-        """Replace nodes until one has ended for all of them, or all are to leave; return the code and the result."""
+        """Replace nodes until one has ended for all of them, or all must leave; return code and result."""
         for _ in range(parse_nodes(self._job.nodes, [])[1]):
             self._start()
         code = 1
@@ -247,13 +247,13 @@ class _Nodes:
         return code, None
 
     def leave(self) -> None:
-        """Ask all nodes to leave, and wait for those that have a place, in the time that they have."""
+        """Ask all nodes to leave, and wait for the placed ones within their grace period."""
         for node in self._nodes:
             node.actor.leave.remote()
         self._await_ends()
 
     def close(self) -> None:
-        """End what is left, also what Ray has not found a place for."""
+        """Kill what is left, including nodes not yet placed."""
         while self._nodes:
             self._ray.kill(self._nodes.pop().actor)
 
@@ -274,7 +274,7 @@ class _Nodes:
         self._start()
 
     def _await_place(self) -> None:
-        """Return once a node has a place; raise TooFewNodesError if none gets one in time."""
+        """Return once a node is placed; raise TooFewNodesError if none is in time."""
         log, deadline = WaitingLog(_log, self._job.timeout_s), time.monotonic() + self._job.timeout_s
         while not (self._asked.is_set() or any(node.placed is None for node in self._nodes)):
             self._note_placed(LOOK_S)
@@ -298,7 +298,7 @@ class _Nodes:
         return [refs[ref] for ref in ended]
 
     def _note_placed(self, timeout_s: float) -> None:
-        """Note which nodes have got a place; whoever was lost meanwhile had one, too."""
+        """Record which nodes have been placed; a node lost meanwhile had been placed, too."""
         refs = {node.placed: node for node in self._nodes if node.placed is not None}
         placed, _ = self._ray.wait(list(refs), num_returns=1, timeout=timeout_s) if refs else ([], [])
         for ref in placed:
@@ -307,7 +307,7 @@ class _Nodes:
                 _log.info("a node of the job is on %s", self._ray.get(ref))
 
     def _end_of(self, node: _Running) -> tuple[int, Result | None] | None:
-        """Forget a node that has ended; return its code and result, None if its actor was lost."""
+        """Remove an ended node; return its code and result, None if its actor was lost."""
         self._nodes.remove(node)
         try:
             found: tuple[int, Result | None] = self._ray.get(node.ended)
@@ -319,7 +319,7 @@ class _Nodes:
         return found
 
     def _await_ends(self) -> None:
-        """Wait for the nodes that are at work, in the time that a node has to leave."""
+        """Wait for the placed nodes within their grace period."""
         self._note_placed(0.0)
         at_work = [node.ended for node in self._nodes if node.placed is None]
         if at_work:

@@ -1,7 +1,7 @@
-"""What `elastic-train launch` starts, resolved from its flags and the environment; every mistake is reported at once.
+"""Resolve what `elastic-train launch` starts from flags and environment; all mistakes are reported at once.
 
-A flag wins over what the variables of a scheduler say (`schedulers`). Nothing here imports torch, so a mistake is
-reported before its seconds of imports.
+Flags override a scheduler's variables (`schedulers`). Nothing here imports torch, so mistakes are reported before its
+slow import.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NODES = re.compile("([0-9]+)(?::([0-9]+))?")
 RECOVERIES = ("live", "restart")
 MAX_RESTARTS, TTL_S, TIMEOUT_S = 100, 3.0, 900.0
 SYNONYMS = {"ttl": ("ttl", "keep_alive_interval", "keep_alive_max_attempt"), "timeout": ("timeout", "join_timeout")}
-"""Names of one option in --rdzv_conf, by the flag that sets it."""
+"""Names in --rdzv_conf of the option that each flag sets."""
 TO_ETCD = (*ETCD_KEYS, "cacert", "ssl_cert", "ssl_cert_key")
-"""What --rdzv_conf says of an etcd that the launcher has not started."""
+"""Keys of --rdzv_conf about an etcd that the launcher has not started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start one node of a job; `endpoint` is None if the job needs an etcd of its own."""
+    """How to start one node of a job; `endpoint` is None if the job needs its own etcd."""
 
     config: Path
     overrides: tuple[str, ...]
@@ -49,7 +49,7 @@ class Launch:
     etcd_address: str = "127.0.0.1"
     timeout_s: float = TIMEOUT_S
     conf: Mapping[str, str] = field(default_factory=dict)
-    """Options of the rendezvous that have no flag, as torchrun's --rdzv_conf has them."""
+    """Rendezvous options without a flag, as in torchrun's --rdzv_conf."""
     warnings: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -57,7 +57,7 @@ class Launch:
         return ["-m", "elastic_train", str(self.config), *self.overrides]
 
     def rendezvous_options(self) -> dict[str, object]:
-        """Return what torchrun's --rdzv_conf would say: that of the environment, and for the rest the flags."""
+        """Return the equivalent of torchrun's --rdzv_conf: the environment's, completed by the flags."""
         flags = {"recovery": self.recovery, "ttl": self.ttl_s, "compact": self.compact, "timeout": self.timeout_s}
         said = {flag for flag in flags if any(name in self.conf for name in SYNONYMS.get(flag, (flag,)))}
         return {**{flag: value for flag, value in flags.items() if flag not in said}, **self.conf}
@@ -65,7 +65,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The flags of the command line; None for a flag that was not given."""
+    """Command line flags; None for flags not given."""
 
     nodes: str | None = None
     ranks: int | None = None
@@ -80,7 +80,7 @@ class Flags:
     timeout_s: float | None = None
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with any of them; the numbers of nodes are read where they are needed."""
+        """Yield what is wrong with the flags; numbers of nodes are parsed where needed."""
         if self.recovery not in RECOVERIES:
             yield f"--recovery must be one of {', '.join(RECOVERIES)}, not {self.recovery!r}"
         if self.ranks is not None and self.ranks < 1:
@@ -90,7 +90,7 @@ class Flags:
                 yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
 
     def arguments(self) -> list[str]:
-        """Return the command line that says the same, without what need not be said."""
+        """Return the equivalent command line, without defaults."""
         words: list[str] = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -162,7 +162,7 @@ def _nowhere_to_meet(most: int, endpoint: str | None, run_id: str | None, found:
 
 
 def for_no_etcd(endpoint: str | None, conf: Mapping[str, str]) -> Iterator[str]:
-    """Yield what is wrong if the job's own etcd is to be reached as one of the user's."""
+    """Yield a problem if options for a user's etcd are given without its endpoint."""
     if endpoint is None and (named := [name for name in TO_ETCD if name in conf]):
         yield (
             f"{CONF} says how to reach an etcd ({', '.join(named)}), and nothing says where it is: give --endpoint "
@@ -177,7 +177,7 @@ def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
 
 
 def parse_nodes(text: str, problems: list[str]) -> tuple[int, int]:
-    """Read N or MIN:MAX; add a problem if it is neither."""
+    """Parse N or MIN:MAX; add a problem if it is neither."""
     read = _NODES.fullmatch(text)
     found = (int(read[1]), int(read[2] or read[1])) if read else (0, 0)
     if not 1 <= found[0] <= found[1]:
@@ -195,7 +195,7 @@ def _count(text: str | None, name: str, problems: list[str], *, least: int = 1) 
 
 
 def count_gpus() -> int:
-    """Count this node's GPUs without importing torch; 0 where there is no driver."""
+    """Count this node's GPUs without importing torch; 0 without a driver."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,8 +1,8 @@
 """The parent of a process that trains alone: it knows how that process ended, as an agent knows of its workers.
 
-Nothing within a process keeps it from ending with 0: a library's `exit(0)` in C, or another program in its place. So
-the command forks before its imports; the child trains. The parent holds nothing, passes requests to leave on, ends as
-the child has ended, and says what the child could not: that it was killed, or has not finished.
+Nothing inside a process prevents it from exiting with 0: a library's `exit(0)` in C, or an exec. So the command forks
+before its imports, and the child trains. The parent holds nothing, forwards requests to leave, exits as the child did,
+and reports what the child could not: that it was killed, or has not finished.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from rendezvous.orphans import die_with_parent
 
 _HEARD = {*ORDERS, *WARNINGS, signal.SIGCHLD}
 _BY_KERNEL = 0x80
-"""The `si_code` of a signal from the terminal, which parent and child both get (SI_KERNEL of Linux)."""
+"""`si_code` of a signal from the terminal, which parent and child both get (SI_KERNEL of Linux)."""
 
 
 def train_in_a_child() -> None:
-    """Return in a child, whose parent ends as the child ends; without one where the platform cannot."""
+    """Return in a child whose parent exits as the child does; without a child where the platform does not support
+    it."""
     page = new_page()
     if page is None:
         return
@@ -53,7 +54,7 @@ def train_in_a_child() -> None:
 
 
 def _status_of(child: int) -> int:
-    """Pass requests on to the child until it has ended; return its status."""
+    """Forward requests to the child until it has ended; return its status."""
     while True:
         heard = signal.sigwaitinfo(_HEARD)
         if heard.si_signo != signal.SIGCHLD:
@@ -66,7 +67,7 @@ def _status_of(child: int) -> int:
 
 
 def _end_as(child: int, status: int, page: int, kills_before: int | None) -> NoReturn:
-    """End this process as the child has ended."""
+    """End this process as the child ended."""
     code = judged(os.waitstatus_to_exitcode(status), page)
     how = described(code, kills_before)
     note_end(named_on(page), code, how)
@@ -80,7 +81,7 @@ def _end_as(child: int, status: int, page: int, kills_before: int | None) -> NoR
     if code >= 0:
         os._exit(code)
     tell(f"error: the process that trained ({child}) {how}: the same command resumes from the newest commit")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the child has left one, if there is to be one
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump, if any, is the child's
     if -code != signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})

@@ -1,6 +1,6 @@
-"""In place of Ray's TorchTrainer: the same two configurations and the same result, without its restarts.
+"""A replacement for Ray's TorchTrainer: same configurations and result, without its restarts.
 
-TorchTrainer answers the loss of a worker by starting all of them again from the last checkpoint. Here the others go on.
+TorchTrainer restarts all workers from the last checkpoint when one is lost. Here the others continue.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 SCALING = ("num_workers", "use_gpu", "resources_per_worker", "placement_strategy", "accelerator_type", "label_selector")
 RUN = ("name", "failure_config", "worker_runtime_env")
 STRATEGIES = {"PACK": "DEFAULT", "SPREAD": "SPREAD"}
-"""Of a placement group, and what comes nearest to it for actors that are placed one by one."""
+"""Placement group strategies, and the nearest ones for actors placed individually."""
 
 
 class ElasticTrainer:
-    """Train as a configuration says on a Ray cluster; `fit` returns what TorchTrainer's does.
+    """Train as configured on a Ray cluster; `fit` returns the same as TorchTrainer's.
 
-    A worker of `scaling_config` is a node of the job: it has a rank for each of its GPUs, or one. `num_workers` may be
-    (least, most); `name` and `failure_config.max_failures` (an hour; -1: any number) of `run_config` count, too.
-    Settings of either that would change nothing are refused by name. `endpoint` is that of an etcd; without, one is
-    started here. `overrides` are values by dotted key, such as {"batch.micro_batch": 8}.
+    A worker of `scaling_config` is a node of the job, with a rank per GPU, or one. `num_workers` may be (least, most);
+    of `run_config`, `name` and `failure_config.max_failures` (per hour; -1: unlimited) are used. Settings without
+    effect are rejected by name. `endpoint` is an etcd's; by default one is started here. `overrides` are values by
+    dotted key, such as {"batch.micro_batch": 8}.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
         endpoint: str | None = None,
     ) -> None:
-        """Raise ConfigError with all that is wrong with any of them."""
+        """Raise ConfigError with everything that is wrong with the arguments."""
         resolved = sources.load(config, environ=os.environ, overrides=overrides)
         problems = [*_without_effect(scaling_config, SCALING), *_without_effect(run_config, RUN)]
         strategy = STRATEGIES.get(scaling_config.placement_strategy)
@@ -74,7 +74,7 @@ class ElasticTrainer:
             raise ConfigError(*problems)
 
     def fit(self) -> Result:
-        """Train to the end; raise ElasticTrainError, with the exit code, if the job failed or was asked to leave."""
+        """Train to the end; raise ElasticTrainError with the exit code if the job failed or was asked to leave."""
         with needed_for("a job on Ray"):
             import ray
             from ray.train import Result
@@ -93,7 +93,7 @@ def _both(num_workers: Any) -> tuple[int, int]:
 
 
 def _without_effect(given: Any, known: tuple[str, ...]) -> Iterator[str]:
-    """Yield the settings of one of Ray's configurations that were changed, and that nothing here heeds."""
+    """Yield the changed settings of one of Ray's configurations that have no effect here."""
     if given is None:
         return
     default = type(given)()

@@ -1,8 +1,8 @@
-"""What the variables of whoever started this node say of the job: torchrun's own (PET_*), Slurm's, SkyPilot's.
+"""Read the job from the environment of whoever started this node: torchrun's variables (PET_*), Slurm's, SkyPilot's.
 
-Kubernetes operators set torchrun's; users set some of them beside Slurm's or SkyPilot's, so each value is torchrun's
-if it is set, else the scheduler's. What is set and would change nothing is refused by name, or named in a warning:
-nobody is to train alone on one of many nodes without knowing.
+Kubernetes operators set torchrun's; users may set some of them along with Slurm's or SkyPilot's, so torchrun's values
+take precedence. Variables without effect are rejected by name, or named in a warning: nobody should unknowingly train
+alone on one of many nodes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ EVENT_LOG_HANDLER SHUTDOWN_TIMEOUT DUPLICATE_STDOUT_FILTERS DUPLICATE_STDERR_FIL
 SIGNALS_TO_HANDLE VIRTUAL_LOCAL_RANK MODULE NO_PYTHON PRINT_COMPLETION LOG_LINE_PREFIX_TEMPLATE
 """
 WITHOUT_EFFECT = frozenset(f"PET_{name}" for name in _NAMES.split())
-"""torchrun's options, of any torch that is allowed, that this launcher has no use for."""
+"""Options of any supported torchrun that have no effect here."""
 _READ = "NNODES NPROC_PER_NODE RDZV_ENDPOINT RDZV_ID RDZV_BACKEND RDZV_CONF MAX_RESTARTS LOCAL_ADDR"
 READ = frozenset(f"PET_{name}" for name in f"{_READ} NODE_RANK MASTER_ADDR MASTER_PORT".split())
 CONF = "PET_RDZV_CONF"
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Set by who starts one process for each rank, or each node, and thinks that they know of each other by these."""
+"""Set by launchers that start one process per rank or node, and expect the processes to find each other by these."""
 _OWN_ADDRESSES = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of the job; None where nothing says so.
+    """What the environment says about the job; None if nothing.
 
-    `host` is the node that starts the job's etcd if the job has no other, and `is_host` says whether that is this one.
+    `host` is the node that starts the job's etcd if there is no other; `is_host` is True if that is this node.
     """
 
     nodes: str | None = None
@@ -45,7 +45,7 @@ class Found:
 
 
 def found_in(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found:
-    """Read torchrun's variables, and the scheduler's for the rest; add what is wrong with them, and what is ignored."""
+    """Read torchrun's variables, and the scheduler's for the rest; add problems, and warnings about ignored ones."""
     said = said_to_torchrun(environ, problems, warnings)
     scheduled = _slurm(environ, problems) or _skypilot(environ) or Found()
     is_placed = said.host is not None
@@ -60,7 +60,7 @@ def found_in(environ: Mapping[str, str], problems: list[str], warnings: list[str
 
 
 def lonely(environ: Mapping[str, str]) -> str | None:
-    """Return why a job of one node would not be what was meant; None if nothing speaks against it."""
+    """Return why a job of one node would not be what was meant; None if there is no sign of it."""
     for name in SIZES:
         if environ.get(name, "1") not in ("", "1"):
             return (
@@ -71,7 +71,7 @@ def lonely(environ: Mapping[str, str]) -> str | None:
 
 
 def heterogeneous(environ: Mapping[str, str]) -> str | None:
-    """Return why a heterogeneous job of Slurm cannot be read as one job; None if this is none."""
+    """Return why a heterogeneous Slurm job cannot be read as one job; None if it is not one."""
     size = environ.get("SLURM_HET_SIZE", "1")
     return (
         None
@@ -84,7 +84,7 @@ def heterogeneous(environ: Mapping[str, str]) -> str | None:
 
 
 def uncounted(environ: Mapping[str, str], found: Found) -> str | None:
-    """Return why a job of which no number of nodes is known has several; None if nothing says so."""
+    """Return why a job without a known number of nodes seems to have several; None if there is no sign of it."""
     rank, host = environ.get("PET_NODE_RANK", ""), environ.get("PET_MASTER_ADDR", "")
     has_others = {
         "PET_NODE_RANK": rank not in ("", "0"),
@@ -99,9 +99,9 @@ def uncounted(environ: Mapping[str, str], found: Found) -> str | None:
 
 
 def without_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables for a node that is given all by flags: a scheduler that has started others is left out.
+    """Return the variables for a node configured by flags only, without those of the scheduler that started others.
 
-    How etcd is reached (PET_RDZV_CONF) has no flag, and stays.
+    PET_RDZV_CONF, about reaching etcd, has no flag, and stays.
     """
     prefixes = ("PET_", "SLURM_", "SKYPILOT_")
     left_out = {name for name in environ if name.startswith(prefixes) and name != CONF} | {*SIZES}
@@ -109,7 +109,7 @@ def without_schedulers(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: list[str]) -> Found:
-    """Read torchrun's variables alone."""
+    """Read torchrun's variables only."""
     named = {name: value for name, value in environ.items() if name.startswith("PET_") and value}
     unknown = sorted(named.keys() - READ - WITHOUT_EFFECT)
     if unknown:
@@ -121,7 +121,7 @@ def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: 
     host, rank = named.get("PET_MASTER_ADDR"), named.get("PET_NODE_RANK")
     is_host = None if rank is None else rank == "0"
     if backend in ("c10d", "static") and endpoint:
-        # the address is of a node, where torchrun would host its store
+        # the address is a node's, where torchrun would host its store
         host, endpoint = endpoint.rpartition(":")[0] or endpoint, None
         is_host = host.partition(".")[0] == socket.gethostname().partition(".")[0] or host in _OWN_ADDRESSES
     elif backend not in ("c10d", "static", "etcd", "etcd-v2"):
@@ -140,7 +140,7 @@ def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: 
 
 
 def read_conf(text: str, problems: list[str]) -> dict[str, str]:
-    """Read PET_RDZV_CONF, key=value with commas between; what the keys mean is checked where they are used."""
+    """Parse PET_RDZV_CONF, comma-separated key=value pairs; the keys' meaning is checked where they are used."""
     conf = {}
     for pair in filter(None, map(str.strip, text.split(","))):
         key, equals, value = pair.partition("=")
