@@ -1,1 +1,1 @@
-"""What the operating system and other libraries need from us: signals, locks, threads, files, failpoints."""
+"""Wrappers for the operating system and libraries: signals, locks, threads, files, failpoints."""

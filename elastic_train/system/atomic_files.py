@@ -1,4 +1,4 @@
-"""Small files that are replaced in one step, and what appears in one."""
+"""Atomic replacement of small files, and atomic publication of files and folders."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def draft_of(path: Path) -> Path:
-    """Return a name beside a file that nobody else uses: containers that share a folder may have equal process ids."""
+    """Return a unique name next to a file: containers that share a folder may have equal process ids."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old text or the new one. A draft that fails is removed.
+    """Replace a file atomically: readers see the old text or the new one. A failed draft is removed.
 
-    Any number of processes, of any number of machines, may replace it at once: the last one wins.
+    Any number of processes on any machines may replace it at once: the last one wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = draft_of(path)
@@ -28,7 +28,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def publish(draft: Path, target: Path) -> None:
-    """Rename a file, or a folder, that is on the disk by then: after a loss of power it is whole, or is not there."""
+    """Rename a file or folder once it is on disk: after a power loss it is complete or missing."""
     for path in draft.rglob("*"):
         _sync(path)
     _sync(draft)

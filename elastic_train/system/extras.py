@@ -1,6 +1,6 @@
-"""Packages: which version is installed, which only an optional extra installs, and what to do if one is missing.
+"""Packages: installed versions, those that need an optional extra, and the command that installs a missing one.
 
-The base installation trains, reads data and sends metrics. Code that needs more imports it within `needed_for`, so that
+The base installation trains, reads data and sends metrics. Other code imports its packages within `needed_for`, so that
 importing this project, and `--help`, need no extra.
 """
 
@@ -31,7 +31,7 @@ _EXTRA_OF = {
 
 @functools.cache
 def version_of(package: str) -> str | None:
-    """Return a package's version, None if it is not installed; to find out, its whole description is parsed."""
+    """Return a package's version, None if it is not installed; slow, as its whole description is parsed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -40,7 +40,7 @@ def version_of(package: str) -> str | None:
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Import what `purpose` needs; raises ConfigError with the command to install an extra's missing package."""
+    """Import what `purpose` needs; raise ConfigError with the install command for an extra's missing package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -50,7 +50,7 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def install_command(error: BaseException | None) -> str | None:
-    """Return the command that installs the package that an import error, or its cause, lacks; None if unknown."""
+    """Return the install command for the package missing in an import error, or its cause; None if unknown."""
     while error is not None:
         if isinstance(error, ModuleNotFoundError) and error.name:
             extra = _EXTRA_OF.get(error.name.partition(".")[0])

@@ -1,12 +1,13 @@
-"""Named places at which a fault can be planted while a job runs: one line of code each, without effect unless armed.
+"""Failpoints: named places at which a fault can be planted while a job runs; one line of code each, no effect unless
+armed.
 
-ELASTIC_FAILPOINTS names a folder that the processes of a job, or of a node, share. A file there, named after a place
-and holding a kind, arms it: the n-th time that any of the processes comes to the place, or that the one which it names
-does, the file is renamed to <place>.<pid>, and the fault happens there.
+ELASTIC_FAILPOINTS names a folder shared by the processes of a job or node. A file named after a place, with a kind as
+content, arms it: at the n-th arrival of any process, or of the named one, the file is renamed to <place>.<pid>, and the
+fault happens.
 
 Kinds: kill (SIGKILL), stop (SIGSTOP), raise (RuntimeError), hang (in Python), hang-native (holding the interpreter's
-lock, so that no other thread of the process runs), slow (a second), full and eio (the operating system's errors), oom
-(torch's error of a device without memory, which is a RuntimeError as a lost peer is).
+lock, so that no other thread runs), slow (a second), full and eio (the operating system's errors), oom (torch's error
+of a device without memory, a RuntimeError as for a lost peer).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ _folder: Path | None = _UNREAD
 
 
 def reach(name: str) -> None:
-    """Mark a place: have the fault that is armed here, if any."""
+    """Mark a place: trigger the fault armed here, if any."""
     if _folder is not None:
         _look(_folder, name)
 
 
 def _forget() -> None:
-    """Read the environment again: a fork may get another one before it becomes a worker."""
+    """Reset the cached environment: a fork may get another one before it becomes a worker."""
     global _folder
     _folder = _UNREAD
 
@@ -63,14 +64,14 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def arm(folder: Path, name: str, kind: str, nth: int = 1, only: int | None = None) -> None:
-    """Plant a fault for the n-th arrival at a place, counted from 1; with `only`, of the process of that pid."""
+    """Plant a fault for the n-th arrival at a place, from 1; with `only`, of the process with that pid."""
     assert name in POINTS and kind in KINDS, f"no {kind} at '{name}'; there are {KINDS} at {POINTS}"
     (folder / f"{name}.new").write_text(f"{kind} {nth}" if only is None else f"{kind} {nth} {only}")
     (folder / f"{name}.new").rename(folder / name)
 
 
 def disarm(folder: Path, name: str) -> bool:
-    """Remove a fault that has not happened; return whether there was one."""
+    """Remove a fault that has not happened; return True if there was one."""
     try:
         (folder / name).unlink()
     except FileNotFoundError:
@@ -105,13 +106,13 @@ def _look(folder: Path, name: str) -> None:
 
 
 def _run_out_of_memory(name: str) -> NoReturn:
-    import torch  # whoever comes to a place has it
+    import torch  # already imported by whoever gets here
 
     raise torch.OutOfMemoryError(f"planted at {name}")
 
 
 def _take(folder: Path, name: str) -> str | None:
-    """Return the kind of a fault that is due at a place and disarm it; count down and return None before that."""
+    """Return the kind of a due fault and disarm it; before that, count down and return None."""
     try:
         descriptor = os.open(folder / name, os.O_RDWR)
     except FileNotFoundError:
@@ -127,7 +128,7 @@ def _take(folder: Path, name: str) -> str | None:
         os.pwrite(descriptor, content, 0)
         os.ftruncate(descriptor, len(content))
         return kind if int(left) == 1 else None
-    except FileNotFoundError:  # another has taken it since it was opened
+    except FileNotFoundError:  # another process took it after the open
         return None
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
 """Locks between the threads of all processes of a node, released when their holder dies: bytes of a file, or all of it.
 
-Open-file-description locks (Linux) belong to one opening of the file, so threads exclude each other, too, and one file
-serves for many locks.
+Open-file-description locks (Linux) belong to one opening of the file, so threads exclude each other as well, and one
+file serves for many locks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
 
 @contextmanager
 def locked(path: Path, place: int) -> Iterator[int]:
-    """Hold the lock of one place of a file; yields the file's descriptor."""
+    """Hold the lock of one place of a file; yield the file's descriptor."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLKW, _lock_of(place))
@@ -29,7 +29,7 @@ def locked(path: Path, place: int) -> Iterator[int]:
 
 
 def is_locked(path: Path, place: int) -> bool:
-    """Return whether any thread of any process holds the lock of a place."""
+    """Return True if any thread of any process holds the lock of a place."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock_of(place))
@@ -43,7 +43,8 @@ def is_locked(path: Path, place: int) -> bool:
 def locked_by(file: int, timeout_s: float) -> bool:
     """Lock an open file until it is closed or its process dies; False if another process holds it for `timeout_s`.
 
-    True on a file system without locks: what it guards is only tidier for it. It may be shared with other hosts.
+    True on a file system without locks, which may be shared with other hosts: what it guards is only tidier with the
+    lock.
     """
     deadline = time.monotonic() + timeout_s
     while True:

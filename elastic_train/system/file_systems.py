@@ -1,6 +1,6 @@
-"""File systems: which one a path is on, by the kernel's table of mounts, and what of it endangers a job's commits.
+"""Detect a path's file system from the kernel's mount table, and its hazards for a job's commits.
 
-`docs/storage.md` says what commits need of a file system, and which one holds what.
+`docs/storage.md` says what commits need of a file system, and which ones provide it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A mounted file system: where, of which kind ("ext4", "nfs4", "fuse.gcsfuse"), with which options."""
+    """A mounted file system: mount point, kind ("ext4", "nfs4", "fuse.gcsfuse") and options."""
 
     point: str
     kind: str
@@ -29,19 +29,19 @@ class Mount:
 
     @property
     def is_local(self) -> bool:
-        """Whether what one node writes there no other node can see, and its own processes see at once."""
+        """True if no other node sees what is written there, and the node's own processes see it at once."""
         return self.kind in _LOCAL
 
 
 def mount_of(path: str | Path, mounts: Path = MOUNTS) -> Mount | None:
-    """Return the mount that a path is on, or will be once it is made; None if the kernel does not say."""
+    """Return the mount of a path, existing or not; None if unknown."""
     real = Path(os.path.realpath(path))
     try:
         table = [_parsed(line) for line in mounts.read_text().splitlines()]
     except (OSError, ValueError):
         return None
     around = [mount for mount in table if real.is_relative_to(mount.point)]
-    # Of two on one point the later hides the earlier.
+    # Of two mounts on one point the later hides the earlier.
     return max(reversed(around), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
@@ -50,7 +50,7 @@ Location = tuple[int, str, str]
 
 
 def location_of(url: str) -> Location | None:
-    """Return where a folder is, or will be once it is made; None for URLs, and if the kernel does not say."""
+    """Return the location of a folder, existing or not; None for URLs, or if unknown."""
     if "://" in url:
         return None
     real = Path(os.path.realpath(url))
@@ -60,7 +60,7 @@ def location_of(url: str) -> Location | None:
 
 
 def hazards(url: str, mounts: Path = MOUNTS) -> Iterator[str]:
-    """Yield what is dangerous about a folder as the place of a job's commits, one sentence each; nothing for URLs."""
+    """Yield the hazards of a folder for a job's commits, one sentence each; nothing for URLs."""
     if "://" in url or (mount := mount_of(url, mounts)) is None:
         return
     on = f"{url} is on {mount.kind} ({mount.point})"
@@ -86,7 +86,7 @@ def _of_nfs(on: str, options: frozenset[str]) -> Iterator[str]:
 
 
 def _parsed(line: str) -> Mount:
-    """Read a line of mountinfo: ID parent device root POINT OPTIONS [tags...] - KIND source OPTIONS."""
+    """Parse a line of mountinfo: ID parent device root POINT OPTIONS [tags...] - KIND source OPTIONS."""
     before, _, after = line.partition(" - ")
     point, options = before.split()[4:6]
     kind, _, more = after.split(" ", 2)

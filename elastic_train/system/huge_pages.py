@@ -1,7 +1,7 @@
-"""Large memory that is written at once, on huge pages: the kernel then makes hundreds of pages at a time.
+"""Huge pages for large memory that is written at once: the kernel then creates hundreds of pages at a time.
 
-Fresh memory costs several times the copy into it, page by page: 50 MB took 35 ms on pages of 4 KiB, 6 ms on pages of
-2 MiB. NumPy asks for them by itself; torch does for all memory of a process or for none.
+Faulting in fresh memory costs several times the copy into it: 50 MB took 35 ms on pages of 4 KiB, 6 ms on pages of 2
+MiB. NumPy requests them by itself; torch does for all memory of a process or none.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 LEAST_BYTES = 4 << 20
-"""As NumPy has it: smaller memory is mostly used again by the allocator."""
+"""As in NumPy: smaller memory is mostly reused by the allocator."""
 
 
 def on_huge_pages(tensor: Tensor) -> Tensor:
-    """Return the tensor, whose memory is fresh, after asking the kernel for huge pages; only Linux and hosts have them.
+    """Return the tensor, with fresh memory, after requesting huge pages; only for host memory on Linux.
 
-    It is a hint: where the system has them disabled nothing changes.
+    A hint only: without effect where the system disables them.
     """
     num_bytes = tensor.untyped_storage().nbytes()
     if num_bytes >= LEAST_BYTES and tensor.is_cpu and (advise := _madvise()) is not None:

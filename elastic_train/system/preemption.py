@@ -1,15 +1,15 @@
 """Preemption: SIGTERM, SIGINT (Ctrl-C), SIGHUP, SIGUSR1 and SIGUSR2 set a flag that the loop reads at step boundaries.
 
 The flag is part of every step's collective, so all ranks stop after the same step, commit once, and leave together.
-While nothing would be lost, as before the first step, the process leaves at once instead, wherever it is.
+While nothing would be lost, as before the first step, the process leaves at once, wherever it is.
 
-A second SIGTERM exits at once, without a commit, but one that follows within seconds is the same request: a scheduler
-that signals a whole process tree reaches a worker twice, directly and through its agent. A second Ctrl-C exits at once
-in any case. SIGHUP stays ignored where it was (nohup).
+A second SIGTERM exits at once, without a commit, but one within seconds counts as the same request: a scheduler that
+signals a whole process tree reaches a worker twice, directly and through its agent. A second Ctrl-C always exits at
+once. SIGHUP stays ignored where it was (nohup).
 
-A step may last longer than the launcher waits before it sends SIGKILL. So half of that time after SIGTERM, and never
-less than `RESERVE_S` before its end, a step that is still being computed is dropped: the applied state, which the step
-has not touched, is committed instead. SIGUSR1 and SIGUSR2 are early warnings, after which nobody kills yet.
+A step may outlast the time until the launcher sends SIGKILL. So half of that time after SIGTERM, but not earlier than
+`RESERVE_S` before its end, an unfinished step is dropped: the applied state, which the step has not touched, is
+committed. SIGUSR1 and SIGUSR2 are early warnings, without a kill.
 """
 
 from __future__ import annotations
@@ -28,45 +28,47 @@ T = TypeVar("T")
 ORDERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Requests after which the process may be killed."""
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
-"""Requests after which nobody kills yet; the second is what users of submitit have schedulers send."""
+"""Requests without a kill; the second is the usual one of submitit users."""
 EXIT_BY_SIGNAL = 128
-"""To which the number of the signal is added that has ended a process at once, as shells do."""
+"""Base of the exit code of a process ended by a signal, as in shells; the signal's number is added."""
 SAME_REQUEST_S, SAME_KEY_S = 3.0, 0.3
-"""How long one request may take to arrive several times: as different signals or twice as SIGTERM, and as a Ctrl-C."""
+"""Seconds within which repeated signals count as one request: as different signals or a second SIGTERM, and as
+Ctrl-C."""
 SHOW_CURSOR = "\x1b[?25h"
 GRACE_VARIABLE = "ELASTIC_TRAIN_STOP_GRACE_S"
 """Set by `elastic-train launch` for its workers: seconds from SIGTERM to SIGKILL."""
 TORCHELASTIC_GRACE_S = 30.0
 RESERVE_S = 30.0
-"""Kept for the commit, at most; half of a grace that is shorter than twice as long."""
+"""Most seconds reserved for the commit; half of a shorter grace period."""
 
 
 class StepDropped(BaseException):
-    """The step in progress is given up, because the time to leave is running out; the applied state is untouched.
+    """Raised to drop the current step because time to leave is running out; the applied state is untouched.
 
-    Not an Exception: it comes out of whatever runs at that moment, a task's code included.
+    Not an Exception, as it may interrupt any code, including a task's.
     """
 
 
 class LeaveNow(BaseException):
-    """The process is asked to leave, and nothing would be lost. Not an Exception: it comes out of whatever runs."""
+    """Raised when the process is asked to leave and nothing would be lost. Not an Exception, as it may interrupt any
+    code."""
 
 
 def requests() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this process to leave: not SIGHUP if whoever started it has it ignored."""
+    """Return the signals that ask this process to leave: without SIGHUP if its parent has it ignored."""
     is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in (*ORDERS, *WARNINGS) if not (is_deaf and number == signal.SIGHUP))
 
 
 class Orders:
-    """The orders to leave that a process has got, and the one after which it is to end at once."""
+    """Orders to leave received so far, and the one after which the process must end at once."""
 
     def __init__(self) -> None:
         self.since_s: float | None = None
-        """When the first one came (monotonic seconds)."""
+        """Time of the first order (monotonic seconds)."""
 
     def is_final(self, number: int, now_s: float) -> bool:
-        """Note an order; say whether it asks this process to end at once, as it was asked to leave before."""
+        """Record an order; return True if the process must end at once, having been asked before."""
         if self.since_s is None:
             self.since_s = now_s
             return False
@@ -76,36 +78,36 @@ class Orders:
 
 
 def tell(text: str) -> None:
-    """Write a line to standard error in a handler of signals; a terminal may be gone with the one that sent it."""
+    """Write a line to standard error in a signal handler; the terminal may be gone along with the sender."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def end_at_once(number: int, said: str) -> NoReturn:
-    """End this process by an order to do so, with a last word if there is one."""
+    """End this process on an order to do so, with a last message if there is one."""
     if said:
         tell((f"{SHOW_CURSOR}\n" if os.isatty(2) else "") + f"ended at once by {signal.Signals(number).name}: {said}")
     os._exit(EXIT_BY_SIGNAL + number)
 
 
 class LeaveRequest:
-    """Whether this process was asked to leave, and since when (monotonic seconds); create one, in the main thread.
+    """True state and time of a request to leave (monotonic seconds); create it in the main thread.
 
-    `grace_s` is the time from SIGTERM to SIGKILL, in seconds; None where nobody kills, or nobody says when.
+    `grace_s` is the time from SIGTERM to SIGKILL in seconds; None if nobody kills, or it is unknown.
     """
 
     name = ""
-    """Of the first signal; empty if it was none."""
+    """Name of the first signal; empty if it was none."""
     may_go: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether a request may raise LeaveNow at this moment, as nothing would be lost."""
+    """Returns True while a request may raise LeaveNow, as nothing would be lost."""
     lost: Callable[[], str] = staticmethod(lambda: "nothing is lost")
-    """What is lost if the process ends at this moment; nothing if another process says it."""
+    """Returns what is lost if the process ends now; empty if another process reports it."""
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.is_set = False
         self.since_s = 0.0
         self.is_late = False
-        """Whether no more time may be spent on a step."""
+        """True if no more time may be spent on a step."""
         self._grace_s = grace_s
         self._is_droppable, self._orders = False, Orders()
         self._earlier = {number: signal.signal(number, self._note) for number in requests()}
@@ -113,25 +115,25 @@ class LeaveRequest:
             self._earlier[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._be_late)
 
     def release(self) -> None:
-        """Give the signals back to the handlers that they had before."""
+        """Restore the signals' previous handlers."""
         if self._grace_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._earlier.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def hear_no_more(self) -> None:
-        """Ignore all requests, in a process that is about to end with what it was asked for, or with its result."""
+        """Ignore all requests, in a process about to end as requested, or with its result."""
         for number in self._earlier:
             signal.signal(number, signal.SIG_IGN)
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for others, in seconds since the request, before this process leaves by itself."""
+        """Seconds since the request to wait for others before this process leaves by itself."""
         return math.inf if self._grace_s is None else step_time_s(self._grace_s) + self._grace_s / 8
 
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
-        """Allow StepDropped inside: what runs there can be given up at any point."""
+        """Allow StepDropped inside: the code can be abandoned at any point."""
         self._is_droppable = True
         try:
             if self.is_late:
@@ -141,7 +143,7 @@ class LeaveRequest:
             self._is_droppable = False
 
     def dropping(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items; waiting for one can be given up."""
+        """Yield the items; waiting for one can be abandoned."""
         iterator = iter(items)
         while True:
             with self.droppable():
@@ -176,12 +178,12 @@ class LeaveRequest:
 
 
 def step_time_s(grace_s: float) -> float:
-    """Return how long after SIGTERM, of a grace in seconds, a step may still take."""
+    """Return how many seconds after SIGTERM a step may still take, given the grace period."""
     return max(0.001, grace_s - min(RESERVE_S, grace_s / 2))
 
 
 def launched_grace_s() -> float | None:
-    """Return the time from SIGTERM to SIGKILL that this process's launcher gives, in seconds; None without one."""
+    """Return this process's grace period from SIGTERM to SIGKILL in seconds; None without a launcher."""
     text = os.environ.get(GRACE_VARIABLE)
     if text:
         return float(text)

@@ -1,7 +1,7 @@
-"""Which process this is, among those of all machines and of all times, and what it holds of its machine.
+"""Identify this process across machines and time, and measure its use of resources.
 
-A process id alone is used again: containers each count their processes from 1, and a machine gives the number of a
-process that has ended to another. What grows with every world would end a job of a thousand of them.
+Process ids are reused: containers count from 1, and machines reassign numbers of ended processes. Resources that grow
+with every world would end a job of a thousand worlds.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ _KIB = 1024
 
 
 def process_identity() -> dict[str, object]:
-    """Return, beside a process id: `host`, the machine's `boot` id, and `born`, in clock ticks since that boot."""
+    """Return what identifies a process beyond its pid: `host`, `boot` id, and `born`, in clock ticks since that
+    boot."""
     stat = stat_of(os.getpid())
     return {"host": socket.gethostname(), "boot": boot_id(), "born": stat.born if stat else 0}
 
 
 def pid_space() -> str:
-    """Return within what a pid and a birth tell a process from all others: the machine's boot, and the container."""
+    """Return the scope in which pid and birth time are unique: the machine's boot, and the container."""
     return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 class Resident(NamedTuple):
-    """The bytes of this process that are in its machine's memory: now, and at the most since it began."""
+    """Resident bytes of this process: now, and the peak since it began."""
 
     now: int
     peak: int
 
 
 def process_usage() -> dict[str, int]:
-    """Return the number of open file descriptors and of threads, and the resident bytes."""
+    """Return the numbers of open file descriptors and threads, and the resident bytes."""
     num_fds = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # one is the listing's own
     return {"fds": num_fds, "threads": int(_status()["Threads"]), "rss": resident().now}
 
@@ -43,7 +44,7 @@ def process_usage() -> dict[str, int]:
 def resident() -> Resident:
     """Return this process's resident bytes.
 
-    Not `getrusage`: a program inherits its `ru_maxrss` from the process that started it, which may have been larger.
+    Not `getrusage`: a program inherits `ru_maxrss` from the process that started it, which may have been larger.
     """
     status = _status()
     now, peak = (int(status.get(key, "0").split()[0]) * _KIB for key in ("VmRSS", "VmHWM"))

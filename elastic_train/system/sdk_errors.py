@@ -1,7 +1,7 @@
-"""What remote file systems raise besides OSError: errors of an SDK that got no answer (no credentials, no host).
+"""Errors of remote file systems other than OSError: an SDK got no answer (no credentials, no host).
 
-fsspec's file systems translate the answers that they get and pass other errors on. Only a package that has been
-imported can raise its errors, so nothing is imported here.
+fsspec's file systems translate answers and pass other errors on. Only an imported package can raise its errors, so
+nothing is imported here.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ _NAMES = (
 
 
 def sdk_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
-    """Return `others` and the SDK error classes of the packages that are in use."""
+    """Return `others` and the SDK error classes of the packages in use."""
     return *others, *(getattr(sys.modules[module], name) for module, name in _NAMES if module in sys.modules)

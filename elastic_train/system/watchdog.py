@@ -1,16 +1,15 @@
-"""A watchdog over a process's own progress: a worker that hangs reports where and exits, so that the others continue.
+"""A watchdog over a process's own progress: a hung worker reports where and exits, so that the others continue.
 
-Time spent waiting for peers does not count: a rank that waits for a hung one is not hung. The limit is learned from the
-longest stretch of work so far, once there has been a whole step: its first stretch may be the shortest. There are two
-watchers. A thread dumps every thread's stack and ends the process with the exit code for a hang. An observer, a process
-of its own, catches a hang that holds the interpreter's lock: the thread gives it signs of life as long as it runs, and
-it kills the process once no thread has run for longer than the limit.
+Waiting for peers does not count: a rank that waits for a hung one is not hung. The limit is learned from the longest
+stretch of work so far, once there was a whole step. There are two watchers. A thread dumps all stacks and ends the
+process with the exit code for a hang. An observer, a separate process, catches hangs that hold the interpreter's lock:
+the thread sends it signs of life, and it kills the process once no thread has run for longer than the limit.
 
-Both count only time in which the process could run, in small steps: one that was stopped, alone or with its node, goes
-on where it was when it is continued. Whether the others go on without it meanwhile is theirs to decide.
+Both count only time in which the process could run, in small steps: a process that was stopped, alone or with its node,
+continues where it was. Whether the others continue without it is their decision.
 
-While it enters a world a process makes no steps: then every answer of the storage and every wait for peers is progress,
-and the time between two of them is short, whatever the size of the state.
+While it enters a world a process makes no steps: then every storage answer and every wait for peers is progress, and
+the time between two of them is short, whatever the size of the state.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ T = TypeVar("T")
 TIMES_LONGEST = 10.0
 LEAST_S, MOST_S = 20.0, 600.0
 ENTERING_S = 30.0
-"""Least limit between two signs of progress before a world's first step; calls to etcd and storage have shorter
-deadlines."""
+"""Least limit in seconds before a world's first step; calls to etcd and storage have shorter deadlines."""
 BACKSTOP_S = 5.0
 MOST_LOOK_S = 2.0
-"""What counts, at most, of the time between two looks, which are a second apart: this process did not run in more."""
+"""Most seconds that count between two looks, which are a second apart: in more, this process did not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Work without beats: its limit is `times` the limit of steps, at least `least_s`; `unknown_s` before any step."""
+    """A phase without beats: its limit is `times` the limit of steps, at least `least_s`; `unknown_s` before any
+    step."""
 
     least_s: float
     unknown_s: float
@@ -56,7 +55,7 @@ _COPYING = _LEAVING = _WAITING = _Stage(MOST_S, MOST_S)
 
 
 class _Resting:
-    """A stretch of time in which a process waits, several of a step: no generator, which costs ten times as much."""
+    """A wait, several per step: not a generator, which costs ten times as much."""
 
     __slots__ = ("_was_working", "_watchdog")
 
@@ -83,13 +82,13 @@ class Watchdog:
         self._observer: Observer | None = None
         self._seen: float | None = None
         self._seen_at = self._worked_s = 0.0
-        """The stretch of work that the last look saw, when that was, and for how long it had worked then."""
+        """Stretch of work at the last look, the look's time, and the seconds worked by then."""
         self._arming = threading.Lock()
         self._is_closed = False
 
     @property
     def limit_s(self) -> float:
-        """How long work may currently continue without progress, in seconds."""
+        """Current limit in seconds on work without progress."""
         known_s = self._fixed_s
         if known_s is None and self._has_stepped:
             known_s = min(MOST_S, max(LEAST_S, TIMES_LONGEST * self._longest_s))
@@ -110,7 +109,7 @@ class Watchdog:
             self._arm()
 
     def warm_up(self) -> None:
-        """Report that a first batch runs before there is a world: that loads and compiles what steps need."""
+        """Report a first batch before there is a world: it loads and compiles what steps need."""
         self._begin(_WARMING)
 
     def enter(self) -> None:
@@ -118,7 +117,7 @@ class Watchdog:
         self._begin(_ENTERING)
 
     def await_first(self) -> None:
-        """Report that the first batch is requested: how long it takes is unknown until one has come."""
+        """Report that the first batch is requested, whose duration is unknown."""
         self._begin(_FIRST)
 
     def leave(self) -> None:
@@ -127,7 +126,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Allow the longest limit for the work inside: a large state is copied, the first time to fresh memory."""
+        """Allow the longest limit inside: a large state is copied, the first time to fresh memory."""
         if self._since is None:
             yield
             return
@@ -141,7 +140,7 @@ class Watchdog:
             self._arm()
 
     def moved(self) -> None:
-        """Report progress of a stage, from any thread; while there are steps, only they are progress."""
+        """Report progress of a stage, from any thread; between steps, only steps are progress."""
         if self._stage is not None and self._since is not None:
             self._since = time.monotonic()
 
@@ -157,7 +156,7 @@ class Watchdog:
             yield item
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """Do not count the time inside: it is a peer's, or has its own limit."""
+        """Exclude the time inside: it is a peer's, or has its own limit."""
         return _Resting(self)
 
     def _learn(self) -> None:
@@ -190,7 +189,7 @@ class Watchdog:
             self.look()
 
     def look(self) -> None:
-        """End the process if it has worked for longer than the limit without progress; the thread calls this."""
+        """End the process if it has worked longer than the limit without progress; called by the thread."""
         limit_s = self.limit_s  # first: a stretch that begins meanwhile is too short for any limit
         since, now = self._since, time.monotonic()
         if since is not None:

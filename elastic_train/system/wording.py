@@ -1,4 +1,4 @@
-"""Wording that messages and tables share: durations, sizes, counts, an error in one line, the name that was meant."""
+"""Shared wording of messages and tables: durations, sizes, counts, one-line errors, suggestions for names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 _LONGEST_LINE = 300
 _DASH, _UNITS = "–", ("B", "kB", "MB", "GB", "TB")
 LEFT_OUT = "***"
-"""What stands for a user and a password."""
+"""Placeholder for a user and a password."""
 
 
 def duration(seconds: float) -> str:
@@ -39,7 +39,7 @@ def sizes(num_bytes: Sequence[float | None]) -> list[str]:
 
 
 def rate(value: float) -> str:
-    """Return a number of things a second without an exponent, such as '38,560' or '7.31'."""
+    """Return a rate per second without an exponent, such as '38,560' or '7.31'."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -53,12 +53,12 @@ def size(num_bytes: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number of things, such as '1 rank' and '2 ranks'."""
+    """Return a count with its noun, such as '1 rank' and '2 ranks'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without passwords in URLs, or its class where it has none."""
+    """Return the first line of an error's message, without passwords in URLs, or its class if it has none."""
     return without_passwords(str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]
 
 
@@ -68,12 +68,12 @@ def without_passwords(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name most like a mistyped one; None if none is alike by `cutoff`, difflib's ratio in [0, 1]."""
+    """Return the known name nearest to a mistyped one; None if none reaches `cutoff`, difflib's ratio in [0, 1]."""
     by_folded = {each.casefold(): each for each in known}
     found = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=cutoff)
     return by_folded[found[0]] if found else None
 
 
 def did_you_mean(meant: str | None, otherwise: str = "") -> str:
-    """Return the end of a message about an unknown name: what was probably meant, else `otherwise`."""
+    """Return the end of a message about an unknown name: the suggestion, else `otherwise`."""
     return otherwise if meant is None else f"; did you mean '{meant}'?"

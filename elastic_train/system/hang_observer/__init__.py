@@ -1,1 +1,1 @@
-"""A small process beside a worker that ends it when none of its threads can run any more."""
+"""A small process next to a worker that ends it when none of its threads can run any more."""

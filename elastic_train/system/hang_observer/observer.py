@@ -1,4 +1,4 @@
-"""The side of the observed process: it starts the observer, and gives signs of life."""
+"""The observed process's side: start the observer, and send signs of life."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ENDS_WITHIN_S = 1.0
 
 
 class Observer:
-    """A process that ends this one if `alive` is not called for too long; OSError if it cannot be started.
+    """A process that ends this one if `alive` is not called for too long; raise OSError if it cannot be started.
 
-    It ends with this process, even while it is stopped, or with `close`.
+    It ends with this process, even a stopped one, or on `close`.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Observer:
         os.set_blocking(self._pipe, False)
 
     def alive(self, limit_s: float) -> None:
-        """Give a sign of life, and say for how many seconds there may be none from now on."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is stopped, or was killed
+        """Send a sign of life, with the most seconds until the next one."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the observer is stopped, or was killed
             os.write(self._pipe, f"{limit_s:.3f}\n".encode())
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Observer:
 
 
 def _dump_at_a_signal() -> int:
-    """Have the signal write all threads' stacks to stderr, and return it; 0 if there is nowhere to write to."""
+    """Let a signal write all threads' stacks to stderr, and return its number; 0 if there is no stderr."""
     try:
         faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
     except (ValueError, OSError, AttributeError, RuntimeError):

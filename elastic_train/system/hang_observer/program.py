@@ -1,9 +1,9 @@
-"""Ends the process that started this one if it is silent for too long although it could run.
+"""End the process that started this one if it is silent for too long although it could run.
 
-Run as a program, with nothing but the standard library: `python -I -S program.py PARENT SIGNAL`. Each line of standard
-input is a sign of life, and says for how many seconds there may be none. Silence is counted in small steps, and not
-while the parent is stopped. Where this process is stopped as well, as in a job that its scheduler has suspended, the
-step is over after its usual time. So who is continued after an hour goes on where it was.
+Run as a program, with only the standard library: `python -I -S program.py PARENT SIGNAL`. Each line of standard input
+is a sign of life, with the most seconds until the next. Silence is counted in small steps, and not while the parent is
+stopped. If this process is stopped as well, as in a job suspended by its scheduler, the step counts with its usual
+length: a job resumed after an hour continues where it was.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import time
 
 STEP_S = 1.0
 MOST_STEP_S = 2.0
-"""What a step counts at most: more has passed only if this process did not run."""
+"""Most seconds that a step counts: if more passed, this process did not run."""
 DUMPS_WITHIN_S = 2.0
 MOST_BYTES = 1 << 16
-"""What a pipe holds: all that was said meanwhile is read at once."""
+"""Size of a pipe: everything written meanwhile is read at once."""
 
 
 def watch(parent: int, dump: int) -> None:
-    """Count silence until there is too much of it, or the parent has ended or closed the pipe."""
+    """Count silence until it is too long, or the parent has ended or closed the pipe."""
     silent_s, limit_s = 0.0, float("inf")
     while os.getppid() == parent:
         began = time.monotonic()
@@ -41,7 +41,7 @@ def watch(parent: int, dump: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Say whether a process is stopped, by a signal or a debugger."""
+    """Return True if a process is stopped, by a signal or a debugger."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib takes longer than all else to import
             return file.read().rpartition(b")")[2].split()[0] in b"Tt"
@@ -50,8 +50,8 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _end(pid: int, dump: int, silent_s: float) -> None:
-    """Have a process write its stacks, and kill it; what it is at may keep it from writing."""
-    with contextlib.suppress(OSError):  # nobody reads that
+    """Let a process write its stacks, if it still can, and kill it."""
+    with contextlib.suppress(OSError):  # stderr is closed
         sys.stderr.write(
             f"error: no thread of process {pid} could run for {silent_s:.0f} s: native code hangs that holds the "
             "interpreter's lock; the process is ended; the stacks of its threads:\n"
@@ -66,5 +66,5 @@ def _end(pid: int, dump: int, silent_s: float) -> None:
 
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what asks a job to leave is not for this process
+        signal.signal(number, signal.SIG_IGN)  # requests to leave are not for this process
     watch(int(sys.argv[1]), int(sys.argv[2]))
