@@ -178,9 +178,7 @@ class LineFile:
             self._lose(_FULL)
             return
         self._lines.append((line, again))
-        self._files.put(
-            self._act
-        )  # one action per line, though one writes all: the caller may be interrupted in between
+        self._files.put(self._act)  # one per line, though one writes all: the caller may be interrupted in between
 
     def close(self) -> None:
         """Close the file after its last line; returns at once, and may be called again."""

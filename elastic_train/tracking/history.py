@@ -314,10 +314,10 @@ def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
 
 
 def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str, started_at: float) -> None:
-    """Note in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
+    """Record in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
 
-    `kind` is the error's class, `started_at` when the process began (unix seconds). Waits a moment.
-    `of_rank` is null in a live job, whose processes have another rank in each world.
+    `kind` is the error's class, `started_at` the process's start (unix seconds). `of_rank` is null in a live job, whose
+    processes have another rank in each world. Waits a moment.
     """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
