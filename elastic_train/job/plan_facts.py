@@ -57,7 +57,7 @@ def describe_sources(order: Mixture, sources: Sequence[Source], length: int) -> 
 def describe_pipeline(config: Config) -> str:
     """Describe the pipeline's idle time with all lanes in one cell; with more cells, each has fewer lanes."""
     parallel, num_lanes = config.parallel, config.batch.num_lanes
-    of_each = -(-num_lanes // parallel.expert)  # each expert-parallel rank runs a pipeline of its own
+    of_each = -(-num_lanes // parallel.expert)  # each expert-parallel rank runs its own pipeline
     waits = bubble(Pipeline(parallel.order, parallel.pipeline, of_each, parallel.num_chunks))
     chunks = f" with {parallel.num_chunks} chunks each" if parallel.num_chunks > 1 else ""
     return (

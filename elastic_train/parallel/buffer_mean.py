@@ -205,7 +205,7 @@ class BufferMean:
     def _counts(self, num_lanes: int) -> Iterator[tuple[Tensor, Tensor]]:
         assert self._increments is not None
         for part, slot in zip(_split(self._increments, self._integers), self._integers, strict=True):
-            step = part if slot.name in self._summed else part // num_lanes  # alike in every lane, so nothing is left
+            step = part if slot.name in self._summed else part // num_lanes  # equal in every lane: exact
             yield slot.tensor, slot.kept.to(torch.int64) + step
 
 

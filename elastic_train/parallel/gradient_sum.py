@@ -221,7 +221,8 @@ class TreeSum:
     def __init__(self, trees: Sequence[Tree], bucket_bytes: float | None = None) -> None:
         """With `bucket_bytes`, exchange buckets of about this size during the last leaf's backward pass.
 
-        None: after it. Not on a GPU: it would need streams, and another group for NCCL's order of calls.
+        With None, exchange everything after it. On a GPU there is no overlap: it would need streams, and another group
+        for NCCL's order of calls.
         """
         self._trees = [_Adding(one, LaneTree(one.flats, one.ranks.rank, one.leaves), Aside(one.ranks)) for one in trees]
         self._scratch = Scratch()

@@ -35,7 +35,7 @@ HEARD_S = 0.1
 
 
 class Outcome(enum.Enum):
-    """How a loop ended; histories and results contain the value.
+    """The end of a loop; histories and results contain the value.
 
     PREEMPTED: all ranks were asked to leave, or the world cannot continue without those that were. LEFT: this rank was
     asked to, and the others continue. REGROUP: the world ends to grow, or because a rank left it.

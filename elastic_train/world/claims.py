@@ -96,7 +96,7 @@ class Own:
     def has(self, claim: Claim, *, otherwise: bool = True) -> bool:
         """Return True if a claim is this job's.
 
-        `otherwise` if its etcd has another address and ours has no term yet.
+        Returns `otherwise` if the claim's etcd has another address and ours has no term yet.
         """
         if not claim.is_of(self.run_id) or not claim.run_id or self._is_here(claim):
             return claim.is_of(self.run_id)

@@ -49,7 +49,7 @@ class Fence(Protocol):
     def publish(self, term: int, commit: str) -> None:
         """Make a commit the head, or raise FencedError if its term is not the newest.
 
-        FenceNotUpdated if only etcd failed.
+        Raises FenceNotUpdated if only etcd failed.
         """
 
     def head(self) -> HeadLike | None:

@@ -1,4 +1,4 @@
-"""How a worker ends: finished, as declared by itself, or otherwise, as described by its agent.
+"""The end of a worker: finished, as declared by itself, or otherwise, as described by its agent.
 
 An exit code of 0 does not prove completion: a library that calls `quit()` or `os._exit(0)` has it as well. So a worker
 announces its work, and declares it finished at the end, in a page of memory that its agent reads. Until then an exit

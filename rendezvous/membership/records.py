@@ -1,4 +1,4 @@
-"""What the store holds about a job, as typed records, and their keys.
+"""The store's typed records about a job, and their keys.
 
 /elastic/<run id>/members/<id>   Member   leased: it is deleted with the node's lease
                   world          World    the sealed world of the highest term
@@ -8,7 +8,7 @@
                   store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
 
-Another version may write them, and anybody with etcdctl: what cannot be read counts as absent, except for a world, a
+Another version, or anyone with etcdctl, may write them: an unreadable record counts as absent, except for a world, a
 head or an end in a newer format, which this version must not overrule (`View.newer`).
 """
 

@@ -27,7 +27,7 @@ DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
-    """How a cell splits a model: tensor cuts by module name, the modules of each pipeline piece, and spread experts.
+    """The split of a model over a cell: tensor cuts by module name, modules of each pipeline piece, and spread experts.
 
     Names are full names. Each field is empty if unused. `dims` gives the dimension along which any degree cuts a
     parameter. Pieces are in execution order; each of N stages has `num_chunks` of them, every N-th.

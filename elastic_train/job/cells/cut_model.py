@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter of `shape` is cut along `dim`; each place has a span [lo, hi), possibly empty.
+    """The cut of a parameter of `shape` along `dim`; each place has a span [lo, hi), possibly empty.
 
     `whole` gives the boundaries that grains of the whole tensor may not cross; None if it is never cut. A place stores
     its part with `dim` first, so that it is one run of the whole tensor's elements in memory order.

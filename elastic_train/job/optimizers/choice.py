@@ -27,12 +27,12 @@ _FUSED = ("adamw", "sgd", "muon")
 """Optimizers with a fused update (AdamW's part of Muon, too). Not the default on CPUs, where cuts change its bits."""
 ADAMW_NAMES = "adamw_names"
 _BETAS = (0.9, 0.999)
-"""Of AdamW, as torch has them."""
+"""Betas of AdamW, as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """How to make the optimizer of a run; `kind` is the class that takes the options."""
+    """The optimizer of a run, not yet built; `kind` is the class that takes the options."""
 
     kind: type[Optimizer]
     make: MakeOptimizer

@@ -144,7 +144,7 @@ def _is_on_gpu(block: nn.Module) -> bool:
 
 
 def _with_own_code(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return a method with a code object of its own.
+    """Return a copy of a method with its own code object.
 
     torch keeps compiled variants with the code object and checks them one by one. If all blocks shared one, each call
     of a deep model would be compared with every other block's, and the GPU would wait for the host. On CPUs, equal

@@ -33,7 +33,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
 class Guard(Protocol):
-    """How a group waits: gives up when the world is broken, and turns failures into PeerLostError."""
+    """A group's way to wait: it gives up when the world is broken, and turns failures into PeerLostError."""
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Make a call that may not return, on another thread."""
