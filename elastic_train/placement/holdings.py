@@ -74,7 +74,7 @@ class Column(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """True if each rank of the column holds the whole part."""
-        return self.circle.grains.size < self.layout.num_grains
+        return self.circle is NO_GRAINS  # a part without a grain may be held either way
 
     def trained_by(self, seat: Seat | None) -> Int64s:
         """Return the trained grains that a rank holds, ascending: all, or those of its seat, none without one."""

@@ -28,7 +28,9 @@ class Limit:
 
 
 LIMITS = {
-    "fds": Limit("open files", 0.5, 32),
+    "fds": Limit(
+        "open files", 0.5, 64
+    ),  # the first rank has the stores of worlds that ended seconds ago: 60 in a storm
     "threads": Limit("threads", 0.25, 16),
     "rss": Limit("bytes of memory", 0.5 * MIB, 256 * MIB),
 }

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -217,6 +217,7 @@ def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:
 
 
 @given(models(6), st.sampled_from([0.01, 1.0, 1e30]), st.integers(0, 2**31))
+@example([Listed("empty", (0,), "torch.float32", 0)], 1.0, 0)
 @settings(max_examples=40, deadline=None)
 def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone(
     listed: list[Listed], limit: float, seed: int

@@ -1,0 +1,27 @@
+"""Records of kills are checked against what the killed processes have written themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chaos.judge.delivery.fault_claims import check_kills
+from chaos.judge.evidence.run_files import Evidence
+from chaos.judge.findings import Violated
+
+
+def run(fault: dict[str, object]) -> Evidence:
+    """Return a run of three nodes, with a process each, whose first and third are killed at once."""
+    nodes = [{"op": "node", "t": 1.0, "node": number, "pids": [100 + number]} for number in range(3)]
+    hit = {"op": "fault", "t": 5.0, "kind": "kill_node", "node": 0, "pids": [100, 102], **fault}
+    return Evidence(Path(), [[*nodes, hit]], [], {}, None, None)
+
+
+def test_a_fault_may_hit_several_nodes() -> None:
+    check_kills(run({"nodes": [0, 2]}))
+
+
+def test_a_process_of_a_node_that_was_not_hit_is_not_killed_by_it() -> None:
+    with pytest.raises(Violated, match="names process 102, which ran on node 2"):
+        check_kills(run({}))
