@@ -41,21 +41,20 @@ class CausalLM:
     """Train a decoder to predict the next token of rows of up to `max_tokens` tokens.
 
     `model` gives the sizes of the package's own decoder (dim, depth, heads, kv_heads, hidden, vocabulary, tied,
-    dropout, rope_base, norm_eps; experts, experts_per_token, expert_hidden, shared_hidden); its vocabulary is that of
-    the data's tokenizer by default. `hf` is a model of
-    transformers instead: {path: its local folder}, or {config: {model_type: llama, …}} to begin with drawn weights.
+    dropout, rope_base, norm_eps; experts, experts_per_token, expert_hidden, shared_hidden); its vocabulary is the data
+    tokenizer's by default. `hf` selects a model of transformers instead: {path: its local folder}, or {config:
+    {model_type: llama, …}} for random initial weights.
 
     With `lora`, values of peft's LoraConfig such as {r: 8, target_modules: [q_proj, v_proj]}, adapters of a folder's
-    model are trained, and the model itself stays as it is. `adapter` is for other types of peft, too: {type: ia3, …}.
+    model are trained and the model itself is frozen. `adapter` is for other types of peft: {type: ia3, …}.
 
-    `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name columns of lists with
-    a value for each token; those that have these names in the data are used without being asked for, and false turns
-    one off. `z_loss` times the square of the logits' log-sum-exp is added to every target's loss (Chowdhery et al.
-    2022, section 5). With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels need it, and not
-    to its longest row.
+    `labels` (which tokens are targets, others are -100), `attention_mask` and `document_ids` name list columns with a
+    value per token; columns with these names are used by default, and false turns one off. `z_loss` times the squared
+    log-sum-exp of the logits is added to every target's loss (Chowdhery et al. 2022, section 5). With `fixed_width`
+    micro-batches are padded to `max_tokens`, as compiled kernels need, instead of their longest row.
 
-    Routers to experts add to the loss of training `balance_loss` for tokens that are unequally spread, and
-    `router_z_loss` for large logits (`RouterLosses`): in each block, over the places of targets.
+    Expert routers add to the training loss `balance_loss` for unevenly spread tokens, and `router_z_loss` for large
+    logits (`RouterLosses`): in each block, over the target positions.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class CausalLM:
         )
         self.max_tokens, self.z_loss = max_tokens, z_loss
         self._tokens, self._fixed_width = tokens, fixed_width
-        self.rows = TokenColumns(tokens, documents="document_ids")  # until `prepare` knows which columns there are
+        self.rows = TokenColumns(tokens, documents="document_ids")  # until `prepare` knows the columns
         self._asked = {"labels": labels, "attention_mask": attention_mask, "document_ids": document_ids}
 
     def prepare(self, manifest: Manifest) -> None:
@@ -105,7 +104,7 @@ class CausalLM:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the prepared model has."""
+        """Number of token ids of the prepared model."""
         return self.language_model.vocabulary
 
     def check_held_out(self, manifest: Manifest) -> None:
@@ -168,7 +167,8 @@ class CausalLM:
         return replace(loss, total=loss.total + torch.stack(list(made.added)).sum()) if made.added else loss
 
     def _last_layer(self, model: nn.Module, mine: Batch) -> LastLayer | None:
-        """Return the layer that is left out of the model's pass, because logits of all tokens are too large."""
+        """Return the layer to leave out of the model's pass because logits of all tokens are too large; None if there
+        is none."""
         head = self.language_model.head(model)
         last = None if head is None else LastLayer(head, self.z_loss)
         return last if last is not None and last.takes_chunks(mine["tokens"].numel()) else None
@@ -177,7 +177,7 @@ class CausalLM:
         """Compute the loss from logits for every token; shape (rows, width, vocabulary)."""
         places, targets = batch["places"], batch["targets"]
         logits = logits.flatten(0, 1).float()
-        if 2 * len(places) < len(logits):  # then a copy of theirs is small, and spares the loss of all others
+        if 2 * len(places) < len(logits):  # then a copy of these rows is small, and saves the loss of all others
             logits, places = logits[places], torch.arange(len(places), device=places.device)
         spread = targets.new_full((len(logits),), IGNORED).index_copy_(0, places, targets)
         likelihoods = F.cross_entropy(logits, spread, ignore_index=IGNORED, reduction="none")[places]
@@ -192,7 +192,7 @@ class CausalLM:
         """Read all columns: the loss of a row needs its targets."""
 
     def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
-        """Return the mean loss of each row's targets, NaN without one, and how many it has."""
+        """Return the mean loss of each row's targets, NaN without any, and their number."""
         assert loss.predictions is not None, "a model in eval mode has the loss of each target"
         num_rows, width = batch["tokens"].shape
         rows = batch["places"] // width
@@ -224,7 +224,7 @@ class CausalLM:
 
 
 def _column(manifest: Manifest, name: str, asked: str | bool | None) -> str | None:
-    """Return the column that is asked for, else the one of the name itself if the data has it."""
+    """Return the requested column, else the one called `name` if the data has it."""
     if asked is False:
         return None
     if isinstance(asked, str):

@@ -1,7 +1,7 @@
-"""Validation metrics whose states are integers, so that any world computes the same values.
+"""Validation metrics with integer states, so that any world computes the same values.
 
-A separate module because torchmetrics takes over a second to import, which a validation can wait for and a
-recovery should not.
+A separate module because torchmetrics takes over a second to import: a validation can wait for that, a recovery should
+not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from elastic_train.tasks.metric_library import (
 
 _BINS, _UNIT = 15, 1 << 30
 _MOST_ROWS = 1 << 21
-"""Distinct scores, over all classes, up to which an area is exact: 64 MB. Of more, close ones become equal."""
+"""Distinct scores, over all classes, up to which an area is exact: 64 MB. Beyond, close ones are merged."""
 _MOST_CLASSES = 1000
-"""Classes up to which a confusion matrix is kept: 8 MB."""
+"""Most classes for which a confusion matrix is kept: 8 MB."""
 _CLASS, _KEY = 0, 1
 _CUT = -2
-"""The class of a row that has, in place of a score, how many low bits were dropped of those in its table."""
+"""Class of a row that holds, instead of a score, the number of low bits dropped in its table."""
 
 
 class PositiveF1(BinaryF1Score):
@@ -39,14 +39,14 @@ class PositiveF1(BinaryF1Score):
 class AreaUnderCurve(Metric):
     """Mean area under the ROC curve of each class against the rest; for two classes, that of class 1.
 
-    The state is a table of integers: class, score, and how many targets with this score are of other classes, and of
-    this one. A score is the ordered bits of its double, so areas are scikit-learn's, ties and saturated scores
-    included. A longer table than `most_rows` drops the fewest low bits of all scores that shorten it enough. A part of
-    the samples never drops more bits than all of them, and tables that are put together drop as many as any of them
-    has, so the result is the same for any division among ranks.
+    The state is an integer table: class, score, and how many targets with this score are of other classes, and of this
+    one. A score is the ordered bits of its double, so areas equal scikit-learn's, including ties and saturated scores.
+    A table longer than `most_rows` drops as few low bits of all scores as possible. A subset of samples never drops
+    more bits than the whole set, and merged tables drop as many as any of them, so the result is the same for any
+    division among ranks.
 
-    Classes without a sample are left out of the mean, and `remark` names them. The value is NaN if a score is NaN, or
-    no class has both kinds of samples.
+    Classes without samples are left out of the mean and named in `remark`. The value is NaN if a score is NaN, or no
+    class has both kinds of samples.
     """
 
     higher_is_better = True
@@ -97,13 +97,13 @@ _NO_ROWS = torch.zeros((0, 4), dtype=torch.int64)
 
 
 def _ordered(scores: Tensor) -> Tensor:
-    """Return integers that are ordered as the scores are, and equal where they are equal."""
+    """Return integers with the same order and equality as the scores."""
     bits = (scores + 0.0).view(torch.int64)  # -0.0 becomes 0.0
     return torch.where(bits < 0, bits ^ torch.iinfo(torch.int64).max, bits)
 
 
 def _merged(rows: Tensor, most: int) -> Tensor:
-    """Return a table with one row for each class and score, sorted by them, of about `most` rows at most."""
+    """Return a sorted table with one row per class and score, of about `most` rows at most."""
     is_cut = rows[:, _CLASS] == _CUT
     num_bits = max(rows[is_cut, _KEY].tolist(), default=0)
     rows = rows[~is_cut]
@@ -122,14 +122,14 @@ def _merged(rows: Tensor, most: int) -> Tensor:
 
 
 def _added(rows: Tensor) -> Tensor:
-    """Add up the counts of neighbours with one class and score."""
+    """Add up the counts of consecutive rows with the same class and score."""
     begins = _begins(rows, 0)
     counts = rows.new_zeros((int(begins.sum()), 2)).index_add_(0, begins.cumsum(0) - 1, rows[:, 2:])
     return torch.cat([rows[begins, :2], counts], dim=1)
 
 
 def _begins(rows: Tensor, shift: int) -> Tensor:
-    """Say which rows of a sorted table differ from the one before in class, or in score without its low bits."""
+    """Return which rows of a sorted table differ from the previous one in class, or in score without its low bits."""
     begins = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     keys, classes = rows[:, _KEY] >> shift, rows[:, _CLASS]
     begins[1:] = (keys[1:] != keys[:-1]) | (classes[1:] != classes[:-1])
@@ -139,7 +139,7 @@ def _begins(rows: Tensor, shift: int) -> Tensor:
 class CalibrationError(Metric):
     """Expected calibration error of the most likely class (Guo et al. 2017, section 2), in 15 bins of confidence.
 
-    Confidences are added up in parts of 2^-30, as integers.
+    Confidences are summed as integer multiples of 2^-30.
     """
 
     higher_is_better = False
@@ -163,13 +163,13 @@ class CalibrationError(Metric):
 
     def compute(self) -> Tensor:
         gaps = (self.correct.double() - self.confidence.double() / _UNIT).abs()
-        return gaps.sum() / self.count.sum()  # NaN without a sample
+        return gaps.sum() / self.count.sum()  # NaN without samples
 
 
 class Accuracy(MulticlassConfusionMatrix):
-    """Share of the rows whose most likely class is theirs; the state is the confusion matrix, (target, prediction).
+    """Share of rows whose most likely class is correct; the state is the confusion matrix, (target, prediction).
 
-    `details` has the scores of each class, by its name, of up to `most_named` classes.
+    `details` has the scores of each class, by name, for up to `most_named` classes.
     """
 
     higher_is_better = True
@@ -183,11 +183,11 @@ class Accuracy(MulticlassConfusionMatrix):
         return self.confmat.diagonal().sum() / self.confmat.sum()
 
     def details(self) -> dict[str, float]:
-        """Return precision, recall and F1 of the classes that the set has samples of."""
+        """Return precision, recall and F1 of the classes that occur in the set."""
         return self.by_class() if len(self.names) <= self._most_named else {}
 
     def by_class(self) -> dict[str, float]:
-        """Return the same of any number of classes; a class that is never predicted has the precision 0."""
+        """Return these scores for any number of classes; a class that is never predicted has precision 0."""
         right, real, said = (
             counts.tolist() for counts in (self.confmat.diagonal(), self.confmat.sum(1), self.confmat.sum(0))
         )
@@ -207,7 +207,7 @@ def classification_metrics(names: Sequence[str]) -> dict[str, Metric]:
     """Return the metrics of classes with these names, fed with (batch, classes) probabilities.
 
     They are accuracy, with the scores of each class, macro-F1 and AUC, and for two classes the positive class's F1.
-    Of more than 1,000 classes no confusion matrix is kept.
+    Above 1,000 classes no confusion matrix is kept.
     """
     num_classes = len(names)
     few = num_classes <= _MOST_CLASSES

@@ -58,16 +58,15 @@ _REMEDY = "replace it by a whole PNG or JPEG, or leave the row out, and build th
 class ImageClassifier:
     """Classify images into the classes of the label column; the model sees `size` x `size` pixels.
 
-    `model` gives the sizes of the package's own ResNet (channels, width, depth). `hf` is a model of transformers
-    instead: {path: its local folder}, or {config: {model_type: resnet, …}} to begin with drawn weights; of a folder
-    for other classes, the head is drawn. `channels` is 3 for colour and 1 for grey. With `lora`, values of peft's
-    LoraConfig, adapters of a folder's model and its head are trained, and the rest stays as it is; `adapter` is for
-    other types of peft, too: {type: ia3, …}.
+    `model` gives the sizes of the package's own ResNet (channels, width, depth). `hf` selects a model of transformers
+    instead: {path: its local folder}, or {config: {model_type: resnet, …}} for random initial weights; the head of a
+    folder with other classes is initialised randomly. `channels` is 3 for colour and 1 for grey. With `lora`, values of
+    peft's LoraConfig, adapters of a folder's model and its head are trained, and the rest is frozen; `adapter` is for
+    other types of peft: {type: ia3, …}.
 
-    Training images are cut (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`, `cutmix`)
-    by the samples' own random numbers; validation sees the centre. `mean` and `std` normalise pixels in [0, 1]; by
-    default they are those that the model's folder names, or ImageNet's. Images of more than `max_megapixels`
-    are refused.
+    Training images are cropped (`crop`: resized, shift or centre; `scale`, `shift`), flipped, and mixed (`mixup`,
+    `cutmix`) by the samples' own random numbers; validation uses the centre. `mean` and `std` normalise pixels in [0,
+    1]; by default the model folder's, or ImageNet's. Images of more than `max_megapixels` are rejected.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class ImageClassifier:
             if name not in _SIZES:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = {"channels": channels, **(model or {})}
-        ResNetShape(num_classes=2, **self._sizes)  # refuses what does not fit
+        ResNetShape(num_classes=2, **self._sizes)  # rejects invalid sizes
         self.source = None if hf is None else Source.of(hf)
         self.adapter = Adapter.of(self.source, lora, adapter)
         self.size, self.channels, self.label_smoothing = size, channels, label_smoothing
@@ -122,7 +121,7 @@ class ImageClassifier:
             self.config = self._checked_config(self.source, manifest)
 
     def _checked_config(self, source: Source, manifest: Manifest) -> Any:
-        """Return the model's configuration with these classes; refuse one for images of another kind."""
+        """Return the model's configuration with these classes; reject one for images of another kind."""
         names = manifest.labels if manifest.labels and len(manifest.labels) == self.num_classes else None
         named = dict(enumerate(names or map(str, range(self.num_classes))))
         config = source.load_config(id2label=named, label2id={name: number for number, name in named.items()})
@@ -141,7 +140,7 @@ class ImageClassifier:
             check_same_classes(self._known, manifest, str(self._label), self.num_classes)
 
     def _check_columns(self, manifest: Manifest) -> None:
-        """Refuse a dataset that lacks a column, or has it in a type that cannot be used."""
+        """Reject a dataset that lacks a column, or has it in an unusable type."""
         image, label = self._image, str(self._label)
         check_columns(manifest, *([image, label] if self._has_labels else [image]))
         if plain_name(manifest.columns[image]) not in ("binary", "large_binary"):
@@ -207,7 +206,7 @@ class ImageClassifier:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _pixels(self, rows: pa.Table, draw: SampleRandom) -> npt.NDArray[np.uint8]:
-        """Return (rows, channels, size, size); DataError names a sample that does not decode."""
+        """Return (rows, channels, size, size); raise DataError with a sample that does not decode."""
         from elastic_train.tasks.images.augmentation import decode, view
 
         refused = decoding_errors()
@@ -257,7 +256,7 @@ class ImageClassifier:
         return own if self.source is None else None
 
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-        """Write a folder that transformers' AutoModelForImageClassification loads, and how to prepare images for it."""
+        """Write a folder for transformers' AutoModelForImageClassification, including the image preprocessing."""
         save_folder(model, folder, is_merged=is_merged)
         self.normalisation.write(folder, self.size, self.augmentation.centre_share)
 

@@ -1,11 +1,10 @@
-"""torchmetrics, imported without most of what it spends its time on.
+"""Import torchmetrics without most of its slow dependencies.
 
-It imports scipy.signal to put back a name that scipy has dropped, for a package that measures speech, transformers
-for two classes with which its score of texts loads models, and matplotlib, in its module of plots, for each metric's
-`plot`. Every node would wait for all of them, and so would every command that asks a task for its metrics. While
-torchmetrics is imported here, placeholders stand for them. Nothing is hidden: what torchmetrics has taken from one
-becomes the real thing when it is used, and a later import of any of them gets it. Where the speech package is
-installed, scipy.signal is imported as torchmetrics has it.
+It imports scipy.signal to restore a name that scipy dropped, for a speech package; transformers for two classes, used
+by its text score to load models; and matplotlib, in its plot module, for each metric's `plot`. Every node and command
+that asks a task for its metrics would wait for all of them. Placeholders replace them during the import here: what
+torchmetrics took from one becomes the real object on use, and a later import gets the real module. If the speech
+package is installed, scipy.signal is imported as usual.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ _FOR_SPEECH = "gammatone"
 
 
 class _Later:
-    """What a module has by some name; the module is imported when that is called, or something of it is asked for."""
+    """A module's attribute by name; the module is imported on a call or attribute access."""
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
 
     def __getattr__(self, attribute: str) -> object:
-        if attribute.startswith("__"):  # by which typing looks at what stands in an annotation
+        if attribute.startswith("__"):  # typing inspects annotations this way
             raise AttributeError(attribute)
         return getattr(self._real(), attribute)
 
@@ -42,7 +41,7 @@ class _Later:
 
 
 class _Placeholder(ModuleType):
-    """Has every name but Python's own, by which others look at modules: that of its file, or of its folder."""
+    """A module with every name except Python's own, such as those of its file or folder."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -56,7 +55,7 @@ class _Placeholder(ModuleType):
 
 @contextlib.contextmanager
 def _later(*names: str) -> Iterator[None]:
-    """Keep modules from being imported that are not yet; torchmetrics asks for none that is not installed."""
+    """Keep modules from being imported unless they already are; torchmetrics requests only installed ones."""
     placeholders = {name: _Placeholder(name) for name in names if name not in sys.modules}
     sys.modules.update(placeholders)
     try:

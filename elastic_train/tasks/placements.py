@@ -1,7 +1,7 @@
-"""The seam between the trainer and a task whose model several ranks compute together.
+"""The interface between the trainer and a task whose model is split over ranks.
 
-A task says where modules are (`Placing`), and runs a piece of its model (`Running`). A task that has neither method
-trains in every shard mode, at any number of replicas.
+A task places its modules (`Placing`), and runs pieces of its model (`Running`). A task with neither method trains in
+every shard mode, at any number of replicas.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elastic_train.tasks.task import Batch, LaneLoss
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """How many ranks share a model along each axis; `sequence` as in `parallel.sequence`.
+    """Number of ranks that share a model along each axis; `sequence` as in `parallel.sequence`.
 
-    `stages` counts all stages of a pipeline, also where a rank has several (`schedule: interleaved`).
+    `stages` counts all pipeline stages, even if a rank has several (`schedule: interleaved`).
     """
 
     tensor: int = 1
@@ -37,30 +37,31 @@ Use = CutUse | TokenUse
 """How tensor ranks share a module.
 
 `column`: a linear layer; each rank computes some outputs from the same input. `row`: a linear layer; each rank has some
-inputs, and the outputs are added. `partial`: all ranks have the module's parameters and use each on their own part;
+inputs, and outputs are added. `partial`: all ranks have the module's parameters, each uses them on its own part;
 gradients are added.
 
 With `Degrees.sequence` each rank has some tokens of every row between the layers that are cut; tensors are (rows,
 tokens, size). `split`: each rank keeps its tokens of the module's output. `enter`: the module gets each rank's tokens
 of its first argument. `tokens`: the module runs on each rank's tokens; its gradients are added. `dropout`: a dropout
-that does, and draws for all tokens. `gather`: a module with column layers that gets all tokens. `join`: the module gets
-all tokens again. Column layers get all tokens in any case, row layers return some."""
+that does so, and draws for all tokens. `gather`: a module with column layers that gets all tokens. `join`: the module
+gets all tokens again. Column layers always get all tokens, row layers return some.
+"""
 CUTS, TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """Where a model's modules are along each axis; a module that is not named is whole on every rank.
+    """How a model's modules are placed along each axis; a module that is not named is whole on every rank.
 
-    `tensor`: the use of modules, by name; * stands for one part of a name. The cut ones must be the same at every
-    degree, also at 1. Uses of tokens have no effect without `Degrees.sequence`.
+    `tensor`: use of modules by name; * matches one component of a name. The cut ones must be the same at every degree,
+    even at 1. Token uses have no effect without `Degrees.sequence`.
 
-    `stages`: the modules that each stage of a pipeline runs, in the order in which they run; each parameter is in one
-    stage. A rank has one stage, or with `schedule: interleaved` several, which are not neighbours.
+    `stages`: modules of each pipeline stage, in running order; each parameter is in one stage. A rank has one stage, or
+    with `schedule: interleaved` several, which are not consecutive.
 
-    `context`: whether `run` computes some tokens of each row (`Piece.part`).
+    `context`: True if `run` can compute some tokens of each row (`Piece.part`).
 
-    `found`: traits of the model that some features do not work with; those that are asked for are refused.
+    `found`: traits of the model that are incompatible with some features; these are rejected if requested.
     """
 
     tensor: Mapping[str, Use] = field(default_factory=dict)
@@ -77,10 +78,9 @@ class Placements:
 
 
 def deal(modules: Sequence[str], num_stages: int, blocks: range | None = None) -> list[Sequence[str]]:
-    """Deal modules, in the order in which they run, to stages of about as many blocks each; the last ones have more.
+    """Distribute modules, in running order, to stages with about equally many blocks; the last ones have more.
 
-    `blocks` are the numbers of the blocks among them, all by default; a module before or after stays with the block
-    next to it.
+    `blocks` are the indices of the blocks among them, by default all; other modules stay with the nearest block.
     """
     blocks = blocks or range(len(modules))
     ends = [blocks.start + stage * len(blocks) // num_stages for stage in range(num_stages + 1)]
@@ -93,21 +93,21 @@ class Placing(Protocol):
     """A task that says how ranks share its model (`parallel.tensor`, `sequence`)."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        """Place the model that `build_model` built; raise ConfigError if it cannot be placed at these degrees.
+        """Place the model from `build_model`; raise ConfigError if it cannot be placed at these degrees.
 
-        Must depend on nothing but the task's parameters and the model. Every job asks for `Degrees()`: gradients and
-        weights are measured by parts that all degrees of `tensor` have in common.
+        Must depend only on the task's parameters and the model. Every job asks for `Degrees()`: gradients and weights
+        are measured by parts common to all degrees of `tensor`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPart:
-    """Some tokens of each row, which one of several ranks computes: part `number` of `count`.
+    """Some tokens of each row, computed by one of several ranks: part `number` of `count`.
 
-    `gather` returns all parts of a tensor, such as keys and values, of shape (…, tokens, size), one after the other
-    along its tokens; all parts have as many. All ranks of a cell call it as often, in one order. The gradient of what
-    a rank has given comes back from all. The number of tokens of a part must be a multiple of `multiple`: rows that are
-    shorter are padded (`parallel.sequence` shares a part out between tensor ranks).
+    `gather` returns all parts of a tensor, such as keys and values, of shape (…, tokens, size), concatenated along
+    tokens; all parts have equally many. All ranks of a cell must call it equally often, in one order. Gradients of a
+    rank's contribution return from all ranks. The number of tokens of a part must be a multiple of `multiple`: shorter
+    rows are padded (`parallel.sequence` splits a part over tensor ranks).
     """
 
     number: int
@@ -118,10 +118,10 @@ class ContextPart:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The share of a forward pass that one rank computes; without arguments the whole model, on whole rows.
+    """One rank's share of a forward pass; without arguments the whole model, on whole rows.
 
-    `modules` are those of a stage, all if there are none; `given` is the output of the stage before, None for the
-    first; `part` is some tokens of each row, None for all. `is_last`: whether the modules end with the loss.
+    `modules` are a stage's, all if empty; `given` is the previous stage's output, None for the first; `part` is some
+    tokens of each row, None for all. `is_last`: True if the modules end with the loss.
     """
 
     modules: Sequence[str] = ()
@@ -135,12 +135,12 @@ class Running(Placing, Protocol):
     """A task whose model runs in pieces (`parallel.pipeline`, `context`)."""
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
-        """Run a piece; the last stage returns the loss, any other the tensor that the next one is given.
+        """Run a piece; the last stage returns the loss, any other the tensor for the next stage.
 
-        All stages, one after the other, compute the loss of all modules, to the last bit; `Piece()` has the result
-        of `loss`. Losses and weights of all parts add up to those of whole rows, to rounding; a forward pass of a part
-        changes no buffer. Random numbers are drawn by torch's generator, whose state goes from stage to stage with the
-        tensors, and is another one for each part. Parameters of other stages have no elements.
+        All stages in order compute the same loss as all modules, bit for bit; `Piece()` gives the result of `loss`.
+        Losses and weights of all parts add up to those of whole rows, up to rounding; a part's forward pass changes no
+        buffer. Random numbers come from torch's generator, whose state moves between stages with the tensors, and
+        differs for each part. Parameters of other stages have no elements.
         """
 
 
@@ -152,7 +152,7 @@ def loss_of(task: Running, model: nn.Module, batch: Batch, part: ContextPart | N
 
 
 def run_piece(task: Running, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
-    """Run a piece of a task's model; ConfigError if it returns a tensor in place of the loss, or a loss too early."""
+    """Run a piece of a task's model; raise ConfigError if it returns a tensor instead of the loss, or the reverse."""
     made, expected = task.run(model, batch, piece), LaneLoss if piece.is_last else Tensor
     if not isinstance(made, expected):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Direct preference optimization (Rafailov et al. 2023): adapters learn to prefer one answer to another.
+"""Direct preference optimization (Rafailov et al. 2023): adapters learn to prefer one answer over another.
 
-The reference is the base with adapters switched off, so that no second model is held; it does not change.
+The reference is the base with adapters disabled, so no second model is held; it does not change.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _COLUMNS = [name for side in SIDES for name in side]
 
 
 class Preferences:
-    """Train adapters of a model of transformers on pairs of answers, as `data import` writes them.
+    """Train adapters of a transformers model on pairs of answers, as written by `data import`.
 
     `hf`, `lora` or `adapter`, and `fixed_width` are as in `CausalLM`. The loss of a pair is -log sigmoid(beta * m): m
-    is by how much more likely the chosen answer has become than the rejected one, in nats, against the base. Answers
-    count up to `max_tokens` tokens of their chat.
+    is by how much more likely the chosen answer has become than the rejected one, in nats, relative to the base.
+    Answers count up to `max_tokens` tokens of their chat.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Preferences:
         return frozen_groups(model)
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        """Return what `TokenColumns.collate` does of the chosen chats, and after them of the rejected ones."""
+        """Return the output of `TokenColumns.collate` for the chosen chats, followed by the rejected ones."""
         both = [rows.select(side).rename_columns([*self._rows.names()]) for side in SIDES]
         return self._rows.collate(
             pa.concat_tables(both), np.concatenate([ids, ids]), self._max_tokens, self._model.vocabulary
@@ -116,7 +116,7 @@ class Preferences:
         return LaneLoss(total, float(len(margins)), margins, margins > 0)
 
     def _likelihoods(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the log-likelihood of the answer of each row; shape (rows,)."""
+        """Return the log-likelihood of each row's answer; shape (rows,)."""
         found = self._model.run(model, batch, Piece())
         assert isinstance(found, Logits), "a whole model has logits"
         places, tokens = batch["places"], batch["tokens"]
@@ -125,10 +125,10 @@ class Preferences:
         return likelihoods.new_zeros(len(tokens)).index_add(0, places // tokens.shape[1], likelihoods)
 
     def begin_predicting(self, manifest: Manifest) -> None:
-        """Read all columns: both answers are needed."""
+        """Do nothing: all columns are read, since both answers are needed."""
 
     def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
-        """Return how much likelier than the reference makes it the chosen answer is, minus that of the rejected one."""
+        """Return the chosen answer's gain in likelihood over the reference, minus the rejected one's."""
         assert loss.predictions is not None, "a model in eval mode has the margin of each pair"
         return {"margin": loss.predictions}
 

@@ -1,7 +1,7 @@
-"""Preparing a task with its training set: with one dataset, or with sources that must be read alike.
+"""Prepare a task with its training set: one dataset, or sources that must be read in the same way.
 
-Each source has to do alone, for a task that is there for nothing else: so what is wrong names the source it is wrong
-in, and what a task chooses by what it finds, such as the columns of packed documents, is the same in all of them.
+Each source must suit a task prepared with it alone: so errors name the source, and choices that a task makes by
+inspection, such as the columns of packed documents, must be the same for all.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def prepare(task: Task, config: TaskConfig, manifest: Manifest, sources: Sequence[Source]) -> None:
-    """Prepare the configured task with a dataset, in which the rows of `sources` are numbered, if there are any.
+    """Prepare the configured task with a dataset, which joins `sources` if there are any.
 
-    Raises ConfigError or DataError if the task, the dataset or one of the sources does not fit.
+    Raise ConfigError or DataError if the task, the dataset or one of the sources does not fit.
     """
     columns = [_columns_alone(config, source.manifest) for source in sources]
     for source, chosen in zip(sources[1:], columns[1:], strict=True):
@@ -39,7 +39,7 @@ def prepare(task: Task, config: TaskConfig, manifest: Manifest, sources: Sequenc
 
 
 def _columns_alone(config: TaskConfig, manifest: Manifest) -> list[str]:
-    """Return the columns that the task would read of a source if it were the training set."""
+    """Return the columns that the task would read from a source as its training set."""
     task = load_task(config)
     task.prepare(manifest)
     check_columns(manifest, task.columns())
@@ -47,7 +47,7 @@ def _columns_alone(config: TaskConfig, manifest: Manifest) -> list[str]:
 
 
 def _check_read_alike(manifest: Manifest, mine: list[str], first: Manifest, theirs: list[str]) -> None:
-    """Raise DataError if the task would read other columns of a source than of the first one, or of other types."""
+    """Raise DataError if the task would read other columns, or other types, from a source than from the first one."""
     if mine != theirs:
         raise DataError(
             f"{manifest.url}: the task would read its columns {', '.join(mine)}, and {', '.join(theirs)} of "
@@ -63,7 +63,7 @@ def _check_read_alike(manifest: Manifest, mine: list[str], first: Manifest, thei
 
 
 def check_states(name: str, metric: Metric) -> None:
-    """Refuse a metric whose states any world could not put together to the same bits."""
+    """Reject a metric whose states cannot be combined to the same bits in any world."""
     lists = [state for state, value in metric.metric_state.items() if isinstance(value, list)]
     for state, value in metric.metric_state.items():
         parts = value if isinstance(value, list) else [value]
@@ -82,7 +82,7 @@ def check_states(name: str, metric: Metric) -> None:
 
 
 def value_of(name: str, metric: Metric) -> float:
-    """Compute a metric; ConfigError if that is no single number."""
+    """Compute a metric; raise ConfigError if the result is not a single number."""
     value = metric.compute()
     if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -94,7 +94,7 @@ def value_of(name: str, metric: Metric) -> float:
 
 
 def try_metrics(metrics: Mapping[str, Metric], loss: LaneLoss | None) -> None:
-    """Refuse metrics that no validation could compute: by their states, and by what they make of a loss, if given."""
+    """Reject metrics that no validation could compute: by their states, and by their result for a loss, if given."""
     for name, metric in metrics.items():
         check_states(name, metric)
         if loss is None or loss.predictions is None:
@@ -111,7 +111,7 @@ def try_metrics(metrics: Mapping[str, Metric], loss: LaneLoss | None) -> None:
 
 
 def _check_states_are_all(name: str, metric: Metric, fresh: Metric, loss: LaneLoss) -> None:
-    """Refuse a metric whose states do not add up, or do not decide its value: ranks put together states alone."""
+    """Reject a metric whose states do not add up, or do not determine its value: ranks combine only states."""
     once = copy.deepcopy(metric.metric_state)
     value = value_of(name, metric)
     for state, found in once.items():

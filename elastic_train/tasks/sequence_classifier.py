@@ -1,4 +1,4 @@
-"""Classification of token sequences by a pre-trained model of transformers, with metadata columns beside it."""
+"""Classify token sequences, and metadata columns, by a pre-trained transformers model."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class SequenceClassifier:
-    """Fine-tune a model of transformers to classify rows of up to `max_tokens` tokens, and metadata.
+    """Fine-tune a transformers model to classify rows of up to `max_tokens` tokens, and metadata.
 
-    `hf` is {path: a local folder}, whose head is drawn if it has none for these classes, or {config: {model_type:
-    bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest stays as it is;
-    `adapter` is for other types of peft, too: {type: ia3, …}.
+    `hf` is {path: a local folder}, whose head is initialised randomly if it does not fit these classes, or {config:
+    {model_type: bert, …}}. With `lora`, values of peft's LoraConfig, adapters and the head are trained, and the rest is
+    frozen; `adapter` is for other types of peft: {type: ia3, …}.
 
-    `label`, `numeric` and `categorical` name columns, by default those of the manifest; [] for none.
-    `class_weights` is "balanced", which weighs each sample by the inverse share of its class in the training set, or a
-    list with a weight for each class. With `fixed_width` a micro-batch is padded to `max_tokens`, as compiled kernels
-    need it, and not to its longest row.
+    `label`, `numeric` and `categorical` name columns, by default the manifest's; [] for none. `class_weights` is
+    "balanced", which weighs each sample by the inverse share of its class in the training set, or a list with a weight
+    for each class. With `fixed_width` micro-batches are padded to `max_tokens`, as compiled kernels need, instead of
+    their longest row.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SequenceClassifier:
         body = self.source.build(self._kind)
         body.config.pad_token_id = (
             self.padding
-        )  # not before: an embedding does not learn the token that it is built with
+        )  # not earlier: an embedding does not learn the padding token it is built with
         check_positions(body, self.max_tokens)
         model: nn.Module = body
         if self.adapter is not None:
@@ -127,7 +127,7 @@ class SequenceClassifier:
             yield name, parameter.detach()
 
     def _tell_padding(self, body: Any) -> None:
-        """Name the padding once the model is built: an embedding does not learn the padding that it is built with."""
+        """Set the padding once the model is built: an embedding does not learn the padding token it is built with."""
         for config in (body.config, body.config.get_text_config()):
             config.pad_token_id = self.padding
 
@@ -193,7 +193,7 @@ class SequenceClassifier:
 
 
 def _padding_of(config: Any) -> int:
-    """Return the id that fills rows up."""
+    """Return the id that pads rows."""
     config = config.get_text_config()
     if config.pad_token_id is not None:
         return int(config.pad_token_id)

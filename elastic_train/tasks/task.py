@@ -1,8 +1,8 @@
-"""The seam between the trainer and what it trains: six methods of a class that the configuration names by its path.
+"""The interface between the trainer and what it trains: six methods of a class that the configuration names by path.
 
-A task never sees a rank, a world or a device count. It turns rows into tensors, tensors into one *summed* loss with
-its weight, and names the metrics of a validation. The trainer divides by the sum of weights of the whole step after
-the reduction, so short micro-batches and token-weighted losses are exact.
+A task never sees a rank, a world or a device count. It turns rows into tensors, tensors into one *summed* loss with its
+weight, and names the validation metrics. The trainer divides by the whole step's sum of weights after the reduction, so
+short micro-batches and token-weighted losses are exact.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_train.data.loading.collate import Collate, takes_draw
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
-if TYPE_CHECKING:  # torchmetrics takes over a second to import, which every recovery would wait for
+if TYPE_CHECKING:  # torchmetrics takes over a second to import, which would delay every recovery
     import pyarrow as pa
     from torchmetrics import Metric
 
@@ -32,19 +32,19 @@ _REPLACED = {
     **dict.fromkeys(("tensor_plan", "sequence_plan", "stage_plan", "check_parts"), "placements(model, degrees)"),
     **dict.fromkeys(("run_stage", "loss_of_part", "run_stage_of_part"), "run(model, batch, piece)"),
 }
-"""Methods that no trainer calls any longer, and those that have taken their places (`tasks.placements`)."""
+"""Methods that the trainer no longer calls, and their replacements (`tasks.placements`)."""
 OWN_VALUES = ("loss", "samples")
-"""What a validation reports besides the task's metrics; a task's metrics must not use these names."""
+"""Values that a validation reports besides the task's metrics, whose names must differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLoss:
     """The loss of one micro-batch.
 
-    `total` is the *sum* over samples (or tokens), a scalar; `weight` is what the step's sum of totals is divided by,
-    summed over all lanes (a count of samples, of tokens, a sum of class weights); None, in all lanes, for not to
-    divide. Weights that add up to 0 say that there is no target, and then the loss is no number. `predictions` and
-    `targets` feed the metrics; shapes are the metrics' own.
+    `total` is the *sum* over samples (or tokens), a scalar; `weight`, summed over all lanes, divides the step's sum of
+    totals (a count of samples or tokens, a sum of class weights); None, in all lanes, for no division. Weights that sum
+    to 0 mean that there is no target, and the loss is undefined. `predictions` and `targets` are inputs of the metrics,
+    in their shapes.
     """
 
     total: Tensor
@@ -54,7 +54,7 @@ class LaneLoss:
 
 
 def weight_of(loss: LaneLoss) -> float:
-    """Return a loss's weight, NaN for not to divide; ConfigError if it is none."""
+    """Return a loss's weight, NaN for no division; raise ConfigError if it is invalid."""
     if loss.weight is None:
         return math.nan
     if not 0.0 <= loss.weight < math.inf:
@@ -63,33 +63,34 @@ def weight_of(loss: LaneLoss) -> float:
 
 
 def mean_loss(total: float, weight: float) -> float | None:
-    """Return the loss of lanes whose weights (`weight_of`) add up to this; None if they have no target."""
+    """Return the loss of lanes with this sum of weights (`weight_of`); None if they have no target."""
     if math.isnan(weight):
         return total
     return None if weight == 0.0 else total / weight
 
 
 class Task(Protocol):
-    """What a user brings: a class with these six methods; it need not derive from this one.
+    """A user's task: a class with these six methods; it need not derive from this one.
 
     It is built once per process, before any other method is called: `Task(**params)`, with `task.params` of the
     configuration.
     """
 
     def prepare(self, manifest: Manifest) -> None:
-        """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if unfit.
+        """Take what is needed from the training set (labels, vocabulary); raise ConfigError or DataError if it does not
+        fit.
 
-        Of a mixture it is one manifest of all sources, in whose paths each has its number. Before that, other objects
-        of the class are prepared with each source alone.
+        For a mixture it is one manifest of all sources, with numbered paths. Before that, other objects of the class
+        are prepared with each source alone.
         """
 
     def columns(self) -> Sequence[str]:
-        """Name the columns that `collate` reads; no other is read from storage."""
+        """Return the columns that `collate` reads; no other is read from storage."""
 
     def build_model(self) -> nn.Module:
         """Build the model on the CPU; random numbers are seeded before.
 
-        Modules in eval mode below one in training mode stay so while the model trains.
+        Modules in eval mode inside one in training mode stay in eval mode while the model trains.
         """
 
     @property
@@ -97,18 +98,18 @@ class Task(Protocol):
         """A method `collate(rows, ids)` or `collate(rows, ids, draw)`: turn rows, in order, into tensors.
 
         `rows` is a pyarrow.Table with the columns, `ids` are its sample ids, int64 of shape (rows,), and `draw` is a
-        `SampleRandom`, from which augmentation takes its random numbers: they follow from the run's seed, the epoch and
-        the sample ids. The tensors' shapes may depend on these alone. It is called in a thread or a worker process.
+        `SampleRandom` for augmentation: its numbers depend on the run's seed, the epoch and the sample ids. Tensor
+        shapes may depend only on these. It is called in a thread or worker process.
         """
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         """Compute the summed loss of one micro-batch."""
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return fresh validation metrics, each of one number, whose states any world puts together to the same bits.
+        """Return new validation metrics, each a single number, with states that any world combines to the same bits.
 
-        States are tensors of integers that are summed, or one list of tensors whose rows of integers are put in order.
-        A metric's `remark` is said with its value, and what its `details()` returns, numbers by name, is reported, too.
+        States are integer tensors that are summed, or one list of tensors whose integer rows are sorted. A metric's
+        `remark` is shown with its value, and the output of `details()`, numbers by name, is reported as well.
         """
 
 
@@ -119,26 +120,26 @@ class Finishing(Protocol):
     def finish(self, model: nn.Module, folder: Path) -> None:
         """Write results below the run's folder; called once, on rank 0, after the last commit.
 
-        An OSError is logged, and the job ends well without them; any other error fails the process.
+        An OSError is logged, and the job ends normally without them; any other error fails the process.
         """
 
 
 @runtime_checkable
 class Limited(Protocol):
-    """A task that takes lists up to a length."""
+    """A task that limits the length of lists."""
 
     def longest(self) -> Mapping[str, int]:
-        """Return how many values of such a column a row may have; `data.too_long` says what becomes of longer ones."""
+        """Return the most values per row of such columns; `data.too_long` decides what happens to longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """Parameters of the model, by their full names, that are trained in a way of their own.
+    """Parameters of the model, by full name, with their own training settings.
 
     Their learning rate is the configured one, after warm-up and schedule, times `lr_factor`. `weight_decay` replaces
-    the configured one; None keeps it. Frozen parameters get no gradient and take no memory in the optimizer, but are
-    saved and handed over with the others; buffers that a forward pass changes still change. A tied parameter may be
-    named by any of its names.
+    the configured one; None keeps it. Frozen parameters get no gradient and no optimizer memory, but are saved and
+    exchanged with the others; buffers changed by a forward pass still change. A tied parameter may be given by any of
+    its names.
     """
 
     names: Sequence[str]
@@ -149,85 +150,84 @@ class ParameterGroup:
 
 @runtime_checkable
 class Grouping(Protocol):
-    """A task that says which parameters get which rate and decay, and which are frozen."""
+    """A task that sets learning rate, decay or freezing by parameter."""
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
-        """Return the groups of the model that `build_model` built; parameters in none are trained as configured.
+        """Return the groups of the model from `build_model`; other parameters are trained as configured.
 
-        Must depend on nothing but the task's parameters and the model, so that all ranks return the same.
+        Must depend only on the task's parameters and the model, so that all ranks return the same.
         """
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A task whose model counts something in integer buffers in its forward pass."""
+    """A task whose model counts in integer buffers during its forward pass."""
 
     def summed_buffers(self) -> Sequence[str]:
-        """Name the integer buffers, in full, that a step changes by the sum of what every lane adds.
+        """Return the full names of integer buffers that a step changes by the sum of every lane's addition.
 
-        All other integer buffers must come out of a step alike in every lane, as BatchNorm's `num_batches_tracked`
-        does.
+        All other integer buffers must be equal in every lane after a step, as BatchNorm's `num_batches_tracked`.
         """
 
 
 @runtime_checkable
 class Matching(Protocol):
-    """A task that knows what makes a validation set one of the same kind as the training set."""
+    """A task that checks that a validation set matches the training set."""
 
     def check_held_out(self, manifest: Manifest) -> None:
-        """Raise ConfigError or DataError if what was prepared cannot be judged by this set; called before training.
+        """Raise ConfigError or DataError if this set cannot validate what was prepared; called before training.
 
-        It is asked of each source of a mixture, too, but for the first.
+        Also called for each source of a mixture except the first.
         """
 
 
 @runtime_checkable
 class Inspecting(Protocol):
-    """A task that finds rows which `collate` would refuse, at a part of its cost.
+    """A task that detects rows which `collate` would reject, at a fraction of its cost.
 
-    Before a run's first step, each rank has some of the rows of all datasets inspected, for a few seconds at most.
+    Before a run's first step, each rank inspects some rows of all datasets, for a few seconds at most.
     """
 
     def inspected_columns(self) -> Sequence[str]:
-        """Name the columns that `unfit_rows` reads."""
+        """Return the columns that `unfit_rows` reads."""
 
     def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
-        """Return the numbers of unfit rows among these, ascending, and what is wrong with each; called by threads.
+        """Return the ascending indices of unfit rows, with the reason for each; called by threads.
 
-        What is wrong follows "row 3: " in a message, and ends with the remedy.
+        The reason follows "row 3: " in a message, and ends with the remedy.
         """
 
 
 @runtime_checkable
 class Predicting(Protocol):
-    """A task that names what its model finds in a row, for `elastic-train predict`.
+    """A task that names its model's results for a row, for `elastic-train predict`.
 
-    Of any other task `predict` writes `LaneLoss.predictions`, if they have an entry for each row.
+    For other tasks `predict` writes `LaneLoss.predictions`, if they have an entry per row.
     """
 
     def begin_predicting(self, manifest: Manifest) -> None:
-        """Take a dataset whose rows are to be predicted; from here on read no labels if predictions need none."""
+        """Prepare for a dataset to be predicted; from now on read no labels if predictions need none."""
 
     def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
-        """Return columns with an entry for each row of a micro-batch, by their names; 'id' is taken."""
+        """Return named columns with an entry per row of a micro-batch; 'id' is reserved."""
 
 
 @runtime_checkable
 class Deferring(Protocol):
-    """A task that makes its model's weights one after the other, so that no process need have all of them."""
+    """A task that creates its model's weights one by one, so that no process needs all of them."""
 
     def sketch_model(self) -> nn.Module | None:
-        """Return what `build_model` does, its parameters on the meta device; None if these cannot be made one by one.
+        """Return the same as `build_model`, with parameters on the meta device; None if these cannot be created one by
+        one.
 
-        Its buffers are those of `build_model`, on the CPU. Its blocks, the entries of `nn.ModuleList`s, run in the
-        order in which they are listed.
+        Its buffers are `build_model`'s, on the CPU. Its blocks, the entries of `nn.ModuleList`s, run in list order.
         """
 
     def initial_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter by its first name, on the CPU, with the bits that `build_model` gives it.
+        """Yield each parameter by its first name, on the CPU, bit-identical to `build_model`'s.
 
-        It may be of another type: what a rank holds of it is converted. What is drawn comes from torch's generator,
-        which is where it is for `build_model`.
+        It may have another type: a rank converts what it keeps. Random values come from torch's generator, in the same
+        state as for `build_model`.
         """
 
 
@@ -236,37 +236,37 @@ class Exporting(Protocol):
     """A task whose model transformers can load."""
 
     def export(self, model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-        """Write the model, on the CPU, to an empty folder as `from_pretrained` reads it, with its tokenizer.
+        """Write the model, on the CPU, to an empty folder for `from_pretrained`, with its tokenizer.
 
-        With `is_merged` adapters are added to their base's weights. Raises ConfigError if it cannot be done.
+        With `is_merged` adapters are merged into their base's weights. Raise ConfigError if that is impossible.
         """
 
 
 @runtime_checkable
 class ExportingSome(Exporting, Protocol):
-    """A task that has models which transformers cannot load."""
+    """A task with some models that transformers cannot load."""
 
     def why_not_exported(self) -> str | None:
-        """Say why transformers cannot load the prepared task's model, and what to do; None if it can."""
+        """Return why transformers cannot load the prepared task's model, and the remedy; None if it can."""
 
 
 @runtime_checkable
 class ExportingByName(Deferring, Exporting, Protocol):
-    """A task whose model need not be built for transformers to load it: its weights are written one after the other."""
+    """A task whose model can be exported to transformers without building it: weights are written one by one."""
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
-        """Write all of a model's folder but its weights, and return what these are called there, by their names here.
+        """Write a model's folder except for its weights, and return their names there, by our names.
 
-        They are in the order in which files are filled; one that is left out is tied to another. None, and nothing is
-        written, if the model has to be built (`export`). Raises ConfigError if it cannot be done.
+        They are in the order in which files are filled; omitted ones are tied to others. Return None, writing nothing,
+        if the model must be built (`export`). Raise ConfigError if export is impossible.
         """
 
 
 class Tokenizer(Protocol):
-    """Turns a text into token ids, and back."""
+    """Converts between text and token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with those that the tokenizer puts before one."""
+        """Return a text's ids, including tokens that the tokenizer puts before it."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids."""
@@ -274,7 +274,7 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Chatting(Tokenizer, Protocol):
-    """A tokenizer with a template of chats."""
+    """A tokenizer with a chat template."""
 
     def encode_chat(self, message: str) -> list[int]:
         """Return the ids of a user's message, up to where the assistant's answer begins."""
@@ -282,8 +282,8 @@ class Chatting(Tokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: the likeliest at temperature 0, else one of the `top_k` likeliest (0: of all), drawn by
-    torch's generator, which is at `seed`. At most `num_tokens`."""
+    """How tokens are chosen: the likeliest at temperature 0, else one of the `top_k` likeliest (0: of all), drawn from
+    torch's generator seeded with `seed`. At most `num_tokens`."""
 
     num_tokens: int = 64
     temperature: float = 0.0
@@ -293,17 +293,17 @@ class Sampling:
 
 @runtime_checkable
 class Generating(Protocol):
-    """A task whose model goes on with a text."""
+    """A task whose model continues a text."""
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer of the model, or of the training set; None if there is none."""
 
     def continue_ids(self, model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
-        """Return the tokens that follow; fewer if the model ends the text. Raises ConfigError for ids that it lacks."""
+        """Return the following tokens; fewer if the model ends the text. Raise ConfigError for unknown ids."""
 
 
 def load_task(config: TaskConfig) -> Task:
-    """Import and build the configured task; raise ConfigError naming the path, the parameter, and the nearest one."""
+    """Import and build the configured task; raise ConfigError with the path or parameter, and the nearest name."""
     module_name, _, class_name = config.path.partition(":")
     try:
         factory = getattr(importlib.import_module(module_name), class_name)

@@ -1,9 +1,9 @@
-"""What a task computes follows from its source: its modules, and what they import from their own package or beside it.
+"""Digest a task's source: its modules, and their imports from its own package or folder.
 
-Imports are read from the files, also those inside functions, and not from what a process has loaded: a process that has
-trained for a while has loaded more than one that begins. Installed packages count by their versions only, unless the
-task itself is in one; so does this package, but for its tasks. What is imported from elsewhere on the path, or by a
-name that is computed, is not seen.
+Imports are read from the files, including those inside functions, not from the modules that a process has loaded: a
+process that has trained for a while has loaded more than a new one. Installed packages count by version only, unless
+the task itself is in one; so does this package, except its tasks. Imports from elsewhere on the path, or by a computed
+name, are not seen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_FILES = 256
-"""How many files are read at most; a larger task is compared by those that are met first."""
+"""Most files that are read; a larger task is compared by those found first."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _NOT_OURS = frozenset({"torch", "builtins", *sys.stdlib_module_names})
 _COMMENT = re.compile(r"#.*")
@@ -28,25 +28,26 @@ _IMPORT = re.compile(
     r"|import[ \t]+((?:\\\n|[^\n;])*))",
     re.MULTILINE,
 )
-"""An import of any form; far faster than Python's parser. What looks like one in a string costs a look for a file."""
+"""Matches any form of import, far faster than Python's parser. A false match in a string only costs a look for a
+file."""
 _NAME = re.compile(r"(?:^|[,(])[\s\\]*([\w.]+)")
 _PACKAGE, _TASKS = "elastic_train", "elastic_train.tasks"
 
 
 @functools.cache
 def source_of(kind: Any) -> tuple[str, ...]:
-    """Return names and digests of the modules of a class, of its bases, and of what they import; one line each.
+    """Return names and digests of the modules of a class, its bases, and their imports; one line each.
 
-    A function has but its own module.
+    For a function, only its own module counts.
     """
     files = source_files(kind)
     return tuple(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()[:12]}" for name in sorted(files))
 
 
 def task_imports(path: str, package: str) -> bool:
-    """Say whether the module of a task's path (`module:name`), or what it imports beside it, imports a package.
+    """Return True if the module of a task's path (`module:name`), or a neighbour that it imports, imports a package.
 
-    Nothing of a user's is imported for it. What this package's own tasks import does not count.
+    No user code is imported for it. Imports of this package's own tasks do not count.
     """
     name = path.partition(":")[0]
     folders = (Path(entry).absolute() for entry in sys.path)
@@ -61,12 +62,12 @@ def task_imports(path: str, package: str) -> bool:
 
 
 def source_files(kind: Any) -> dict[str, Path]:
-    """Return the files by the names of their modules; at most MOST_FILES of them."""
+    """Return the files by module name; at most MOST_FILES."""
     return _files_of(_own_modules(kind))
 
 
 def _files_of(modules: Iterable[tuple[str, Path]]) -> dict[str, Path]:
-    """Return the files of modules, and of what they import from their own package or beside it."""
+    """Return the files of modules, and of their imports from their own package or folder."""
     found: dict[str, Path] = {}
     looked_for: set[tuple[_Home, str]] = set()
     waiting = deque((name, file, _home(name, file)) for name, file in modules)
@@ -84,13 +85,13 @@ def _files_of(modules: Iterable[tuple[str, Path]]) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """The folder that a task's package, or its only file, is in; of what it holds, `within` counts, or all for ""."""
+    """The folder of a task's package or single file; only modules within `within` count, or all for ""."""
 
     folder: Path
     within: str
 
     def file_of(self, name: str) -> Path | None:
-        """Return the source of a module that counts; None for all others."""
+        """Return the source file of a module that counts; None for others."""
         top = name.partition(".")[0]
         is_within = not self.within or f"{name}.".startswith(f"{self.within}.")
         if (
@@ -115,7 +116,7 @@ def _home(name: str, file: Path) -> _Home:
 
 
 def _own_modules(kind: Any) -> Iterator[tuple[str, Path]]:
-    """Yield the modules of a class and its bases, or of a function, but torch's and Python's."""
+    """Yield the modules of a class and its bases, or of a function, except torch's and Python's."""
     for name in sorted({base.__module__ for base in getattr(kind, "__mro__", (kind,))}):
         file = Path(getattr(sys.modules[name], "__file__", None) or "")
         if (name == "__main__" or name.partition(".")[0] not in _NOT_OURS) and file.is_file():
@@ -123,14 +124,14 @@ def _own_modules(kind: Any) -> Iterator[tuple[str, Path]]:
 
 
 def _with_parents(names: Iterator[str]) -> Iterator[str]:
-    """Yield the packages around a module before it, as importing it runs them."""
+    """Yield a module's parent packages before it, as importing it runs them."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _imports(name: str, file: Path) -> Iterator[str]:
-    """Yield the module's own name, and what its source imports: modules, or names in them."""
+    """Yield the module's own name, and its imports: modules, or names in them."""
     yield name
     if file.suffix != ".py":
         return

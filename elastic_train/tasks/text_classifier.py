@@ -1,7 +1,7 @@
 """Text classification over tokenised Parquet with metadata: the *quality* and *policy* schemas, or a user's own.
 
-Rows become padded tensors without a Python loop over rows; the padded width is the longest row of the micro-batch,
-rounded up, so a lane has the same shapes whatever rank computes it.
+Rows become padded tensors without a Python loop; the width is the micro-batch's longest row, rounded up, so a lane has
+the same shapes on any rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TextClassifier:
 
     `numeric` and `categorical` name the metadata columns (default: all of the schema's). `class_weights="balanced"`
     weighs each sample by the inverse share of its class in the training set; a list has a weight for each class.
-    `vocabulary` counts the token ids; it is needed only for data without a tokenizer.
+    `vocabulary` is the number of token ids, needed only for data without a tokenizer.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TextClassifier:
 
     @property
     def num_classes(self) -> int:
-        """How many classes the training set has, at least 2."""
+        """Number of classes in the training set, at least 2."""
         return self.rows.num_classes
 
     def prepare(self, manifest: Manifest) -> None:

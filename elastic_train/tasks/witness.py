@@ -39,7 +39,7 @@ class Counts(nn.Module):
 class Witness:
     """Count every application of every sample; use with optimizer sgd, lr 1, constant, no decay, no clipping.
 
-    `lane_ms` makes a lane's pass take that long, so that faults can be placed between steps of a task this cheap.
+    `lane_ms` sets the duration of a lane's pass, so that faults can be placed between steps of this cheap task.
     """
 
     def __init__(self, lane_ms: float = 0.0) -> None:

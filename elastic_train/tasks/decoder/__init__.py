@@ -1,1 +1,1 @@
-"""The package's own decoder, its experts, how it is cut, and what it is called by transformers."""
+"""The package's own decoder: experts, sizes, and conversion to transformers."""

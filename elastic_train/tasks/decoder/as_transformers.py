@@ -1,8 +1,8 @@
-"""The package's own decoder as a model of transformers that computes the same.
+"""Convert the package's own decoder to an equivalent model of transformers.
 
-Without experts it is a Llama. With experts whose probabilities add up to 1, and no MLP beside them, it is a Mixtral.
-All others are a Qwen2-MoE: it can leave probabilities as they are, and has an MLP beside experts, half of whose output
-it adds where its gate's weights are 0. So that MLP's last product has twice our weights, which is exact.
+Without experts it is a Llama. With experts whose probabilities sum to 1, and no shared MLP, it is a Mixtral. All others
+are a Qwen2-MoE, which can leave probabilities unnormalised and has a shared MLP, half of whose output it adds if its
+gate's weights are 0. So that MLP's last product has twice our weights, which is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down)$")
 
 
 def llama_name(name: str) -> str:
-    """Return what transformers' LlamaForCausalLM calls a parameter of the decoder."""
+    """Return the name in transformers' LlamaForCausalLM of a decoder's parameter."""
     for pattern, replacement in _LLAMA:
         name = pattern.sub(replacement, name)
     return name
@@ -54,7 +54,7 @@ def as_transformers(decoder: Decoder) -> nn.Module:
 
 
 def _with_experts(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a decoder with experts by the names of transformers; what it lacks is 0."""
+    """Return the weights of a decoder with experts by transformers' names; missing ones are 0."""
     found = {name: torch.zeros_like(tensor) for name, tensor in wanted.items() if ".shared_expert" in name}
     for name, tensor in weights.items():
         if match := _EXPERTS.match(name):
@@ -69,7 +69,7 @@ def _with_experts(weights: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
 
 
 def sketch_of(shape: DecoderShape) -> Any:
-    """Return a model of transformers of a decoder's sizes, with drawn weights."""
+    """Return a model of transformers with a decoder's sizes and random weights."""
     transformers = import_transformers()
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocabulary,
@@ -102,7 +102,7 @@ def sketch_of(shape: DecoderShape) -> Any:
 
 
 def import_transformers() -> ModuleType:
-    """Import transformers; ConfigError names the extra that has it."""
+    """Import transformers; raise ConfigError with the extra that provides it."""
     with needed_for("a folder of Hugging Face"):
         import transformers
     found: ModuleType = transformers

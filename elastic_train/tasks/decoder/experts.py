@@ -1,10 +1,10 @@
-"""A mixture of experts: a router sends each token to a few of many MLPs, and none is left out (dropless).
+"""A mixture of experts: a router sends each token to a few of many MLPs, without dropping any (dropless).
 
-A token's output is the sum of its experts' outputs, likeliest first, each times its probability; of several these add
-up to 1 (Jiang et al. 2024), and one expert's is as it is (Fedus et al. 2021). Each expert's tokens are one product, in
-the order in which the lane has them, so bits depend on the lane alone. What routers add to a lane's loss
-(`RouterLosses`) is a function of that lane, too: no rank needs to know of other lanes. A kernel for so many tokens of
-each expert would be compiled for one lane alone, so all of it runs outside of compiled graphs.
+A token's output is the sum of its experts' outputs, likeliest first, weighted by probability; for several experts these
+sum to 1 (Jiang et al. 2024), a single expert's is unchanged (Fedus et al. 2021). Each expert's tokens are one product,
+in lane order, so bits depend on the lane only. The routers' addition to a lane's loss (`RouterLosses`) also depends on
+that lane only: no rank needs other lanes. Kernels for a given number of tokens per expert would be compiled for one
+lane only, so all of it runs outside compiled graphs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elastic_train.parallel.cells.links import CellLinks, shared, summed
 
 @dataclass(frozen=True, slots=True)
 class RouterLosses:
-    """What the routers of a model add to a lane's summed loss, block by block, over the tokens at `places`.
+    """What a model's routers add to a lane's summed loss, block by block, over the tokens at `places`.
 
-    `balance` times the number of these tokens, times the number of experts, times the sum over experts of (share of the
-    tokens) * (mean probability), which is at least 1 and that where all get as many (Fedus et al. 2021, section 2.2).
-    And `z` times the squares of the logits' log-sum-exp (Zoph et al. 2022, section 3.2).
+    `balance` times the number of tokens, times the number of experts, times the sum over experts of (share of tokens) *
+    (mean probability), which is at least 1, with equality for an even spread (Fedus et al. 2021, section 2.2). And `z`
+    times the squared log-sum-exp of the logits (Zoph et al. 2022, section 3.2).
     """
 
     places: Tensor
@@ -39,7 +39,7 @@ class RouterLosses:
     terms: list[Tensor] = field(default_factory=list)
 
     def add(self, logits: Tensor, chosen: Tensor) -> None:
-        """Take a block's logits (tokens, experts) and the experts chosen (tokens, those of each)."""
+        """Add a block's logits (tokens, experts) and chosen experts (tokens, experts per token)."""
         logits, chosen = logits.index_select(0, self.places), chosen.index_select(0, self.places)
         num_experts = logits.shape[1]
         shares = shares_of(chosen, num_experts).to(logits.dtype) / max(1, chosen.numel())
@@ -49,13 +49,14 @@ class RouterLosses:
 
 
 def with_terms(out: Tensor, losses: RouterLosses) -> Tensor:
-    """Return in one vector what a stage gives to the next: its output, and what routers so far add to the loss."""
+    """Return a stage's output for the next one as one vector: its activations, and the router losses so far."""
     assert all(term.dtype == out.dtype for term in losses.terms), "both are in fp32"
     return torch.cat((out.flatten(), torch.stack(losses.terms)))
 
 
 def without_terms(given: Tensor, shape: Sequence[int], losses: RouterLosses) -> Tensor:
-    """Return the output, of this shape, that the stage before has given; `losses` take what its routers add."""
+    """Return the activations, of this shape, received from the previous stage; its router losses are added to
+    `losses`."""
     size = math.prod(shape)
     out, terms = torch.split(given, [size, len(given) - size])
     losses.terms.extend(terms.unbind())
@@ -68,7 +69,7 @@ def shares_of(chosen: Tensor, num_experts: int) -> Tensor:
 
 
 def counts_of(chosen: Tensor, num_experts: int) -> list[int]:
-    """Return how many tokens each expert gets; as many each where tokens have no values, as in a plan."""
+    """Return how many tokens each expert gets; evenly spread for fake tensors, as in a plan."""
     if isinstance(chosen, FakeTensor):
         ends = [expert * chosen.numel() // num_experts for expert in range(num_experts + 1)]
         return [hi - lo for lo, hi in pairwise(ends)]
@@ -77,7 +78,7 @@ def counts_of(chosen: Tensor, num_experts: int) -> list[int]:
 
 
 class Experts(nn.Module):
-    """MLPs of one shape (SwiGLU), whose weights are stacked by expert; with `links`, only some of them are here."""
+    """MLPs of one shape (SwiGLU), with weights stacked by expert; with `links`, only some are on this rank."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class Experts(nn.Module):
 
     @outside_of_graphs
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Map x (tokens, dim), by expert, of which each has so many; same shape and type."""
+        """Map x (tokens, dim), grouped by expert with `counts` tokens each; same shape and type."""
         return self.compute(x, counts) if self.links is None else self.links.spread(self, x, counts)
 
     @property
@@ -97,11 +98,10 @@ class Experts(nn.Module):
         return self.gate, self.up, self.down
 
     def compute(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Map the tokens of the experts that are here: each one's are a product of their own, whose bits no others
-        change.
+        """Map the tokens of this rank's experts: each expert has its own product, whose bits no other expert affects.
 
-        Without any token one expert has the empty product, so that weights have a gradient, of zeros: ranks that hold
-        parts of a block have to have gradients of it all or none, since exchanges follow from them.
+        Without any token one expert computes an empty product, so that weights have a gradient of zeros: ranks with
+        parts of a block need gradients of all of it or none, since exchanges follow from them.
         """
         least = 1 if any(counts) else 0
         made = [
@@ -115,10 +115,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """What takes the place of a block's MLP; `shared`, if there is one, sees every token.
+    """The replacement of a block's MLP; `shared`, if given, sees every token.
 
-    With `links` tensor ranks have equal runs of the experts each: every rank routes all tokens, and what these ranks
-    make of them is added.
+    With `links` tensor ranks hold equal runs of consecutive experts: every rank routes all tokens, and their outputs
+    are added.
     """
 
     def __init__(self, dim: int, hidden: int, num_experts: int, per_token: int, shared: nn.Module | None) -> None:
@@ -142,7 +142,7 @@ class MixtureOfExperts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         if self.links is not None:
             tokens, weights = shared(tokens, self.links), shared(weights, self.links)
-        # Copies first, and an index without repetitions: a token's gradients are then added in one order.
+        # Copies first, and an index without repetitions: a token's gradients are then summed in one order.
         copies = tokens[:, None].expand(-1, self.per_token, -1).reshape(-1, tokens.shape[-1])
         made = self._made(copies, order, counts_of(chosen, self.num_experts))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -152,7 +152,7 @@ class MixtureOfExperts(nn.Module):
         return out if self.shared is None else out + self.shared(x)
 
     def _made(self, copies: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return what experts make of copies in an order, by expert; zeros where a tensor rank does not have them."""
+        """Return the experts' outputs for copies in an order, by expert; zeros for experts of other tensor ranks."""
         if self.links is None:
             return self.experts(copies.index_select(0, order), counts)  # type: ignore[no-any-return]
         group, each = self.links.group, self.num_experts // self.links.group.size

@@ -1,8 +1,8 @@
-"""A decoder-only transformer, the one that most open language models are: what Llama computes, by other names.
+"""A decoder-only transformer, computing the same as Llama under other names.
 
 Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021, by halves
-as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020), or experts in its place; no biases.
-transformers computes the same with these weights (`as_transformers`).
+as in GPT-NeoX), grouped queries (Ainslie et al. 2023) and SwiGLU (Shazeer 2020), or experts instead; no biases. For the
+equivalent model of transformers see `as_transformers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Gather = Callable[[Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Causal attention of `heads` queries, of which groups share a key and a value."""
+    """Causal attention with `heads` queries, groups of which share a key and a value."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -33,10 +33,10 @@ class Attention(nn.Module):
         self.o = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, gather: Gather | None = None) -> Tensor:
-        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where one attends.
+        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where tokens attend.
 
-        `gather` brings keys and values of tokens that other ranks compute; the mask's last dimension has them, too. It
-        may also be what is added to scores.
+        `gather` fetches keys and values of tokens that other ranks compute; the mask's last dimension includes them.
+        The mask may also be a bias added to the scores.
         """
         query, key = _rotate(self._heads(self.q(x)), cos, sin), _rotate(self._heads(self.k(x)), cos, sin)
         value = self._heads(self.v(x))
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         return self.o(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return (batch, heads, tokens, head_dim)."""
+        """Return shape (batch, heads, tokens, head_dim)."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
 
@@ -124,16 +124,17 @@ class Decoder(nn.Module):
         losses: RouterLosses | None = None,
         gather: Gather | None = None,
     ) -> Tensor:
-        """tokens (batch, width) int64; positions alike, by default 0, 1, …; mask as in `Attention`, by default causal.
+        """Map tokens (batch, width) int64 to logits; positions of the same shape, by default 0, 1, …; mask as in
+        `Attention`, by default causal.
 
-        A causal mask hides what is padded on the right from all that is not. `losses` takes those of routers. With
-        `gather` the tokens are a part of each row's (`Attention`), and positions and mask are those of the part.
+        A causal mask hides right padding from real tokens. `losses` collects router losses. With `gather` the tokens
+        are a part of each row's (`Attention`), with that part's positions and mask.
         """
         return self.run(self.parts, tokens, positions, mask, losses=losses, gather=gather)
 
     @property
     def parts(self) -> list[str]:
-        """The names of the modules that have weights, in the order in which they run."""
+        """Names of the modules with weights, in running order."""
         return ["embed", *(f"blocks.{number}" for number in range(self.shape.depth)), "norm", "head"]
 
     def run(
@@ -146,7 +147,7 @@ class Decoder(nn.Module):
         losses: RouterLosses | None = None,
         gather: Gather | None = None,
     ) -> Tensor:
-        """Run some of the parts, neighbours, on what the part before them has returned; see `forward`."""
+        """Run consecutive parts on the output of the part before them; see `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = rotations(positions, self.shape)
@@ -162,16 +163,16 @@ class Decoder(nn.Module):
 
 
 def _draw(name: str, parameter: Tensor, shape: DecoderShape) -> None:
-    """Draw a parameter; those of norms are ones from the start, and of one without memory there is nothing to draw."""
+    """Initialise a parameter; norms are ones already, and meta tensors need nothing."""
     if parameter.ndim > 1 and not parameter.is_meta:
-        # what adds to the residual is smaller in deeper models (Radford et al. 2019)
+        # residual outputs are smaller in deeper models (Radford et al. 2019)
         is_added = name.endswith(("attention.o.weight", "mlp.down.weight", "experts.down", "shared.down.weight"))
         nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * shape.depth) if is_added else 1.0))
 
 
 def drawn_weights(shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
-    """Yield each of a decoder's parameters as `Decoder` draws it; one block of them is in memory at a time."""
-    nn.Embedding(shape.vocabulary, shape.dim)  # what modules draw is drawn over, and moves torch's generator on
+    """Yield each of a decoder's parameters as `Decoder` initialises it; one block is in memory at a time."""
+    nn.Embedding(shape.vocabulary, shape.dim)  # modules' own draws are overwritten, but advance torch's generator
     for _ in range(shape.depth):
         Block(shape)
     nn.Linear(shape.dim, shape.vocabulary, bias=False)

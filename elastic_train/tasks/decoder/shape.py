@@ -9,11 +9,11 @@ _WIDTH_MULTIPLE = 64
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Sizes of a decoder; `kv_heads` are as many as `heads` and `hidden`, the width of an MLP, is 8/3 of `dim` by
-    default.
+    """Sizes of a decoder; by default `kv_heads` equals `heads`, and `hidden`, the MLP's width, is 8/3 of `dim`.
 
-    With `experts`, each block has so many in place of its MLP, `expert_hidden` wide (as `hidden` by default), of which
-    a token goes to `experts_per_token`; beside them is an MLP of width `shared_hidden` for all tokens, unless it is 0.
+    With `experts`, each block has that many instead of its MLP, of width `expert_hidden` (by default `hidden`), of
+    which a token uses `experts_per_token`; in addition there is a shared MLP of width `shared_hidden` for all tokens,
+    unless it is 0.
     """
 
     vocabulary: int

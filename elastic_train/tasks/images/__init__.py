@@ -1,1 +1,1 @@
-"""Images on their way into a model: how they are cut, flipped, mixed and normalised."""
+"""Image preprocessing: cropping, flipping, mixing and normalising."""

@@ -1,7 +1,7 @@
-"""Encoded images to pixels, and their augmentation: crops, flips, mixup and CutMix, all by the samples' own numbers.
+"""Decode and augment images: crops, flips, mixup and CutMix, by the samples' own random numbers.
 
-An image is cut and scaled in one step by Pillow, in whole numbers, so every machine with the same Pillow gets the same
-pixels. What is drawn follows from seed, epoch and sample id alone.
+Pillow crops and scales an image in one integer step, so every machine with the same Pillow gets the same pixels. Random
+choices depend on seed, epoch and sample id only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MODES = {1: "L", 3: "RGB"}
 
 
 def decode(content: bytes, channels: int, most_megapixels: float = MOST_MEGAPIXELS) -> Image.Image:
-    """Decode an image, turned upright, in grey or RGB. Raises one of `decoding_errors` if it cannot be decoded."""
+    """Decode an image, turned upright, in grey or RGB; raise one of `decoding_errors`."""
     return in_mode(open_image(content, most_megapixels), _MODES[channels])
 
 
 def view(image: Image.Image, size: int, how: Augmentation, draws: Draws | None) -> Pixels:
-    """Return (channels, size, size) of an image: its centre, or the part that five draws in [0, 1) choose."""
+    """Return (channels, size, size) of an image: its centre, or the crop chosen by five numbers in [0, 1)."""
     if draws is None or how.crop != "resized":
         box = centre(image.size, how.centre_share)
     else:
@@ -46,16 +46,16 @@ def view(image: Image.Image, size: int, how: Augmentation, draws: Draws | None) 
 
 
 def centre(sides: tuple[int, int], share: float) -> Box:
-    """Return the square in the middle of an image of (width, height), `share` of the shorter side long."""
+    """Return the central square of an image of (width, height), with side `share` of the shorter one."""
     side = min(sides) * share
     left, top = (sides[0] - side) / 2, (sides[1] - side) / 2
     return left, top, left + side, top + side
 
 
 def random_box(sides: tuple[int, int], scale: Sequence[float], draws: Draws) -> Box:
-    """Return a part of an image: its share of the area in `scale`, its sides in a ratio of 3/4 to 4/3.
+    """Return a random crop: its share of the area in `scale`, its aspect ratio from 3/4 to 4/3.
 
-    As the random crops of Szegedy et al. (Going deeper with convolutions, 2015); a side that is too long is cut.
+    As the random crops of Szegedy et al. (Going deeper with convolutions, 2015); sides that are too long are clipped.
     """
     area = sides[0] * sides[1] * (scale[0] + (scale[1] - scale[0]) * draws[0])
     ratio = _RATIO ** (2 * draws[1] - 1)
@@ -65,7 +65,7 @@ def random_box(sides: tuple[int, int], scale: Sequence[float], draws: Draws) -> 
 
 
 def shifted(pixels: Pixels, most: int, draws: Draws) -> Pixels:
-    """Move an image by up to `most` pixels each way; what comes in from the edges is black."""
+    """Shift an image by up to `most` pixels each way; new pixels at the edges are black."""
     height, width = pixels.shape[:2]
     down, right = (int(draw * (2 * most + 1)) for draw in draws)
     padded = np.pad(pixels, ((most, most), (most, most), (0, 0)))
@@ -76,8 +76,8 @@ def shifted(pixels: Pixels, most: int, draws: Draws) -> Pixels:
 class Mixing:
     """How each image of a micro-batch is mixed with the next one.
 
-    `blend` (n,) is the weight of its own pixels, `box` (n, 4) of top, left, bottom and right is the part that the other
-    one covers, `share` (n,) is the weight of its own label.
+    `blend` (n,) is the weight of its own pixels, `box` (n, 4) the top, left, bottom and right of the region that the
+    other one covers, `share` (n,) the weight of its own label.
     """
 
     blend: npt.NDArray[np.float32]
@@ -86,9 +86,9 @@ class Mixing:
 
 
 def draw_mixing(draw: SampleRandom, size: int, how: Augmentation) -> Mixing:
-    """Draw mixup (Zhang et al. 2018), CutMix (Yun et al. 2019), or for each image one of both if both are wanted.
+    """Draw mixup (Zhang et al. 2018), CutMix (Yun et al. 2019), or one of both per image if both are enabled.
 
-    The weights are of a beta distribution with both parameters `mixup` or `cutmix`, from the sample's own generator.
+    Weights follow a beta distribution with both parameters `mixup` or `cutmix`, from the sample's own generator.
     """
     num_images = len(draw.ids)
     blend, share = np.ones(num_images), np.ones(num_images)

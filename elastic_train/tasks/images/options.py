@@ -1,4 +1,4 @@
-"""How images are augmented and normalised: checked values, for which Pillow is not needed."""
+"""Options of image augmentation and normalisation, validated without Pillow."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """How a training image is cut, flipped and mixed; validation sees the centre.
+    """How a training image is cropped, flipped and mixed; validation uses the centre.
 
     `crop: resized` scales a random part of `scale` of the area; `shift` moves the image by up to `shift` pixels;
-    `centre` draws nothing. `mixup` and `cutmix` are the parameters of their beta distributions, 0 for none.
+    `centre` is not random. `mixup` and `cutmix` are the parameters of their beta distributions, 0 for none.
     """
 
     crop: str = "resized"
@@ -47,13 +47,13 @@ class Augmentation:
 
     @property
     def centre_share(self) -> float:
-        """How much of an image's shorter side a validation sees: of models trained on resized crops, less than all."""
+        """Share of an image's shorter side that a validation uses: below 1 for models trained on resized crops."""
         return _CENTRE if self.crop == "resized" else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """Mean and standard deviation of each channel, of pixels in [0, 1]."""
+    """Mean and standard deviation of each channel, for pixels in [0, 1]."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -62,7 +62,8 @@ class Normalisation:
     def of(
         cls, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, folder: Path | None
     ) -> Normalisation:
-        """Return what is given, else what a model's folder names, else ImageNet's (0.5 for grey images); ValueError."""
+        """Return the given values, else those of a model's folder, else ImageNet's (0.5 for grey images); raise
+        ValueError."""
         known = _of_folder(folder) if folder else None
         usual = known if known and len(known[0]) == channels else _IMAGENET if channels == 3 else _GREY
         chosen = cls(tuple(mean or usual[0]), tuple(std or usual[1]))
@@ -71,7 +72,7 @@ class Normalisation:
         return chosen
 
     def write(self, folder: Path, size: int, centre_share: float) -> None:
-        """Write beside a model of transformers how images are prepared for it, as a validation does it."""
+        """Write the image preprocessing of validation into the folder of a transformers model."""
         prepared = {
             "image_processor_type": "ConvNextImageProcessor",
             "do_resize": True,

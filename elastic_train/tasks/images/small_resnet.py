@@ -1,8 +1,8 @@
-"""A small residual network with batch normalisation: ResNet-8 as it is, and its deeper and wider relatives.
+"""A small residual network with batch normalisation: by default ResNet-8, or deeper and wider ones.
 
 Architecture: He et al. (Deep residual learning for image recognition, 2016), section 4.2, for small images: a 3 x 3
-convolution, three stages of `depth` blocks of which the second and third halve the image and double the channels, the
-mean over places, and a linear layer: 6 * depth + 2 layers. Shortcuts that change shape are 1 x 1 convolutions.
+convolution, three stages of `depth` blocks, of which the second and third halve the image and double the channels, the
+mean over positions, and a linear layer: 6 * depth + 2 layers. Shortcuts that change shape are 1 x 1 convolutions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STAGES = 3
 
 @dataclass(frozen=True, slots=True)
 class ResNetShape:
-    """Channels of the image and of the first stage, and blocks a stage."""
+    """Channels of the image and of the first stage, and blocks per stage."""
 
     num_classes: int
     channels: int = 3
@@ -43,7 +43,7 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, channels, height, width) to the stage's channels, and half the sides with a stride of 2."""
+        """Map (batch, channels, height, width) to the stage's channels, and half the sides with stride 2."""
         inner = F.relu(self.norm_1(self.conv_1(x)))
         return F.relu(self.norm_2(self.conv_2(inner)) + self.shortcut(x))
 

@@ -1,8 +1,8 @@
-"""The loss of tokens from the input of a model's last linear layer, by chunks of tokens.
+"""Compute the loss of tokens from the input of a model's last linear layer, in chunks of tokens.
 
-The logits of one chunk are in memory at a time. The forward pass computes a chunk's gradients together with its loss,
-as Liger Kernel does (Hsu et al. 2024), so no product is computed twice. Chunks follow from the number of targets and
-the vocabulary alone; gradients of weights are added up in fp32 at least, in the order of chunks.
+Only one chunk's logits are in memory. The forward pass computes a chunk's gradients together with its loss, as Liger
+Kernel does (Hsu et al. 2024), so no product is computed twice. Chunks depend on the number of targets and the
+vocabulary only; weight gradients are summed at least in fp32, in chunk order.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.autograd.function import once_differentiable
 from elastic_train.tasks.task import LaneLoss
 
 MOST_LOGITS = 1 << 25
-"""A chunk has no more logits (128 MiB in fp32) unless it has so few rows that products would be slow."""
+"""Most logits of a chunk (128 MiB in fp32), unless it would have so few rows that products are slow."""
 FEWEST_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class LastLayer:
-    """The linear layer whose output a model's logits are; `z_loss` is as in `CausalLM`."""
+    """The linear layer that produces a model's logits; `z_loss` is as in `CausalLM`."""
 
     head: nn.Linear
     z_loss: float
 
     def takes_chunks(self, num_tokens: int) -> bool:
-        """Say whether the logits of so many tokens are too many to be in memory at once.
+        """Return True if the logits of this many tokens are too many to be in memory at once.
 
-        In fp16 gradients need the scale of the loss, which is known in the backward pass alone.
+        Not in fp16, whose gradients need the loss scale, which is known only in the backward pass.
         """
         return num_tokens > self._rows and self._dtype(self.head.weight) != torch.float16
 
@@ -42,7 +42,7 @@ class LastLayer:
         return max(FEWEST_ROWS, MOST_LOGITS // self.head.out_features)
 
     def _dtype(self, x: Tensor) -> torch.dtype:
-        """Return the type that the layer computes in."""
+        """Return the layer's compute type."""
         device = x.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -59,7 +59,7 @@ class LastLayer:
 
 
 class _ByChunks(torch.autograd.Function):
-    """Computes the summed loss, and for a gradient of 1 the gradients of the layer and of its input."""
+    """Computes the summed loss, and the gradients of the layer and its input for an incoming gradient of 1."""
 
     @staticmethod
     def forward(
@@ -99,19 +99,19 @@ class _ByChunks(torch.autograd.Function):
 
 
 class _Judged:
-    """The summed loss of some targets, and the negative log-likelihood of each, from their logits."""
+    """The summed loss of some targets, and each target's negative log-likelihood, from their logits."""
 
     def __init__(self, logits: Tensor, targets: Tensor, z_loss: float) -> None:
         self._at, self._z_loss = (torch.arange(len(targets), device=targets.device), targets), z_loss
         self._likely = F.log_softmax(logits, -1, dtype=torch.float32)
         self.likelihoods = -self._likely[self._at]
         self._spread = logits[self._at].float() + self.likelihoods
-        """The logits' log-sum-exp."""
+        """Log-sum-exp of the logits."""
         total = self.likelihoods.sum()
         self.total = total + z_loss * self._spread.square().sum() if z_loss else total
 
     def gradient(self) -> Tensor:
-        """Return the logits' gradient, which is made once, in the memory of what it comes from."""
+        """Return the logits' gradient; callable once, as it reuses their memory."""
         found = self._likely.exp_()
         if self._z_loss:
             found *= (1 + 2 * self._z_loss * self._spread)[:, None]
@@ -120,7 +120,7 @@ class _Judged:
 
 
 class _Gradients:
-    """The gradients of a layer and its input, chunk by chunk; those that are not needed are None."""
+    """The gradients of a layer and its input, chunk by chunk; unneeded ones are None."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
         self._types = weight.dtype, None if bias is None else bias.dtype
@@ -130,7 +130,7 @@ class _Gradients:
         self._bias: Tensor | None = None
 
     def add(self, x: Tensor, weight: Tensor, logits: Tensor) -> None:
-        """Add a chunk's, given its input, the weight and the gradient of its logits."""
+        """Add a chunk's gradients, given its input, the weight and the gradient of its logits."""
         if self._needed[0]:
             self._hidden.append(logits @ weight)
         if self._needed[1]:

@@ -1,4 +1,4 @@
-"""The seam between the task that predicts next tokens and the model that it trains."""
+"""The interface between the next-token task and the model that it trains."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch
 
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Yields a model's first weights, by name, as `Deferring.initial_weights` does."""
+"""Yields a model's initial weights by name, as `Deferring.initial_weights` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """The output of a model's last module, (rows, width, vocabulary), and terms to add to the loss of training."""
+    """Output of a model's last module, (rows, width, vocabulary), and terms to add to the training loss."""
 
     values: Tensor
     added: Sequence[Tensor] = ()
@@ -29,8 +29,8 @@ class Logits:
 class LanguageModel(Protocol):
     """A kind of model that predicts the next token.
 
-    `vocabulary` is how many token ids it has once it is prepared; `folder` is its own folder, if it has one, and
-    `max_positions` the longest row that it takes, None for any.
+    `vocabulary` is its number of token ids once prepared; `folder` is its own folder, if any; `max_positions` the
+    longest row that it accepts, None for any.
     """
 
     vocabulary: int
@@ -42,7 +42,7 @@ class LanguageModel(Protocol):
     def max_positions(self) -> int | None: ...
 
     def prepare(self, manifest: Manifest, rows: TokenColumns) -> None:
-        """Take from the training set what is needed to build the model; raise ConfigError if they do not fit."""
+        """Take from the training set what building the model needs; raise ConfigError if they do not fit."""
 
     def build(self) -> nn.Module:
         """Build the model, as `Task.build_model` does."""
@@ -52,13 +52,13 @@ class LanguageModel(Protocol):
         one by one. `build` is the task's `build_model`."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        """Place the model (`Placing.placements`)."""
+        """Return the model's placements (`Placing.placements`)."""
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
-        """Run a piece of the model on a micro-batch, or on that part of it which the piece names (`part_of`)."""
+        """Run a piece of the model on a micro-batch, or on the piece's part of it (`part_of`)."""
 
     def head(self, model: nn.Module) -> nn.Linear | None:
-        """Return the linear layer whose output the logits are, unchanged; None if there may be none."""
+        """Return the linear layer whose unchanged output is the logits; None if there may be none."""
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
-        """Begin a folder of transformers, as `ExportingByName.begin_export` does, but for the tokenizer."""
+        """Begin a transformers folder, as `ExportingByName.begin_export` does, except for the tokenizer."""

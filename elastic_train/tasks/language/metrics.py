@@ -1,4 +1,4 @@
-"""Validation metrics of language models; their states are integers, so that they add up exactly over any world.
+"""Validation metrics of language models, with integer states, which add up exactly over any world.
 
 A separate module because torchmetrics takes over a second to import.
 """
@@ -11,11 +11,11 @@ from torch import Tensor
 from elastic_train.tasks.metric_library import Metric
 
 _UNIT = 1 << 20
-"""A token's negative log-likelihood is counted in parts of this: 1e12 tokens of 8 nats each fit 64 bits."""
+"""Negative log-likelihoods are counted in units of 1 / this: 1e12 tokens of 8 nats each fit 64 bits."""
 
 
 class TokenMetric(Metric):
-    """Is fed with each target's negative log-likelihood, and whether it is the most likely token; both (targets,)."""
+    """A metric of each target's negative log-likelihood, and whether it is the most likely token; both (targets,)."""
 
     higher_is_better: bool | None = None
     total: Tensor
@@ -27,11 +27,11 @@ class TokenMetric(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def compute(self) -> Tensor:
-        return self.total.double() / self.count  # NaN without a target
+        return self.total.double() / self.count  # NaN without targets
 
 
 class Perplexity(TokenMetric):
-    """The exponential of the mean negative log-likelihood, without what a loss adds to it."""
+    """Exponential of the mean negative log-likelihood, without additions to the loss."""
 
     higher_is_better = False
 
@@ -44,7 +44,7 @@ class Perplexity(TokenMetric):
 
 
 class TokenAccuracy(TokenMetric):
-    """The share of targets that are the most likely token."""
+    """Share of targets that are the most likely token."""
 
     higher_is_better = True
 
@@ -54,9 +54,9 @@ class TokenAccuracy(TokenMetric):
 
 
 class PreferenceAccuracy(TokenMetric):
-    """The share of pairs of which the chosen answer has become the likelier one, against the reference.
+    """Share of pairs whose chosen answer has become the likelier one, relative to the reference.
 
-    It is fed with the margin of each pair, and whether that is above 0; both (pairs,).
+    Fed with the margin of each pair, and whether it is above 0; both (pairs,).
     """
 
     higher_is_better = True

@@ -36,14 +36,14 @@ _USES: Mapping[str, Use] = {
     "blocks.*.dropout": "dropout",
     "norm": "join",
 }
-"""Tensor ranks have some heads of each attention, and a part of each MLP's width; experts are dealt out. Tokens are
-shared out from the embedding to the last norm, but for attention and MLPs."""
+"""Tensor ranks share the heads of attention and the width of MLPs; experts are distributed. Tokens are split from the
+embedding to the last norm, except for attention and MLPs."""
 
 
 class OwnDecoder:
-    """A decoder of some sizes; its vocabulary is that of the data's tokenizer unless it is among them.
+    """A decoder of some sizes; its vocabulary is the data tokenizer's unless given.
 
-    Routers to experts add `balance_loss` and `router_z_loss` to the loss of training (`RouterLosses`).
+    Expert routers add `balance_loss` and `router_z_loss` to the training loss (`RouterLosses`).
     """
 
     folder: Path | None = None
@@ -55,7 +55,7 @@ class OwnDecoder:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = sizes
         self.vocabulary: int = sizes.get("vocabulary") or 0
-        DecoderShape(**{**sizes, "vocabulary": self.vocabulary or 1})  # refuses what does not fit
+        DecoderShape(**{**sizes, "vocabulary": self.vocabulary or 1})  # rejects invalid sizes
         self._balance_loss, self._router_z_loss = balance_loss, router_z_loss
 
     @property
@@ -77,13 +77,13 @@ class OwnDecoder:
             return build(), partial(drawn_weights, self.shape)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        if not isinstance(model, Decoder):  # a subclass of the task builds another one
+        if not isinstance(model, Decoder):  # a subclass of the task may build another model
             return Placements()
         found, blocks = list(_unfit(model.shape, degrees)), range(1, 1 + model.shape.depth)
         return Placements(_USES, deal(model.parts, degrees.stages, blocks), context=True, found=found)
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
-        """Run a piece; with the output of a stage go the losses of its routers, and of those before."""
+        """Run a piece; a stage's output includes the losses of its routers and earlier ones."""
         tokens, positions, given = batch["tokens"], batch.get("positions"), piece.given
         losses, gather = self._router_losses(model, batch), {}
         if piece.part is None:
@@ -106,7 +106,7 @@ class OwnDecoder:
         return model.head if type(model) is Decoder else None
 
     def _router_losses(self, model: nn.Module, batch: Batch) -> RouterLosses | None:
-        """Return what takes the losses of routers; None outside of training, and without any."""
+        """Return the collector of router losses; None outside training, or without routers."""
         if not (model.training and isinstance(model, Decoder) and model.shape.experts):
             return None
         return RouterLosses(batch["places"], self._balance_loss, self._router_z_loss)
@@ -116,7 +116,7 @@ class OwnDecoder:
 
 
 def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:
-    """Yield what keeps a decoder from being placed."""
+    """Yield what prevents a decoder from being placed."""
     params = "task.params.model"
     for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
         if (size := getattr(shape, name)) % degrees.tensor:

@@ -1,4 +1,4 @@
-"""A model of transformers as a language model: from a folder or a configuration, with adapters or without."""
+"""A model of transformers as a language model: from a folder or configuration, with or without adapters."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _HAS_LAST_HEAD = "_has_last_head"
-"""An attribute of a model that `check_causal` knows: one that a subclass of the task puts around it lacks it."""
+"""Attribute of models that `check_causal` knows; a wrapper built by a subclass of the task lacks it."""
 
 
 class TransformersModel:
-    """The model of a source, for rows of up to `max_tokens` tokens; with an `adapter` its base is not trained."""
+    """The model of a source, for rows of up to `max_tokens` tokens; with an `adapter` its base is frozen."""
 
     def __init__(self, source: Source, adapter: Adapter | None, max_tokens: int) -> None:
         self.source, self._adapter, self._max_tokens = source, adapter, max_tokens
         self.vocabulary = 0
-        self._has_documents, self._has_holes = True, False  # until `prepare` knows which columns there are
+        self._has_documents, self._has_holes = True, False  # until `prepare` knows the columns
         self._parts: Parts | None = None
         self._runs_as_listed: bool | None = None
         self._has_last_head = False
@@ -68,7 +68,7 @@ class TransformersModel:
 
     @property
     def _num_prompt(self) -> int:
-        """How many tokens an adapter puts before a row's own."""
+        """Number of tokens that an adapter puts before a row's own."""
         return 0 if self._adapter is None else self._adapter.num_tokens
 
     def prepare(self, manifest: Manifest, rows: TokenColumns) -> None:
@@ -104,7 +104,7 @@ class TransformersModel:
         if opened is None:
             return None
         model, weights = opened
-        if self._runs_as_listed is None:  # it takes two passes of the whole model, once
+        if self._runs_as_listed is None:  # takes two passes of the whole model, once
             check_positions(model, self._max_tokens)
             self._has_last_head = check_causal(model, stand_ins(model))
             self._check_documents(model)
@@ -117,7 +117,7 @@ class TransformersModel:
             check_documents(model, self._max_tokens, has_holes=self._has_holes)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        """Place the model; a trial, which takes passes of it, is made only where all else fits."""
+        """Return the model's placements; a trial, which needs passes of it, is made only if all else fits."""
         cut = placed(model, degrees.tensor, self._adapter, sequence=degrees.sequence)
         if not has_transformers(model):
             return cut

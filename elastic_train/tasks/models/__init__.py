@@ -1,1 +1,1 @@
-"""The models that shipped tasks train."""
+"""Models that shipped tasks train."""

@@ -1,8 +1,8 @@
-"""Adapters by peft, such as LoRA (Hu et al. 2021): the base stays as its folder has it, and only adapters are state.
+"""Adapters by peft, such as LoRA (Hu et al. 2021): the base stays as in its folder, and only adapters are state.
 
-A model's `state_dict` is what commits hold, what ranks hand over and what the weights' hash is of. An adapted model's
-has no weights of the base but its digest, in a buffer's name: so a commit, or a rank, with another base is told apart
-as one with another model is.
+A model's `state_dict` is what commits hold, ranks exchange and the weights' hash covers. An adapted model's has the
+base's digest, in a buffer's name, instead of its weights: so a commit or rank with another base is detected like one
+with another model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from elastic_train.tasks.models.hugging_face import Source, head_of
 from elastic_train.tasks.task import ParameterGroup
 
 BASE = "base_blake3_"
-"""A buffer of this name, and 16 hexadecimal digits, holds the whole digest."""
+"""Prefix of the buffer that holds the whole digest; 16 hexadecimal digits follow."""
 PROMPTS: Mapping[str, str] = {"prompt_tuning": "PromptTuningConfig", "p_tuning": "PromptEncoderConfig"}
 _IN_LAYERS: Mapping[str, str] = {
     "lora": "LoraConfig",
@@ -38,7 +38,7 @@ _IN_LAYERS: Mapping[str, str] = {
     "ln_tuning": "LNTuningConfig",
 }
 _IN_PARTS = ("lora", "ln_tuning")
-"""Those that tensor ranks can share."""
+"""Types that tensor ranks can share."""
 _UNFIT: Mapping[str, str] = {
     "adalora": "it moves ranks between layers after an update, by what it has seen of gradients, outside of the step "
     "that ranks agree on and commits hold",
@@ -46,12 +46,12 @@ _UNFIT: Mapping[str, str] = {
 }
 _NO_PROMPTS = "with a prompt a model sees embeddings, and not where a row ends: it is for CausalLM alone"
 _INITIAL = (True, False, "gaussian", "orthogonal")
-"""Values of init_lora_weights that leave the base as it is; with others an adapter does not fit its folder."""
+"""Values of init_lora_weights that leave the base unchanged; with others an adapter does not fit its folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Which adapters a model gets: their type, values of its configuration in peft, and the key that gives them."""
+    """A model's adapters: their type, their values in peft's configuration, and the key that gives them."""
 
     key: str
     kind: str
@@ -66,7 +66,7 @@ class Adapter:
         *,
         takes_prompts: bool = False,
     ) -> Adapter | None:
-        """Check the keys `lora` and `adapter` of a task's params; raises ValueError."""
+        """Validate the keys `lora` and `adapter` of a task's params; raise ValueError."""
         if lora is not None and adapter is not None:
             raise ValueError("give lora, or adapter, of which LoRA is one type, not both")
         given = lora if adapter is None else adapter
@@ -90,7 +90,7 @@ class Adapter:
         return cls(key, str(kind), {name: value for name, value in given.items() if name != "type" or key == "lora"})
 
     def found(self) -> Iterator[Found]:
-        """Yield the traits that these adapters have; those of LoRA that look at whole matrices are in no parts."""
+        """Yield the traits of these adapters; LoRA variants that need whole matrices cannot be split."""
         kind, is_dora = f"the type {self.kind} of task.params.{self.key}", bool(self.values.get("use_dora"))
         yield Found("adapters", kind)
         if self.kind not in _IN_PARTS or is_dora:
@@ -101,13 +101,13 @@ class Adapter:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it puts before a row's own."""
+        """Number of tokens that it puts before a row's own."""
         return int(self.values["num_virtual_tokens"]) if self.kind in PROMPTS else 0
 
     def config(self, **others: Any) -> Any:
-        """Return peft's configuration, with `others` as defaults; ConfigError for a value that it does not take.
+        """Return peft's configuration, with `others` as defaults; raise ConfigError for an unsupported value.
 
-        Of `modules_to_save`, those of both are taken.
+        `modules_to_save` are taken from both.
         """
         with needed_for(f"task.params.{self.key}"):
             import peft
@@ -143,9 +143,9 @@ class Adapter:
         return named
 
     def attach(self, model: nn.Module, **others: Any) -> nn.Module:
-        """Return a model of transformers with adapters, everything else frozen; ConfigError if peft cannot do it.
+        """Return a transformers model with adapters, everything else frozen; raise ConfigError if peft cannot do it.
 
-        `others` are values of peft's configuration, where the key does not give them: such as the task's type.
+        `others` are values of peft's configuration that the key does not give, such as the task's type.
         """
         config = self.config(**others)
         import peft
@@ -165,7 +165,7 @@ class Adapter:
 
 
 def leave_base_out(model: nn.Module) -> None:
-    """Take frozen weights out of the model's `state_dict`, and put their digest in; `load_state_dict` keeps them."""
+    """Replace frozen weights in the model's `state_dict` by their digest; `load_state_dict` keeps the weights."""
     named = dict(model.named_parameters(remove_duplicate=False))
     base = frozenset(name for name, parameter in named.items() if not parameter.requires_grad)
     digest = _digest({name: named[name] for name in sorted(base)})
@@ -194,12 +194,12 @@ def _do_not_miss(names: Set[str], model: nn.Module, keys: Any) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Have a model compute what its base does, in eval mode, as long as the block lasts; no gradient is recorded."""
+    """Make a model compute as its base, in eval mode and without gradients, within the context."""
     adapted: list[Any] = [each for each in model.modules() if getattr(each, "_disable_adapters", None) is False]
     assert adapted, "the model has adapters"
     training = [each for each in model.modules() if each.training]
     for each in adapted:
-        each._disable_adapters = True  # peft's own switch freezes their weights, too
+        each._disable_adapters = True  # peft's own switch would also freeze their weights
     for each in training:
         each.training = False
     try:
@@ -213,10 +213,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def heads_of(model: nn.Module) -> list[str]:
-    """Return the head of a classifier of transformers: modules whose weights change shape with the number of classes.
+    """Return the head of a transformers classifier: modules whose weights change shape with the number of classes.
 
-    They are trained whole. Raises ConfigError where there is none, or where peft, which goes by the ends of names,
-    would take other modules for it.
+    They are trained whole. Raise ConfigError if there is none, or if peft, which matches name endings, would select
+    others.
     """
     heads = list(dict.fromkeys(name.rpartition(".")[0] for name in head_of(model)))
     remedy = "train the whole model, without an adapter, or take another one, such as a ViT"
@@ -235,6 +235,6 @@ def heads_of(model: nn.Module) -> list[str]:
 
 
 def frozen_groups(model: nn.Module) -> Sequence[ParameterGroup]:
-    """Return what is frozen in the model, such as the base of adapters, as a group; none if nothing is."""
+    """Return the model's frozen parameters, such as an adapter's base, as a group; empty if there are none."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return [ParameterGroup(frozen, is_frozen=True)] if frozen else []

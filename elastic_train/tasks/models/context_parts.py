@@ -1,11 +1,11 @@
-"""How ranks compute rows of a model of transformers together, some of the tokens each: by an attention of our own.
+"""Context parallelism for transformers models: ranks compute some tokens of each row, through our own attention.
 
-Transformers calls attention by a name (`AttentionInterface`), and what a forward pass is given beside its inputs comes
-to that function, layer by layer. Ours brings together keys and values of all parts, and then does what torch's
-(`sdpa`) does, with the mask of this part's tokens. Without such a part it is torch's.
+Transformers calls attention by name (`AttentionInterface`), and passes additional forward arguments to that function,
+layer by layer. Ours gathers keys and values of all parts, then does what torch's (`sdpa`) does, with the mask of this
+part's tokens. Without parts it is torch's.
 
-Whether a model computes the same so is tried before it is trained: with rows in parts, each of which gets what a pass
-of whole rows has made of the other tokens.
+A trial before training checks that a model computes the same: with rows in parts, each of which gets the other tokens'
+tensors from a pass of whole rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ATTENTION = "elastic_train_parts"
 _GATHER = "gather_keys_and_values"
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _RUNS = 3
-"""How many tokens a run of each part has in the trial."""
+"""Tokens in a run of each part in the trial."""
 Gather = Callable[[Tensor], Tensor]
 
 
 def attend_in_parts(model: nn.Module) -> None:
-    """Let a model of transformers attend by our function from now on, which is torch's wherever rows are whole."""
+    """Make a transformers model use our attention from now on, which is torch's wherever rows are whole."""
     inner: Any = model
     if inner.config._attn_implementation == ATTENTION:
         return
@@ -75,11 +75,11 @@ def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], gather: Gather)
 
 
 def try_parts_of_rows(model: nn.Module, count: int, max_tokens: int) -> Iterator[Found]:
-    """Yield why ranks cannot compute rows of up to so many tokens of a model together.
+    """Yield why ranks cannot compute rows of up to this many tokens of a model together.
 
-    Of one on fakes, which have no values, nothing is tried.
+    A model of fake tensors, without values, is not tried.
     """
-    _, inner = model_of_transformers(model)  # its layers have the adapters, if there are any
+    _, inner = model_of_transformers(model)  # its layers include the adapters, if any
     kind, config = type(inner).__name__, inner.config.get_text_config()
     wrong = _depends_on_length(config, max_tokens)
     if not wrong:
@@ -90,7 +90,7 @@ def try_parts_of_rows(model: nn.Module, count: int, max_tokens: int) -> Iterator
 
 
 def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
-    """Say in what a model is another for rows of so many tokens than for a few; nothing if it is not."""
+    """Return in what a model treats rows of this many tokens differently from short ones; "" if in nothing."""
     for name in _WINDOWS:
         size = getattr(config, name, None)
         if isinstance(size, int) and size < max_tokens:
@@ -99,13 +99,13 @@ def _depends_on_length(config: PretrainedConfig, max_tokens: int) -> str:
 
 
 def _difference(model: nn.Module, run: Run, count: int, vocabulary: int) -> str:
-    """Say that parts of rows do not give what the model's own pass of whole rows does; nothing if they do."""
+    """Return how parts of rows differ from the model's own pass of whole rows; "" if they do not."""
     is_same = all(_compared(model, run, count, vocabulary))
     return "" if is_same else "gives other results for rows in parts than for whole ones"
 
 
 def _compared(model: nn.Module, run: Run, count: int, vocabulary: int) -> Iterator[bool]:
-    """Yield whether a pass of whole rows by our attention, and each part's, make what the model's own does."""
+    """Yield whether a pass of whole rows with our attention, and each part's, equal the model's own."""
     width = 2 * count * _RUNS
     tokens = torch.arange(2 * width).view(2, width) * 7 % vocabulary
 
@@ -128,11 +128,11 @@ def _compared(model: nn.Module, run: Run, count: int, vocabulary: int) -> Iterat
 
 
 def _all_of(tensor: Tensor, whole: Tensor, mine: Tensor, by_part: list[Tensor], same: list[bool]) -> Tensor:
-    """Return what a pass of whole rows has gathered, in the order of the parts; note whether this part's is its own."""
+    """Return what a pass of whole rows gathered, in part order; record whether this part's own is equal."""
     same.append(_is_like(tensor, whole[..., mine, :]))
     return whole[..., torch.cat(by_part), :]
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors are equal but for rounding."""
+    """Return True if two tensors are equal up to rounding."""
     return one.shape == other.shape and bool(((one - other).abs() <= most_rounding(other)).all())

@@ -1,9 +1,8 @@
-"""A folder's model before it has weights: these come from the folder's safetensors, one by one, as they are needed.
+"""A folder's model before it has weights: they are read from the folder's safetensors one by one, when needed.
 
-A tensor is a view of its file's pages, and of the file's type, so that of what a rank does not keep nothing is read.
-transformers itself says which parameter a file's tensor is. Whatever is not one tensor for one parameter (some are
-joined or split as they are loaded; other kinds of file) is not opened here: such a model is built whole, and has the
-bits that it always had.
+A tensor is a view of its file's pages, in the file's type, so a rank reads nothing that it does not keep. transformers
+itself maps file tensors to parameters. A folder in which tensors and parameters are not one to one (joined or split on
+loading, or other file kinds) is not opened here: such a model is built whole, with unchanged bits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class FolderWeights:
-    """Where a model's parameters are, by their first names: a file and a tensor's name in it; and which are drawn."""
+    """Locations of a model's parameters, by first name: file, and tensor name in it; and which ones are random."""
 
     source: Source
     kind: Kind
@@ -37,15 +36,15 @@ class FolderWeights:
     drawn: Sequence[str]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter with the bits that `Source.build` gives it, if a copy is of that one's type; what is
-        drawn moves torch's generator."""
+        """Yield every parameter, bit-identical to `Source.build`'s once converted to its type; random ones advance
+        torch's generator."""
         yield from _read(self.places)
         if self.drawn:
             yield from self._draw()
 
     def _draw(self) -> Iterator[tuple[str, Tensor]]:
         model: Any = hollow(self.source, self.kind)
-        with _address_space():  # some modules draw what they have, and then leave it as it is: the generator moves on
+        with _address_space():  # some modules draw values that they then discard: the generator advances
             for name, hollow_one in list(model.named_parameters(remove_duplicate=False)):
                 owner, _, leaf = name.rpartition(".")
                 one = nn.Parameter(torch.empty(hollow_one.shape, dtype=hollow_one.dtype))
@@ -55,14 +54,14 @@ class FolderWeights:
             tensor._is_hf_initialized = id(tensor) not in known
         for module in model.modules():
             vars(module).pop("_is_hf_initialized", None)
-        model.initialize_weights()  # draws what is not marked, module by module, as when a folder is loaded
+        model.initialize_weights()  # initialises unmarked parameters module by module, as when a folder is loaded
         for name in self.drawn:
             yield name, model.get_parameter(name).detach()
 
 
 @contextlib.contextmanager
 def _address_space() -> Iterator[None]:
-    """Let tensors that are made here have pages only once they are written: torch would fill them with NaN."""
+    """Let new tensors have memory pages only once written: torch would fill them with NaN."""
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
@@ -72,9 +71,9 @@ def _address_space() -> Iterator[None]:
 
 
 def open_folder(source: Source, kind: Kind) -> tuple[PreTrainedModel, FolderWeights] | None:
-    """Return a folder's model, its parameters on the meta device and its buffers as they are, and its weights.
+    """Return a folder's model, with parameters on the meta device and real buffers, and its weights.
 
-    None if its weights cannot be read one by one, or are not all there, which is for `Source.build` to say.
+    None if its weights cannot be read one by one, or are incomplete, which `Source.build` reports.
     """
     files = None if source.path is None else _tensors_of(source.path)
     if files is None:
@@ -89,7 +88,7 @@ def open_folder(source: Source, kind: Kind) -> tuple[PreTrainedModel, FolderWeig
     places, lacking = dict[str, tuple[Path, str]](), set[str]()
     for name, aliases in _aliases(model).items():
         found = [named[alias] for alias in (*aliases, source.copied_from(model, name)) if alias in named]
-        if len(found) > 1:  # tied here, and not in the folder
+        if len(found) > 1:  # tied here, but not in the folder
             return None
         if found and _shape_of(*found[0]) == model.get_parameter(name).shape:
             places[name] = found[0]
@@ -103,7 +102,7 @@ def open_folder(source: Source, kind: Kind) -> tuple[PreTrainedModel, FolderWeig
 
 
 def hollow(source: Source, kind: Kind) -> PreTrainedModel:
-    """Build a model whose parameters are on the meta device, one after the other, and whose buffers are on the CPU."""
+    """Build a model with parameters on the meta device, one after the other, and buffers on the CPU."""
     from transformers.initialization import no_init_weights
 
     def lay(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -122,10 +121,10 @@ def hollow(source: Source, kind: Kind) -> PreTrainedModel:
 
 
 def stand_ins(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return weights that take hardly any memory, to try out what a model without weights computes.
+    """Return weights that take hardly any memory, to try out a model without weights.
 
-    They are of the model's own types unless `dtype` is given. Those of more than one dimension are a line of random
-    numbers, seen with small strides; the others are ones.
+    They have the model's own types unless `dtype` is given. Those of several dimensions view a line of random numbers
+    with small strides; the others are ones.
     """
     generator, found = torch.Generator().manual_seed(0), dict[str, Tensor]()
     for name, parameter in model.named_parameters():
@@ -141,7 +140,7 @@ def stand_ins(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, T
 
 
 def weights_to_try(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return a model's weights, or stand-ins where it has none."""
+    """Return a model's weights, or stand-ins if it has none."""
     named = dict(model.named_parameters())
     has_memory = all(not one.is_meta and one.untyped_storage().nbytes() >= one.nbytes for one in named.values())
     return named if has_memory else stand_ins(model)
@@ -149,7 +148,7 @@ def weights_to_try(model: nn.Module) -> Mapping[str, Tensor]:
 
 @torch.no_grad()
 def runs_as_listed(model: nn.Module, **inputs: Tensor) -> bool:
-    """Say whether a model without weights runs each entry of its lists of modules once, in the order of the lists."""
+    """Return True if a model without weights runs each entry of its module lists once, in list order."""
     listed = [entry for module in model.modules() if isinstance(module, nn.ModuleList) for entry in module]
     ran = list[nn.Module]()
     places = {id(module): place for place, module in enumerate(model.modules())}
@@ -166,7 +165,7 @@ def runs_as_listed(model: nn.Module, **inputs: Tensor) -> bool:
 
 
 def _tensors_of(folder: Path) -> dict[str, Path] | None:
-    """Return the file of every tensor in a folder's safetensors, by its name there; None if it has no such files."""
+    """Return the file of every tensor in a folder's safetensors, by its name there; None without such files."""
     from safetensors import safe_open
 
     if (folder / _FILE).is_file():
@@ -179,7 +178,7 @@ def _tensors_of(folder: Path) -> dict[str, Path] | None:
 
 
 def _named(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, tuple[Path, str]] | None:
-    """Return where the model's tensors are, by its own names; None if any of them is made of others."""
+    """Return the locations of the model's tensors, by its own names; None if any is composed of others."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

@@ -1,4 +1,4 @@
-"""Trained models as folders that the auto classes of transformers load, to the last bit."""
+"""Export trained models as folders for the auto classes of transformers, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from elastic_train.tasks.decoder.shape import DecoderShape
 
 
 def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
-    """Write a model of transformers, a decoder of ours as one, or adapters: alone, or added to their base.
+    """Write a transformers model, our decoder as one, or adapters: alone, or merged into their base.
 
-    Raises ConfigError for a prompt, which cannot be added to weights, and for a model of another kind.
+    Raise ConfigError for a prompt, which cannot be merged, and for other kinds of models.
     """
     found: Any = as_transformers(model) if isinstance(model, Decoder) else model
     import_transformers().utils.logging.disable_progress_bar()
@@ -36,10 +36,9 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
 
 
 def begin_llama(shape: DecoderShape, folder: Path) -> dict[str, str] | None:
-    """Write the configuration of a decoder without experts as a Llama; return what its weights are called there, by
-    ours.
+    """Write the configuration of a decoder without experts as a Llama; return its weights' names there, by ours.
 
-    Of one with experts, whose weights transformers joins and splits, nothing is written, and None is returned.
+    For one with experts, whose weights transformers joins and splits, write nothing and return None.
     """
     if shape.experts:
         return None

@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers, from a local folder or a configuration.
 
-Nothing is downloaded. Weights are fp32 unless a model's dtype is configured: autocast (`precision: bf16`) rounds what
-is computed, and not what is trained. Attention is torch's own (SDPA) where a model has it. Needs the extra `[hf]`.
+Nothing is downloaded. Weights are fp32 unless a model's dtype is configured: autocast (`precision: bf16`) rounds
+computations, not trained weights. Attention is torch's (SDPA) if the model supports it. Needs the extra `[hf]`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 _KEYS = ("path", "config", "dtype", "attention")
 _ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 FAILURES = (Exception,)
-"""Errors of transformers' code for a configuration that it cannot use: of any class, some have no base but this."""
+"""Errors of transformers for an unusable configuration: of any class, some with no other base."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is made of a source: `name` is an auto class's of transformers; with `draws_head` weights outside of the
-    model's body are drawn where a folder lacks them.
+    """What is built from a source: `name` is an auto class of transformers; with `draws_head`, weights outside the
+    model's body are initialised randomly if a folder lacks them.
 
-    `attention` is how it is computed; None for what transformers chooses, which fits models without any, too.
+    `attention` is its implementation; None lets transformers choose, which also suits models without any.
     """
 
     name: str
@@ -49,18 +49,18 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's folder, with its weights, or a configuration alone, whose weights are drawn; `config` replaces values
-    of the folder's."""
+    """A model's folder with weights, or a configuration only, with random weights; `config` overrides the folder's
+    values."""
 
     path: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     attention: str | None = None
-    """How attention is computed, by its name in transformers; None for SDPA where the model has it."""
+    """Attention implementation by its name in transformers; None for SDPA if the model supports it."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Source:
-        """Check the key `hf` of a task's params; raises ValueError."""
+        """Validate the key `hf` of a task's params; raise ValueError."""
         for name in values:
             if name not in _KEYS:
                 raise ValueError(f"hf has no '{name}'{did_you_mean(nearest(name, _KEYS))}")
@@ -76,7 +76,7 @@ class Source:
         return cls(folder, config, _DTYPES[dtype], None if attention is None else _ATTENTIONS[attention])
 
     def load_config(self, **others: Any) -> PretrainedConfig:
-        """Return the model's configuration; `others` replace values of it, too. Raises ConfigError."""
+        """Return the model's configuration, also overridden by `others`; raise ConfigError."""
         with needed_for("a model of Hugging Face"):
             from transformers import AutoConfig
         changes = {**self.config, **others}
@@ -100,7 +100,7 @@ class Source:
         return config
 
     def check_length(self, config: PretrainedConfig, max_tokens: int) -> None:
-        """Refuse rows of more tokens than the model has positions; ConfigError."""
+        """Raise ConfigError for rows of more tokens than the model has positions."""
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         if most is not None and max_tokens > most:
             raise ConfigError(
@@ -111,7 +111,7 @@ class Source:
     def build(self, kind: Kind) -> PreTrainedModel:
         """Build the model on the CPU.
 
-        Raises ConfigError where the folder cannot be read, or lacks other weights.
+        Raise ConfigError if the folder cannot be read, or lacks other weights.
         """
         import transformers
 
@@ -141,16 +141,16 @@ class Source:
                 f"has them in other shapes, first '{lacks[0]}': give the folder of a whole model, or a "
                 "config that fits its weights"
             )
-        return model.train()  # which is loaded in eval mode
+        return model.train()  # it is loaded in eval mode
 
     def copied_from(self, model: PreTrainedModel, name: str) -> str | None:
-        """Return the weight of which one that the folder lacks is a copy: it was tied, and `config` unties it."""
+        """Return the weight that a missing one copies: it was tied, and `config` unties it."""
         ties = model._tied_weights_keys
         is_untied = self.config.get("tie_word_embeddings") is False
         return ties.get(name) if is_untied and isinstance(ties, dict) else None
 
     def from_config(self, kind: Kind) -> PreTrainedModel:
-        """Build the model of a configuration, whose weights are drawn."""
+        """Build the model of a configuration, with random weights."""
         import transformers
 
         auto = getattr(transformers, kind.name)
@@ -161,7 +161,7 @@ class Source:
         return model
 
     def _attending(self, kind: Kind, make: Callable[[str | None], Any]) -> Any:
-        """Make a model with the attention that is asked for, else with SDPA, or eager where it has no SDPA."""
+        """Build a model with the requested attention, else with SDPA, or eager if it has no SDPA."""
         if self.attention == "flex_attention" and not torch.cuda.is_available():
             raise ConfigError("task.params.hf.attention: flex needs a GPU to train: set it to sdpa or eager")
         if self.attention is not None or kind.attention != "sdpa":
@@ -184,7 +184,7 @@ class Source:
 
 
 def drawn_of(model: PreTrainedModel, kind: Kind, lacking: Set[str]) -> Set[str]:
-    """Return which of the weights that a folder lacks may be drawn: the model's head, and its body's pooler."""
+    """Return which of a folder's missing weights may be initialised randomly: the head, and the body's pooler."""
     if not kind.draws_head:
         return frozenset()
     body = model.base_model_prefix
@@ -194,9 +194,9 @@ def drawn_of(model: PreTrainedModel, kind: Kind, lacking: Set[str]) -> Set[str]:
 
 
 def head_of(model: nn.Module) -> Sequence[str]:
-    """Return the weights of a classifier of transformers that change shape with the number of classes.
+    """Return the weights of a transformers classifier that change shape with the number of classes.
 
-    Raises ConfigError for a model that transformers does not build without memory, of which this is not known.
+    Raise ConfigError for a model that transformers cannot build without memory, for which this is unknown.
     """
     config: Any = copy.deepcopy(model.config)
     config.num_labels += 1
@@ -213,7 +213,7 @@ def head_of(model: nn.Module) -> Sequence[str]:
 
 
 def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
-    """Refuse rows that are too long for learned positions that begin after a padding's, as RoBERTa's do."""
+    """Reject rows too long for learned positions that start after the padding's, as RoBERTa's."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding) or module.padding_idx is None or "position" not in name:
             continue
@@ -226,10 +226,10 @@ def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
 
 
 def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = None) -> bool:
-    """Refuse a model whose prediction for a token depends on the tokens after it: it would learn to copy them.
+    """Reject a model whose prediction for a token depends on later tokens: it would learn to copy them.
 
-    `weights` are taken in place of its own, if it has none. Of one on fakes, which have no values, nothing is known.
-    Returns whether its logits are known to be the output of a linear layer, `get_output_embeddings()`, unchanged.
+    `weights` replace its own, if it has none. A model of fake tensors is not tested. Return True if its logits are
+    known to be the unchanged output of a linear layer, `get_output_embeddings()`.
     """
     if any(isinstance(one, FakeTensor) for one in model.parameters()):
         return False
@@ -260,15 +260,14 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
 
 
 def has_transformers(model: nn.Module) -> bool:
-    """Say whether a model is one of transformers, or has one as a module."""
+    """Return True if a model is one of transformers, or contains one."""
     from transformers import PreTrainedModel
 
     return any(isinstance(one, PreTrainedModel) for one in model.modules())
 
 
 def model_of_transformers(model: nn.Module) -> tuple[str, PreTrainedModel]:
-    """Return the outermost model of transformers, of which there must be one, and what its modules' names begin
-    with."""
+    """Return the name prefix and the module of the outermost transformers model, which must exist."""
     from transformers import PreTrainedModel
 
     return next(

@@ -1,4 +1,4 @@
-"""A classifier of transformers beside metadata columns: their logits are added."""
+"""A transformers classifier combined with metadata columns: their logits are added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DIM = 32
 class WithMetadata(nn.Module):
     """`body` reads the tokens, a small perceptron the metadata; logits of shape (batch, num_classes).
 
-    The perceptron's last layer begins with zeros, so that training begins with what the body predicts.
+    The perceptron's last layer starts with zeros, so that training starts with the body's predictions.
     """
 
     def __init__(self, body: nn.Module, num_classes: int, num_numeric: int, num_categorical: int, buckets: int) -> None:
@@ -28,16 +28,16 @@ class WithMetadata(nn.Module):
         nn.init.zeros_(self.head[2].bias)  # type: ignore[arg-type]
 
     def forward(self, numeric: Tensor, is_missing: Tensor, categories: Tensor, **tokens: Tensor) -> Tensor:
-        """Metadata as in `Metadata`; `tokens` are what the body takes."""
+        """Return logits; metadata as in `Metadata`, `tokens` are the body's inputs."""
         logits: Tensor = self.body(**tokens).logits
         return logits + self.head(self.metadata(numeric, is_missing, categories))  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def last_tokens(model: nn.Module, is_real: Tensor) -> Iterator[None]:
-    """Let a decoder classify rows by their last tokens, whatever these are; `is_real` (rows, width) is a prefix.
+    """Make a decoder classify rows by their last tokens, whatever these are; `is_real` (rows, width) is a prefix.
 
-    Transformers classifies every token, and then searches for the last one that has not the padding's id.
+    Transformers classifies every token, and then searches for the last one without the padding's id.
     """
     from transformers import PreTrainedModel
 

@@ -1,10 +1,10 @@
-"""Documents of a packed row, kept apart within a model of transformers, and the trial that shows it.
+"""Keep documents of a packed row apart within a transformers model, and verify it by a trial.
 
-Transformers asks a mask function, by the name of an attention, for each kind of layer (full, sliding, chunked, …) and
-hands in the kind's own rule. Ours restricts that rule to the tokens of one document, so no window is lost. Outside of
-`documents_apart` transformers' functions do what they always do.
+Transformers calls a mask function, by attention name, for each kind of layer (full, sliding, chunked, …), passing that
+kind's rule. Ours restricts the rule to tokens of one document, so windows are kept. Outside `documents_apart`
+transformers' functions are unchanged.
 
-Other ways between tokens (recurrence, convolutions, masks of a model's own) are found by a trial before training.
+Other paths between tokens (recurrence, convolutions, a model's own masks) are detected by a trial before training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
 
 @contextlib.contextmanager
 def documents_apart(documents: Tensor) -> Iterator[None]:
-    """Let no token attend to another document's; `documents` (rows, width) are numbered within rows."""
+    """Prevent attention between documents; `documents` (rows, width) are numbered within rows."""
     _restrict_masks()
     token = _DOCUMENTS.set(documents)
     try:
@@ -48,7 +48,7 @@ def _restrict_masks() -> None:
 
 
 def restricted(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a mask function of transformers that regards `documents_apart`."""
+    """Return a mask function of transformers that respects `documents_apart`."""
 
     def make_mask(*arguments: Any, **named: Any) -> Any:
         documents = _DOCUMENTS.get()
@@ -74,7 +74,7 @@ def packed_logits(model: nn.Module, tokens: Tensor, positions: Tensor, documents
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Say whether a model, or that in an adapter's, takes positions: ALiBi has no need of them."""
+    """Return True if a model, or an adapter's inner one, takes positions; with ALiBi it does not."""
     from transformers import PreTrainedModel
 
     inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -87,8 +87,8 @@ def _names_positions(forward: Callable[..., Any]) -> bool:
 
 
 def depends_on_length(config: Any, max_tokens: int) -> str:
-    """Return the reason why a token of rows of up to so many tokens is computed otherwise than in short ones; empty if
-    there is none."""
+    """Return why tokens of rows of up to this many tokens are computed differently from short ones; "" if they are
+    not."""
     rotations = getattr(config, "rope_parameters", None) or {}
     for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
         original = one.get("original_max_position_embeddings") or getattr(
@@ -105,9 +105,9 @@ def depends_on_length(config: Any, max_tokens: int) -> str:
 
 
 def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> None:
-    """Refuse a model whose packed documents are not what transformers computes of each alone; ConfigError.
+    """Reject a model whose packed documents differ from transformers' results for each alone; raise ConfigError.
 
-    With `has_holes` also documents with masked tokens in their midst. Each model and configuration is tried once.
+    With `has_holes`, also documents with masked tokens inside. Each model and configuration is tried once.
     """
     inner: Any = model
     config = inner.config.get_text_config()
@@ -121,7 +121,7 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> No
 
 
 def _difference(model: nn.Module, run: Run, *, has_holes: bool) -> str:
-    """Try two documents packed and alone, with the first changed; return the difference, or nothing."""
+    """Try two documents packed and alone, with the first one changed; return the difference, or ""."""
     inner: Any = model
     config = inner.config.get_text_config()
     length = _SPREAD + _shortest_window(config)
@@ -134,7 +134,7 @@ def _difference(model: nn.Module, run: Run, *, has_holes: bool) -> str:
     is_read = torch.ones(3, length, dtype=torch.bool)
     masks: dict[str, Tensor] = {}
     if has_holes:
-        is_read[:, [0, 2, 3]] = False  # first ones, too, by which some models count their chunks
+        is_read[:, [0, 2, 3]] = False  # including first tokens, by which some models count their chunks
         masks = {"attention_mask": is_read.long()}
         documents = documents.masked_fill(~is_read[[0, 0]].repeat(1, 2), -1)
 

@@ -1,4 +1,4 @@
-"""Choosing the tokens that follow, one after another."""
+"""Generate the following tokens, one after another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_train.tasks.task import Sampling
 
 
 def check_prompt(ids: Sequence[int], vocabulary: int, most: int | None, sampling: Sampling) -> None:
-    """Refuse a prompt that is empty, has other ids, or leaves a model of `most` positions no room."""
+    """Reject a prompt that is empty, has invalid ids, or leaves a model of `most` positions no room."""
     if not ids:
         raise ConfigError("the prompt has no tokens: give at least one")
     if wrong := [id_ for id_ in ids if not 0 <= id_ < vocabulary]:
@@ -26,7 +26,7 @@ def check_prompt(ids: Sequence[int], vocabulary: int, most: int | None, sampling
 
 
 def go_on(model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
-    """Return the tokens that follow on `ids`: by transformers, which keeps keys and values, or one by one."""
+    """Return the tokens that follow `ids`: by transformers, which caches keys and values, or one by one."""
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
     if hasattr(model, "generate"):

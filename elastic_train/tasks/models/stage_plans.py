@@ -1,11 +1,11 @@
-"""How a model of transformers runs in stages: by the plan for pipelines that it brings, and its own forward pass.
+"""Run a transformers model in pipeline stages: by its own pipeline plan and forward pass.
 
-The plan names what runs before the model's layers, the layers, and what runs after. A stage goes through the model's
-own forward pass from the start, so positions, rotations and masks are those of the whole model on every stage; its
-first layer takes what the stage before has made in place of what it is given, and the pass ends where a layer begins
-that is not the stage's. What is left out is never called, so its weights may be anywhere.
+The plan names the modules before the model's layers, the layers, and those after. A stage runs the model's own forward
+pass from the start, so positions, rotations and masks are the whole model's on every stage; its first layer takes the
+previous stage's output instead of its input, and the pass ends at the first layer of a later stage. Omitted modules are
+never called, so their weights may be elsewhere.
 
-Whether a model can be run so is tried, layer by layer, before it is.
+A trial checks, layer by layer, whether a model can run this way.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from elastic_train.tasks.placements import deal
 
 _GPT2 = ("transformer.wte", "transformer.wpe", "transformer.drop", "transformer.h", "transformer.ln_f", "lm_head")
 _PLANS: Mapping[str, Sequence[str]] = {"gpt2": _GPT2, "gpt_bigcode": _GPT2}
-"""Of kinds of models that bring none."""
+"""Plans of model kinds that bring none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The names of a model's modules that have weights, in the order in which they run: its layers, and all else."""
+    """Names of a model's modules with weights, in running order: before the layers, the layers, and after."""
 
     before: tuple[str, ...]
     layers: tuple[str, ...]
@@ -44,8 +44,8 @@ class Parts:
 
 
 def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> Iterator[Found]:
-    """Yield why a model of transformers cannot run in so many stages: it has no plan, fewer layers, or a matrix in two
-    of them."""
+    """Yield why a transformers model cannot run in this many stages: no plan, too few layers, or a matrix in two
+    stages."""
     kind = type(model_of_transformers(model)[1]).__name__
     if parts is None:
         yield Found(
@@ -63,8 +63,8 @@ def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> 
 
 
 def try_in_parts(model: nn.Module, parts: Parts) -> Iterator[Found]:
-    """Run the model as it is trained, as a whole, and in stages of a layer each that have no weights but their own;
-    yield what differs.
+    """Run the model in training mode, whole and in stages of one layer with only their own weights; yield the
+    differences.
 
     A model without weights is tried with stand-ins.
     """
@@ -95,7 +95,7 @@ def try_in_parts(model: nn.Module, parts: Parts) -> Iterator[Found]:
 
 
 class _Ended(Exception):  # noqa: N818 - it is none
-    """Ends a forward pass with what the layers of a stage have made."""
+    """Ends a forward pass, with the output of a stage's layers."""
 
     def __init__(self, made: Tensor) -> None:
         self.made = made
@@ -104,9 +104,9 @@ class _Ended(Exception):  # noqa: N818 - it is none
 def run_parts(
     model: nn.Module, parts: Parts, modules: Sequence[str], given: Tensor | None, run: Callable[[], Tensor]
 ) -> Tensor:
-    """Return what neighbouring parts make of what those before them have given, None to the first.
+    """Return the output of consecutive parts, given that of the parts before them (None for the first).
 
-    `run` is a pass of the whole model, whose result is that of the last.
+    `run` is a pass of the whole model, whose result is that of the last parts.
     """
     own = [place for place, name in enumerate(parts.layers) if name in modules]
     forwards = dict[str, Callable[..., Any]]()
@@ -125,7 +125,7 @@ def run_parts(
 
 
 def _beginning(forward: Callable[..., Any], given: Tensor, state: Tensor) -> Callable[..., Any]:
-    """Return the forward pass of a layer that takes what is given, with torch's generator in a state: what comes before
+    """Return the forward pass of a layer that takes `given`, with torch's generator in `state`: modules before the
     layers may have drawn from it."""
 
     def begin(hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
@@ -136,7 +136,7 @@ def _beginning(forward: Callable[..., Any], given: Tensor, state: Tensor) -> Cal
 
 
 def passed(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Be the forward pass of a module that is left out."""
+    """Act as the forward pass of an omitted module."""
     return hidden_states
 
 
@@ -145,7 +145,7 @@ def _end(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _absent(module: nn.Module) -> Callable[..., Tensor]:
-    """Return the forward pass of a module before layers that is on another stage: something of the right form."""
+    """Return a forward pass for a module before the layers that is on another stage: output of the right shape."""
     if not isinstance(module, nn.Embedding):
         return passed
     return lambda ids, *_, **__: module.weight.new_zeros((*ids.shape, module.embedding_dim))
@@ -153,7 +153,7 @@ def _absent(module: nn.Module) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def forwards_of(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules other forward passes."""
+    """Replace the forward passes of modules within the context."""
     before = [vars(module).get("forward") for module in forwards]
     try:
         for module, forward in forwards.items():
@@ -169,7 +169,7 @@ def forwards_of(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[No
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Run a model as it is trained, and leave torch's generator as it is."""
+    """Run a model in training mode, and preserve torch's generator."""
     was_training = model.training
     model.train()
     try:
@@ -180,8 +180,8 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def planned(model: nn.Module) -> Parts | None:
-    """Return the parts that the plan of a model of transformers names, or ours for its kind; it may be a module of the
-    model, as where that has adapters."""
+    """Return the parts by the plan of a transformers model, or ours for its kind; it may be nested in the model, as
+    with adapters."""
     prefix, found = model_of_transformers(model)
     inner: Any = found
     base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())
@@ -197,5 +197,5 @@ def planned(model: nn.Module) -> Parts | None:
 
 
 def _ids(model: nn.Module, names: Iterable[str]) -> set[int]:
-    """Return the identities of the parameters of modules."""
+    """Return the identities of modules' parameters."""
     return {id(one) for name in names for one in model.get_submodule(name).parameters()}

@@ -1,7 +1,7 @@
-"""How ranks share a model of transformers, and the tokens of its rows: by the plans that it brings.
+"""Tensor and sequence parallelism for transformers models, by the plans that they bring.
 
-Column and row layers are cut as the plan says, and norms of single heads get their gradients from all ranks. What the
-plan gathers at once, and embeddings, stay whole, as in the package's own decoder: the results are the same.
+Column and row layers are cut as planned, and per-head norms sum their gradients over ranks. Modules that the plan
+gathers at once, and embeddings, stay whole, as in the package's own decoder: results are the same.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _WHOLE = ("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
 _DROPOUT_MODULES = ("embd_pdrop", "resid_pdrop")
-"""What comes before the layers, or is a module of each."""
+"""Dropouts before the layers, or as modules of each."""
 
 
 def placed(model: nn.Module, degree: int, adapter: Adapter | None, *, sequence: bool = False) -> Placements:
-    """Return how so many tensor ranks share a model that is one of transformers, or has one as a module; nothing of
-    a model that no degree can cut. A task that has built another model has to place it."""
+    """Return how `degree` tensor ranks share a model that is or contains one of transformers; empty for a model that no
+    degree can cut. A task with another model must place it itself."""
     found = [] if adapter is None else list(adapter.found())
     if not has_transformers(model):
         return Placements(found=found)
@@ -45,7 +45,7 @@ def placed(model: nn.Module, degree: int, adapter: Adapter | None, *, sequence: 
 
 
 def _unfit(model: nn.Module, degree: int) -> Iterator[Found]:
-    """Yield why ranks cannot share a model: its plan, sizes, and random numbers that are drawn for each head."""
+    """Yield why ranks cannot share a model: its plan, sizes, or random numbers drawn per head."""
     _, inner = model_of_transformers(model)
     kind, styles = type(inner).__name__, inner.tp_plan or {}
     if not any(style in _USES for style in styles.values()):
@@ -68,10 +68,10 @@ def _unfit(model: nn.Module, degree: int) -> Iterator[Found]:
 
 
 def _cut_uses(model: nn.Module) -> tuple[dict[str, CutUse], list[Found]]:
-    """Return how a model is cut by its plan, and what it cannot be cut with.
+    """Return how a model is cut by its plan, and what prevents it.
 
-    LoRA's two matrices are cut as the layer that they are added to: of one that is cut by columns the second, of one
-    that is cut by rows the first. Between them is a number for each of few ranks of LoRA's, which all ranks have.
+    LoRA's two matrices are cut like the layer they are added to: for a column layer the second, for a row layer the
+    first. Between them all ranks have the few values of LoRA's rank.
     """
     prefix, inner = model_of_transformers(model)
     plan = {f"{prefix}{name}": _USES[style] for name, style in (inner.tp_plan or {}).items() if style in _USES}
@@ -95,10 +95,10 @@ def _cut_uses(model: nn.Module) -> tuple[dict[str, CutUse], list[Found]]:
 
 
 def _token_uses(model: nn.Module, cut: Mapping[str, CutUse]) -> tuple[dict[str, TokenUse], list[Found]]:
-    """Return how tensor ranks share out the tokens of a model that is cut, and what keeps them from it.
+    """Return how tensor ranks split the tokens of a cut model, and what prevents it.
 
-    Masks and positions are made of all tokens before the first layer, so tokens are split where that begins. Attention
-    asks what it is given for its number of tokens, so what has column layers in it gets all of them.
+    Masks and positions are made from all tokens before the first layer, so tokens are split where that begins.
+    Attention takes the number of tokens from its input, so modules with column layers get all of them.
     """
     kind, parts = type(model).__name__, planned(model)
     if parts is None:
@@ -118,9 +118,10 @@ def _token_uses(model: nn.Module, cut: Mapping[str, CutUse]) -> tuple[dict[str, 
 
 
 def _uses_in(layer: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str, TokenUse | None]]:
-    """Yield what becomes of the modules of a layer, None for one that needs all tokens; what is cut is named as in it.
+    """Yield the token use of a layer's modules, None for those that need all tokens; `cut` names are relative to the
+    layer.
 
-    One that has parameters and no modules is a norm.
+    A module with parameters but without submodules is a norm.
     """
     for name, child in layer.named_children():
         columns = [one for one, use in cut.items() if use == "column" and one.startswith(f"{name}.")]
@@ -134,7 +135,7 @@ def _uses_in(layer: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str,
 
 
 def _dropouts_between(model: nn.Module) -> Iterator[Found]:
-    """Yield dropout within what is cut, which would leave out the same of each rank's tokens."""
+    """Yield dropouts inside what is cut, which would drop the same elements of each rank's tokens."""
     config: Any = model.config
     for name, share in config.get_text_config().to_dict().items():
         if "drop" in name and name not in (*_DROPOUT_MODULES, *_DROPOUTS) and isinstance(share, float) and share:

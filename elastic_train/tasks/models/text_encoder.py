@@ -67,7 +67,8 @@ class Metadata(nn.Module):
         self.categories = nn.ModuleList(nn.Embedding(buckets, dim) for _ in range(num_categorical))
 
     def forward(self, numeric: Tensor, is_missing: Tensor, categories: Tensor) -> Tensor:
-        """Sum the columns' vectors: (batch, dim) from (batch, numeric), bool alike, and (batch, categorical)."""
+        """Sum the columns' vectors: (batch, dim) from (batch, numeric), a bool mask of that shape, and (batch,
+        categorical)."""
         vector = numeric @ self.scale + is_missing.to(numeric.dtype) @ self.missing
         for column, embedding in enumerate(self.categories):
             vector = vector + embedding(categories[:, column])
@@ -90,7 +91,7 @@ class TextEncoder(nn.Module):
     def forward(
         self, tokens: Tensor, lengths: Tensor, numeric: Tensor, is_missing: Tensor, categories: Tensor
     ) -> Tensor:
-        """tokens (batch, width) int64, padded; lengths (batch,) >= 1; metadata as in `Metadata`."""
+        """Map tokens (batch, width) int64, padded; lengths (batch,) >= 1; metadata as in `Metadata`."""
         width = tokens.shape[1]
         mask = torch.arange(width, device=tokens.device) < lengths[:, None]
         x = self.tokens(tokens) + self.positions[:width]

@@ -1,6 +1,6 @@
-"""Trials of a model of transformers before it trains: small passes, in fp32, of a large model's first layers alone.
+"""Trials of a transformers model before training: small fp32 passes, of a large model only the first layers.
 
-What is found is kept: each model and configuration is tried once for each question.
+Results are cached: each model and configuration is tried once per question.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
 from elastic_train.tasks.models.hugging_face import FAILURES
 
 Run = Callable[..., Tensor]
-"""Returns the logits of inputs that are given by name."""
+"""Returns the logits for named inputs."""
 _LARGE = 50_000_000
 
 
 class Found(NamedTuple):
-    """A difference that a trial has found, or the error that ended it; both are empty where nothing is wrong."""
+    """The difference found by a trial, or the error that ended it; both empty if nothing is wrong."""
 
     difference: str = ""
     error: str = ""
@@ -33,9 +33,9 @@ _found = dict[tuple[type, str, int, str], Found]()
 
 
 def tried(model: nn.Module, question: str, look: Callable[[Run], str]) -> Found:
-    """Return what `look` finds by passes of a model; nothing of one on fakes, which have no values.
+    """Return what `look` finds by passes of a model; nothing for a model of fake tensors.
 
-    The generator, and the model's training mode, stay where they are.
+    Generator and training mode are preserved.
     """
     inner: Any = model
     if any(isinstance(one, FakeTensor) for one in model.parameters()):
@@ -67,13 +67,13 @@ def _try(model: nn.Module, look: Callable[[Run], str]) -> Found:
 
 
 def most_rounding(other: Tensor) -> float:
-    """Return by how much results of passes of as many layers as models have may differ from others, for rounding."""
+    """Return the most by which rounding may change results of passes as deep as usual models."""
     most: float = torch.finfo(other.dtype).eps ** (2 / 3) * float(other.abs().max())
     return most
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights to try in fp32: those that a model has, else stand-ins."""
+    """Return fp32 weights to try: the model's own, or stand-ins."""
     buffers = {name: one.float() for name, one in model.named_buffers() if one.is_floating_point()}
     if all(one.dtype == torch.float32 for one in model.parameters()):
         return {**weights_to_try(model), **buffers}
@@ -82,8 +82,8 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _first_of_each_kind(model: nn.Module) -> Iterator[None]:
-    """Leave out the output layer of a large model, and its layers after the first of each kind; kinds differ in modules
-    or settings."""
+    """Omit a large model's output layer, and its layers after the first of each kind; kinds differ in modules or
+    settings."""
     from elastic_train.tasks.models.stage_plans import planned
 
     inner: Any = model
@@ -119,7 +119,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
 
 
 def _settings(layer: nn.Module) -> str:
-    """Return a layer's modules with their plain attributes, but for its number."""
+    """Return a layer's modules with their plain attributes, without its number."""
     plain = (bool, int, float, str, list, tuple, type(None))
     return repr(layer) + repr(
         [

@@ -1,1 +1,1 @@
-"""Rows of tokens as tasks read them: columns, labels and metadata as tensors, token ids, and tokenizers."""
+"""Rows of tokens as tasks read them: columns, labels and metadata as tensors, token ids, tokenizers."""

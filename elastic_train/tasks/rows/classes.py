@@ -1,4 +1,4 @@
-"""The classes of a label column: which column, how many there are, and whether a validation set has the same ones."""
+"""The classes of a label column: the column, their number, and whether a validation set has the same ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTEGERS = re.compile(r"u?int(8|16|32|64)")
 
 
 def label_of(manifest: Manifest, wanted: str | None) -> str:
-    """Return the label column: the one that is wanted, or the manifest's; ConfigError if there is none."""
+    """Return the label column: the requested one, or the manifest's; raise ConfigError if there is none."""
     label = wanted or manifest.label_column
     if label is None:
         raise ConfigError(f"task.params.label: the manifest of {manifest.url} names no label column; give one")
@@ -28,7 +28,7 @@ def label_of(manifest: Manifest, wanted: str | None) -> str:
 
 
 def check_columns(manifest: Manifest, *names: str) -> None:
-    """Refuse a dataset that lacks a column."""
+    """Raise DataError if a dataset lacks a column."""
     missing = [name for name in names if name not in manifest.columns]
     if missing:
         raise DataError(
@@ -37,13 +37,13 @@ def check_columns(manifest: Manifest, *names: str) -> None:
 
 
 def check_label(manifest: Manifest, label: str) -> None:
-    """Refuse a label column that holds no whole numbers."""
+    """Raise DataError if a label column does not hold integers."""
     if not _INTEGERS.fullmatch(plain_name(manifest.columns[label])):
         raise DataError(f"{manifest.url}: label column '{label}' is {manifest.columns[label]}, not an integer")
 
 
 def count_classes(manifest: Manifest, label: str) -> int:
-    """Return how many classes the training set has, two at least; DataError if they were not counted."""
+    """Return the number of classes in the training set, at least two; raise DataError if they were not counted."""
     if not manifest.label_counts or manifest.label_column != label:
         raise DataError(
             f"{manifest.url}: no labels were counted in column '{label}'; build the manifest with "
@@ -53,7 +53,7 @@ def count_classes(manifest: Manifest, label: str) -> int:
 
 
 def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_classes: int) -> None:
-    """Refuse a validation set, or a source of a mixture, of other classes than those of the training set `known`."""
+    """Reject a validation set or mixture source with other classes than the training set `known`."""
     if held_out.label_column != label or held_out.label_counts is None:
         if (found := first_outside(held_out, label, 0, num_classes)) is not None:
             raise DataError(f"{held_out.url}: {found} has {_not_a_class(found.value, label, num_classes)}")
@@ -71,20 +71,20 @@ def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_clas
 
 
 def class_names(known: Manifest, num_classes: int) -> list[str]:
-    """Return the names of the training set's classes; their numbers where it names none."""
+    """Return the names of the training set's classes; their numbers if it has none."""
     names = list(known.labels or ())
     return names + [str(number) for number in range(len(names), num_classes)]
 
 
 def predicted(probabilities: Tensor, names: Sequence[str]) -> Mapping[str, Tensor | Sequence[str]]:
-    """Return the likeliest class of each row, its probability, and those of all classes in order of their numbers."""
+    """Return each row's likeliest class, its probability, and all classes' probabilities, by class number."""
     highest, likeliest = probabilities.max(dim=-1)
     classes = [names[number] for number in likeliest.tolist()]
     return {"prediction": classes, "probability": highest, "probabilities": probabilities}
 
 
 def unfit_labels(rows: pa.Table, label: str, num_classes: int) -> Iterator[tuple[int, str]]:
-    """Yield the rows whose label is missing or no class, and the reason."""
+    """Yield the rows with a missing or invalid label, and the reason."""
     column = rows.column(label)
     for row in np.flatnonzero(numbers_of(column.is_null().cast(pa.uint8()))):
         yield int(row), f"its label in column '{label}' is missing (null): {_REMEDY}"
@@ -93,7 +93,7 @@ def unfit_labels(rows: pa.Table, label: str, num_classes: int) -> Iterator[tuple
 
 
 def labels_of(rows: pa.Table, ids: Int64s, label: str, num_classes: int) -> Int64s:
-    """Return the class of each row; DataError, which names a sample of `ids`, if one is missing or no class."""
+    """Return the class of each row; raise DataError with a sample of `ids` if one is missing or invalid."""
     column = rows.column(label)
     if not column.null_count:
         classes = numbers_of(column).astype(np.int64)

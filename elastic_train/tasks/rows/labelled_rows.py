@@ -1,4 +1,4 @@
-"""Rows of tokens with a class and metadata: which columns they are in, their tensors, and a weighted loss."""
+"""Rows of tokens with a class and metadata: columns, tensors, and a weighted loss."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ Ids = npt.NDArray[np.int64]
 class LabelledRows:
     """Token ids, the class to predict, and metadata columns, which may have missing values.
 
-    `label`, `numeric` and `categorical` are those of the manifest by default. `class_weights` is "balanced", which
-    weighs each sample by the inverse share of its class in the training set, or a weight for each class.
+    `label`, `numeric` and `categorical` default to the manifest's. `class_weights` is "balanced", which weighs each
+    sample by the inverse share of its class in the training set, or a weight for each class.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class LabelledRows:
         self._has_labels, self._absent = True, list[str]()
 
     def prepare(self, manifest: Manifest) -> None:
-        """Take columns, classes and their weights from the training set; DataError or ConfigError if it is unfit."""
+        """Take columns, classes and weights from the training set; raise DataError or ConfigError if it does not
+        fit."""
         self.label = label_of(manifest, self._label)
         self.numeric = list(manifest.numeric_columns if self._numeric is None else self._numeric)
         self.categorical = list(manifest.categorical_columns if self._categorical is None else self._categorical)
@@ -104,7 +105,7 @@ class LabelledRows:
         return counts.sum() / (len(counts) * counts)
 
     def check_held_out(self, manifest: Manifest) -> None:
-        """Refuse a validation set of other columns, classes or tokens than the training set's."""
+        """Reject a validation set with other columns, classes or tokens than the training set."""
         self._check_columns(manifest)
         if self._has_labels:
             check_same_classes(self.known, manifest, self.label, self.num_classes)
@@ -112,27 +113,27 @@ class LabelledRows:
 
     @property
     def class_names(self) -> Sequence[str]:
-        """Names of the classes, in the order of their numbers."""
+        """Names of the classes, by number."""
         return class_names(self.known, self.num_classes)
 
     def inspected_names(self) -> Sequence[str]:
-        """Name the columns whose values decide if a row is fit."""
+        """Return the columns that decide whether a row is fit."""
         return [self.tokens, self.label]
 
     def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
-        """Return the rows with a token id that the model does not have, or no class, and the reason for each."""
+        """Return the rows with an unknown token id or invalid class, with reasons."""
         tokens = unfit_tokens(rows, self.tokens, vocabulary)
         return sorted([*tokens, *unfit_labels(rows, self.label, self.num_classes)])
 
     def names(self) -> Sequence[str]:
-        """Name all columns that are read."""
+        """Return all columns that are read."""
         metadata = [name for name in (*self.numeric, *self.categorical) if name not in self._absent]
         return [self.tokens, *([self.label] if self._has_labels else []), *metadata]
 
     def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, *, has_fixed_width: bool = False) -> Batch:
         """Return `tokens` (rows, width), padded with 0, `lengths` (rows,) >= 1, metadata, and `label` (rows,).
 
-        The width is that of the longest row, or with `has_fixed_width` always `max_tokens`.
+        The width is the longest row's, or with `has_fixed_width` always `max_tokens`.
         """
         if (row := first_incomplete(rows.column(self.tokens))) is not None:
             raise DataError(
@@ -154,7 +155,7 @@ class LabelledRows:
         }
 
     def _labels(self, rows: pa.Table, ids: Ids) -> npt.NDArray[np.int64]:
-        """Return each row's class; 0 where labels are not read."""
+        """Return each row's class; 0 if labels are not read."""
         return labels_of(rows, ids, self.label, self.num_classes) if self._has_labels else np.zeros(len(ids), np.int64)
 
     def loss(self, logits: Tensor, label: Tensor) -> LaneLoss:
@@ -165,12 +166,12 @@ class LabelledRows:
         return LaneLoss(total, weight, logits.detach().softmax(dim=-1), label)
 
     def predictions(self, loss: LaneLoss) -> Mapping[str, Tensor | Sequence[str]]:
-        """Return what `predict` writes of a micro-batch's rows."""
+        """Return the columns that `predict` writes for a micro-batch."""
         assert loss.predictions is not None, "`loss` has returned probabilities"
         return predicted(loss.predictions, self.class_names)
 
     def begin_predicting(self, manifest: Manifest) -> None:
-        """Read no labels, and take metadata that the dataset lacks as missing in all of its rows, with a warning."""
+        """Read no labels, and treat metadata columns missing from the dataset as missing values, with a warning."""
         self._has_labels = False
         self._absent = [name for name in (*self.numeric, *self.categorical) if name not in manifest.columns]
         if self._absent:
@@ -182,7 +183,7 @@ class LabelledRows:
             )
 
     def _check_columns(self, manifest: Manifest) -> None:
-        """Refuse a dataset that lacks a column or has it in a type that cannot be collated."""
+        """Reject a dataset that lacks a column or has it in an unusable type."""
         check_columns(manifest, *self.names())
         check_lists(manifest, self.tokens)
         if self._has_labels:
@@ -202,9 +203,9 @@ class LabelledRows:
 
 
 def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
-    """Return (rows, columns) log-compressed values, 0 where missing, and where they are missing.
+    """Return (rows, columns) log-compressed values, 0 where missing, and a mask of missing ones.
 
-    What is not finite counts as missing: one such value would spoil all weights.
+    Non-finite values count as missing: one of them would spoil all weights.
     """
     values = np.zeros((len(rows), len(names)), dtype=np.float64)
     for place, name in enumerate(names):
@@ -219,7 +220,7 @@ def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArr
     codes = np.zeros((len(rows), len(names)), dtype=np.int64)
     for place, name in enumerate(names):
         column = rows.column(name)
-        if pa.types.is_float16(column.type):  # of which Arrow finds no distinct values
+        if pa.types.is_float16(column.type):  # for which Arrow finds no distinct values
             column = column.cast(pa.float32())
         encoded = column.combine_chunks().dictionary_encode()
         table = np.array([_bucket(str(value), buckets) for value in encoded.dictionary.to_pylist()] + [0])
@@ -229,5 +230,5 @@ def _categories(rows: pa.Table, names: Sequence[str], buckets: int) -> npt.NDArr
 
 @lru_cache(maxsize=65536)
 def _bucket(value: str, buckets: int) -> int:
-    """Return a value's bucket in [1, buckets): a frozen hash, so that no vocabulary has to be stored."""
+    """Return a value's bucket in [1, buckets): a frozen hash, so that no vocabulary must be stored."""
     return 1 + zlib.crc32(value.encode()) % (buckets - 1)

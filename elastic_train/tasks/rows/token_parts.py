@@ -1,7 +1,7 @@
-"""Some tokens of each row of a micro-batch, as one of several ranks computes them.
+"""Some tokens of each row of a micro-batch, as computed by one of several ranks.
 
-Of twice as many runs of tokens as there are parts, a part has one from the left and its mirror image from the right, so
-that with causal attention all parts have as much to compute (as in Llama 3, Grattafiori et al. 2024, section 3.3.2).
+Of twice as many runs of tokens as parts, each part has one from the left and its mirror image from the right, so that
+all parts have equal work in causal attention (as in Llama 3, Grattafiori et al. 2024, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from elastic_train.tasks.placements import ContextPart
 from elastic_train.tasks.task import Batch
 
 PADDING = -1
-"""The document of tokens that belong to none."""
+"""Document number of tokens that belong to none."""
 
 
 def tokens_of(width: int, number: int, count: int) -> Tensor:
-    """Return the places, ascending, of a part's tokens in rows of a width that is a multiple of 2 * count."""
+    """Return the ascending positions of a part's tokens, in rows of a width that is a multiple of 2 * count."""
     run = width // (2 * count)
     left, right = number * run, (2 * count - 1 - number) * run
     return torch.cat((torch.arange(left, left + run), torch.arange(right, right + run)))
@@ -34,18 +34,18 @@ def causal_within(documents: Tensor) -> Tensor:
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a mask adds to attention's scores: all blocks keep one tensor then, and none makes its own."""
+    """Return a mask as a bias on attention scores: all blocks then share one tensor instead of making their own."""
     if torch.is_autocast_enabled(mask.device.type):
         dtype = torch.get_autocast_dtype(mask.device.type)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def part_of(batch: Batch, part: ContextPart) -> Batch:
-    """Return a part of what `TokenColumns.collate` gives.
+    """Return a part of the output of `TokenColumns.collate`.
 
-    Of its `tokens` and `positions` (rows, width of the part), `places` in their flat form, and `targets`, as a
-    micro-batch has them; `mask` (rows or 1, 1, width of the part, width of all) is true where one of its tokens sees
-    one of all parts', part by part.
+    It has the part's `tokens` and `positions` (rows, width of the part), `places` in their flat form, and `targets`, as
+    a micro-batch does; `mask` (rows or 1, 1, width of the part, width of all) is true where a token of the part sees
+    one of all parts', in part order.
     """
     tokens, device = batch["tokens"], batch["tokens"].device
     width = tokens.shape[1]
@@ -53,7 +53,7 @@ def part_of(batch: Batch, part: ContextPart) -> Batch:
     by_part = [tokens_of(width + missing, number, part.count).to(device) for number in range(part.count)]
     mine, all_of_them = by_part[part.number], torch.cat(by_part)
     mask = (all_of_them <= mine[:, None])[None, None]
-    positions, in_row = batch.get("positions"), mine.clamp(max=width - 1)  # a model may have none for what pads rows
+    positions, in_row = batch.get("positions"), mine.clamp(max=width - 1)  # a model may have no positions for padding
     if (documents := batch.get("documents")) is not None:
         padded = F.pad(documents, (0, missing), value=PADDING)
         mask = mask & (padded[:, mine, None] == padded[:, None, all_of_them])[:, None]

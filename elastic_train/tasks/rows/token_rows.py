@@ -1,7 +1,7 @@
-"""Rows of tokens as tensors for a language model: padded late, with the places that are to be predicted.
+"""Rows of tokens as tensors for a language model: padded late, with the positions to be predicted.
 
-Targets are the next tokens, of the same document, that are not masked. Only their places go to the loss, so how many
-there are is known before a device has computed anything.
+Targets are the next tokens of the same document that are not masked. Only their positions enter the loss, so their
+number is known before a device has computed anything.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from elastic_train.tasks.rows.vocabulary import Ids, check_range, unfit_tokens
 from elastic_train.tasks.task import Batch
 
 IGNORED = -100
-"""The label of a token that is no target, as everywhere in the field."""
+"""Label of a token that is no target; the usual convention."""
 _WIDTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumns:
-    """Columns of integer lists, one value a token; all but `tokens` may be None.
+    """Columns of integer lists, one value per token; all but `tokens` may be None.
 
     `labels` are the tokens to predict, or IGNORED. `attention` is 0 for tokens that are neither read nor predicted.
     `documents` numbers the documents of a packed row: a run of equal numbers is a document, none sees another, and
-    positions begin at 0 in each and count its masked tokens.
+    positions start at 0 in each and count masked tokens.
     """
 
     tokens: str
@@ -39,18 +39,17 @@ class TokenColumns:
     attention: str | None = None
     documents: str | None = None
     has_fixed_width: bool = False
-    """Whether every micro-batch is as wide as a row may be, so that all have one shape."""
+    """True if every micro-batch has the full row width, so that all have one shape."""
 
     def names(self) -> Iterator[str]:
-        """Yield the columns that there are."""
+        """Yield the columns in use."""
         yield from filter(None, (self.tokens, self.labels, self.attention, self.documents))
 
     def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, vocabulary: int) -> Batch:
         """Return `tokens` (rows, width), `places` (targets,) in their flat form, and `targets` (targets,).
 
-        With documents, or a mask in a row's midst, also `positions` and `documents`, of the tokens' shape.
-        Raises DataError, which names a sample, for missing values, lists of other lengths, and ids that are not in
-        [0, vocabulary).
+        With documents, or a mask inside a row, also `positions` and `documents`, of the tokens' shape. Raise DataError
+        with a sample for missing values, lists of differing lengths, and ids outside [0, vocabulary).
         """
         lengths = self._check(rows, ids)
         multiple = max_tokens if self.has_fixed_width else _WIDTH_MULTIPLE
@@ -77,7 +76,7 @@ class TokenColumns:
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
-        """Return the rows that `collate` refuses for their ids, or for lists of other lengths, and the reason."""
+        """Return the rows that `collate` rejects for their ids or differing lengths, with reasons."""
         unfit = [*unfit_tokens(rows, self.tokens, vocabulary)]
         if self.labels:
             unfit += unfit_tokens(rows, self.labels, vocabulary, exempt=IGNORED)
@@ -96,7 +95,7 @@ class TokenColumns:
         )
 
     def _check(self, rows: pa.Table, ids: Ids) -> Ids:
-        """Return how many tokens each row has."""
+        """Return the number of tokens in each row."""
         lengths = lengths_of(rows.column(self.tokens))
         for name in self.names():
             if (row := first_incomplete(rows.column(name))) is not None:
@@ -111,7 +110,7 @@ class TokenColumns:
         return lengths
 
     def _runs(self, padded: dict[str, Ids], lengths: Ids) -> Ids:
-        """Return the number of every token's document within its row, masked or not; padding is one more."""
+        """Return every token's document number within its row, masked or not; padding counts as one more."""
         tokens = padded[self.tokens]
         ids = padded[self.documents] if self.documents else np.zeros_like(tokens)
         begins = np.zeros(tokens.shape, dtype=bool)
@@ -120,7 +119,8 @@ class TokenColumns:
         return begins.cumsum(axis=1)
 
     def _documents(self, runs: Ids, is_real: npt.NDArray[np.bool_]) -> Ids | None:
-        """Return the document of every token, PADDING for none; None where a causal mask hides all that is to be."""
+        """Return every token's document, PADDING for none; None if a causal mask hides everything that must be
+        hidden."""
         if self.documents:
             return np.where(is_real, runs, PADDING)
         is_prefix = not (is_real[:, 1:] & ~is_real[:, :-1]).any()
@@ -128,7 +128,7 @@ class TokenColumns:
 
 
 def uneven_widths(count: int, max_tokens: int, *, has_fixed_width: bool) -> str:
-    """Return, by key or size, the width of micro-batches that a number does not divide; nothing if it divides all."""
+    """Return, by key or size, the width of micro-batches that is not divisible by `count`; "" if all are."""
     if max_tokens % count:
         return f"task.params.max_tokens: {max_tokens}"
     if _WIDTH_MULTIPLE % count and not has_fixed_width:
@@ -137,7 +137,7 @@ def uneven_widths(count: int, max_tokens: int, *, has_fixed_width: bool) -> str:
 
 
 def _positions(runs: Ids) -> Ids:
-    """Return how many tokens of its document come before each token."""
+    """Return how many tokens of its document precede each token."""
     places = np.arange(runs.shape[1])
     begins = np.ones(runs.shape, dtype=bool)
     begins[:, 1:] = runs[:, 1:] != runs[:, :-1]

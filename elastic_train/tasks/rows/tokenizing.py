@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a model: that of its folder, else that of the data it was trained on."""
+"""The tokenizer of a model: from its folder, else from its training data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class FolderTokenizer:
-    """A tokenizer of transformers, with the special tokens that it puts before a text, and its template of chats."""
+    """A transformers tokenizer, with the special tokens that it puts before a text, and its chat template."""
 
     tokenizer: Any
 
@@ -51,7 +51,7 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class DataTokenizer:
-    """The tokenizer.json beside a dataset, without special tokens, as the dataset's rows were made."""
+    """A dataset's tokenizer.json, without special tokens, as used for the dataset's rows."""
 
     tokenizer: Any
 
@@ -82,9 +82,9 @@ def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:
 
 
 def write_tokenizer(folder: Path | None, manifest: Manifest, target: Path) -> None:
-    """Put the tokenizer of a model's folder, else the dataset's, into a folder from which AutoTokenizer reads it.
+    """Write the tokenizer of a model's folder, else the dataset's, into a folder for AutoTokenizer.
 
-    The template of chats is the dataset's, which the model was trained on, if that has one.
+    The chat template is the dataset's, with which the model was trained, if there is one.
     """
     files = [folder / name for name in _FILES if (folder / name).is_file()] if folder is not None else []
     for file in files:
@@ -109,7 +109,7 @@ def _content(manifest: Manifest) -> bytes:
 
 
 def _read(manifest: Manifest, name: str) -> bytes | None:
-    """Return a file beside a manifest, None if there is none; DataError if it cannot be read."""
+    """Return a file next to a manifest, None if missing; raise DataError if it cannot be read."""
     where = f"{manifest.url.rstrip('/')}/{name}"
     try:
         with fsspec.open(where, "rb") as file:

@@ -1,4 +1,4 @@
-"""Whether a dataset's token ids are the model's: refused before training, with the row, and what to do."""
+"""Check a dataset's token ids against the model's: reject before training, with row and remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INTEGER_LISTS = re.compile(r"(large_)?list<.*: u?int(8|16|32|64)( not null)?>")
 
 
 def check_lists(manifest: Manifest, *columns: str) -> None:
-    """Refuse columns that there are not, or that are no lists of integers."""
+    """Reject missing columns, and those that are not lists of integers."""
     for name in columns:
         if name not in manifest.columns:
             is_text = any(plain_name(kind) in ("string", "large_string") for kind in manifest.columns.values())
@@ -40,9 +40,9 @@ def check_lists(manifest: Manifest, *columns: str) -> None:
 
 
 def check_token_ids(manifest: Manifest, column: str, vocabulary: int) -> None:
-    """Refuse a dataset with token ids that a model of so many does not have; names the first row that has one.
+    """Reject a dataset with token ids outside a model's vocabulary; name the first such row.
 
-    Rows are looked at only if the manifest does not say how many ids its tokenizer has.
+    Rows are read only if the manifest does not have the tokenizer's vocabulary size.
     """
     if manifest.vocabulary_size is not None:
         if manifest.vocabulary_size > vocabulary:
@@ -63,14 +63,14 @@ _REMEDY = "make the model's vocabulary larger, or tokenise the text with the mod
 
 
 def unfit_tokens(rows: pa.Table, name: str, vocabulary: int, exempt: int | None = None) -> Iterator[tuple[int, str]]:
-    """Yield the rows that have a token id outside of [0, vocabulary), but for an `exempt` one, and the reason."""
+    """Yield the rows with a token id outside [0, vocabulary), except `exempt`, and the reason."""
     for row, value in zip(*outside(rows.column(name), 0, vocabulary, exempt), strict=True):
         why = f"it has {value} in column '{name}', the model takes token ids from 0 to {vocabulary - 1}: {_REMEDY}"
         yield int(row), why
 
 
 def check_range(values: Ids, ids: Ids, column: str, vocabulary: int) -> None:
-    """Refuse micro-batches, (rows, width), with ids that are not in [0, vocabulary); names a sample of `ids`."""
+    """Reject micro-batches, (rows, width), with ids outside [0, vocabulary); name a sample of `ids`."""
     if values.size and (values.min() < 0 or values.max() >= vocabulary):
         row, place = np.argwhere((values < 0) | (values >= vocabulary))[0]
         raise DataError(
@@ -80,9 +80,9 @@ def check_range(values: Ids, ids: Ids, column: str, vocabulary: int) -> None:
 
 
 def check_tokenizer(manifest: Manifest, folder: Path) -> None:
-    """Refuse a dataset whose tokenizer gives tokens other ids than the one in a model's folder.
+    """Reject a dataset whose tokenizer assigns other ids than the one in a model's folder.
 
-    Where either has no tokenizer.json, nothing is known and nothing refused.
+    If either has no tokenizer.json, nothing is rejected.
     """
     theirs = folder / TOKENIZER
     if manifest.tokenizer is None or not theirs.is_file():
@@ -105,16 +105,16 @@ def check_tokenizer(manifest: Manifest, folder: Path) -> None:
 
 
 def _ids_of(content: bytes) -> Mapping[str, int]:
-    """Return the ids of the tokens of a tokenizer.json: of its model, and those that were added."""
+    """Return the token ids of a tokenizer.json: the model's, and added ones."""
     found = json.loads(content)
     known = found.get("model", {}).get("vocab", {})
-    if isinstance(known, list):  # Unigram: tokens with their scores, by id
+    if isinstance(known, list):  # Unigram: tokens with scores, by id
         known = {token: number for number, (token, _) in enumerate(known)}
     return {**known, **{added["content"]: added["id"] for added in found.get("added_tokens", ())}}
 
 
 def check_same_tokens(known: Manifest, other: Manifest) -> None:
-    """Refuse a validation set, or a source of a mixture, that was tokenised otherwise than the training set."""
+    """Reject a validation set or mixture source tokenised differently from the training set."""
     mine, theirs = known.tokenizer_sha256, other.tokenizer_sha256
     if mine is not None and theirs is not None and mine != theirs:
         raise DataError(
