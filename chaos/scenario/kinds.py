@@ -13,7 +13,7 @@ from typing import Literal
 Aim = Literal["worker", "node", "job", "etcd", "storage", "tracker", "data", "point"]
 Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls", "orders"]
-"""What a scenario must provide, named as in its file."""
+"""Resources that a kind may require of a scenario, named as in its file."""
 Passage = Literal["proxy", "cable", "relay"]
 """What a real run inserts into a node's traffic in order to disturb it: a proxy before etcd, a cable of the node's own,
 or such a cable with a relay, which can delay and drop packets."""
@@ -35,7 +35,7 @@ class Kind:
     """True if it can be done to a job on Slurm (`executor: slurm`)."""
     needs: Need | None = None
     through: Passage | None = None
-    """Where a real run disturbs a node's traffic."""
+    """Place where a real run disturbs a node's traffic."""
     damages: bool = False
     """True if it damages intact commits."""
     cuts_off: bool = False

@@ -34,7 +34,7 @@ class Degrees:
 CutUse = Literal["column", "row", "partial"]
 TokenUse = Literal["split", "enter", "tokens", "dropout", "gather", "join"]
 Use = CutUse | TokenUse
-"""How tensor ranks share a module.
+"""Ways in which tensor ranks share a module.
 
 `column`: a linear layer; each rank computes some outputs from the same input. `row`: a linear layer; each rank has some
 inputs, and outputs are added. `partial`: all ranks have the module's parameters, each uses them on its own part;
@@ -51,7 +51,7 @@ CUTS, TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """How a model's modules are placed along each axis; a module that is not named is whole on every rank.
+    """Placement of a model's modules along each axis; a module that is not named is whole on every rank.
 
     `tensor`: use of modules by name; * matches one component of a name. The cut ones must be the same at every degree,
     even at 1. Token uses have no effect without `Degrees.sequence`.

@@ -59,7 +59,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a term ended: FINISHED, FAILED or KILLED."""
+    """Status of an ended term: FINISHED, FAILED or KILLED."""
 
     status: str
 

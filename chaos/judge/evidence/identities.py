@@ -23,7 +23,7 @@ ANY = object()
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a line says about a process; None where it says nothing."""
+    """Identity of a process as a line states it; None for fields that it omits."""
 
     pid: int
     host: object = None

@@ -22,7 +22,7 @@ LONG_MINUTES = 50
 
 
 class JobOnSlurm(Protocol):
-    """What an act needs of a job."""
+    """Parts of a job that an act needs."""
 
     @property
     def cluster(self) -> SlurmCluster: ...

@@ -36,7 +36,7 @@ with the step time, because the survivors of a world also meet more slowly."""
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How cases are drawn: number of nodes (from, to) and virtual hours; None lets each seed decide."""
+    """Bounds of the drawn cases: number of nodes (from, to) and virtual hours; None lets each seed decide."""
 
     nodes: tuple[int, int] | None = None
     hours: float | None = None

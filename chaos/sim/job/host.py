@@ -1,4 +1,4 @@
-"""What the product asks of its machine: plan, context, environment and the duration of work."""
+"""Simulated machine as the product sees it: plan, context, environment and the duration of work."""
 
 from __future__ import annotations
 

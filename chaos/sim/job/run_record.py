@@ -1,4 +1,4 @@
-"""What a simulated run records: histories, result, the witness's counts, errors."""
+"""Record of a simulated run: histories, result, the witness's counts, errors."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Shape:
     """Number of copies of a real, tiny model's sharded state; 0: modelled state. With cells, of each parameter shard's
     optimizer state."""
     shards: Shards = "optimizer"
-    """What of that state is sharded."""
+    """Sharded part of that state."""
     cell: int = 1
     """Workers that hold the state together, one parameter shard each."""
     stages: int = 1
@@ -100,7 +100,7 @@ class Shape:
 
     @property
     def patience_s(self) -> float:
-        """How long after a fault's end consequences may last.
+        """Seconds that consequences may outlast a fault.
 
         Leases expire, peers time out, saves are given up, nodes restart, and some steps pass.
         """

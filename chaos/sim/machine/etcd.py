@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 RETRY_S = (0.05, 0.5)
 BROKEN_S = 0.2
-"""How often a watch whose stream is cut tries to reconnect."""
+"""Seconds between attempts to reconnect a watch whose stream is cut."""
 LEAST_TTL_S = 2.0
 SLOWNESS = 100.0
 NUM_MEMBERS = 3

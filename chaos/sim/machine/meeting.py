@@ -11,7 +11,7 @@ from chaos.sim.machine.stdlib import host_of
 from rendezvous.meeting_point import CALL_TIMEOUT_S
 
 RETRY_S = 0.5
-"""How often the client of a store that does not answer tries again."""
+"""Seconds after which a client retries a store that does not answer."""
 FROZEN_S = 0.5
 """Seconds between checks whether the frozen host of a world runs again."""
 

@@ -91,7 +91,7 @@ class PlainSlot:
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """Who writes what of a state of this shape; `int_keyed` and `empty` as in the commit record."""
+    """Assignment of a state's parts to their writers; `int_keyed` and `empty` as in the commit record."""
 
     parts: tuple[Part, ...]
     plain: Mapping[str, PlainSlot]

@@ -1,1 +1,1 @@
-"""How often to save: measured costs, Young's and Daly's optimum, and the cadence that follows."""
+"""Checkpoint interval: measured costs, Young's and Daly's optimum, and the cadence that follows."""

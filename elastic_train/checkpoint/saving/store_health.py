@@ -29,7 +29,7 @@ ANSWER_S = 1.0
 
 @dataclass(slots=True)
 class StoreHealth:
-    """What a process can do with the store at a URL; `is_barred`: others can write, this process cannot."""
+    """Access of a process to the store at a URL; `is_barred`: others can write, this process cannot."""
 
     url: str
     proven: set[str] = field(default_factory=set)

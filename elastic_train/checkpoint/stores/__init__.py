@@ -1,1 +1,1 @@
-"""Where commits are stored: local folders and object stores, with checksums and deadlines."""
+"""Stores of commits: local folders and object stores, with checksums and deadlines."""

@@ -74,7 +74,7 @@ def shifted(pixels: Pixels, most: int, draws: Draws) -> Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """How each image of a micro-batch is mixed with the next one.
+    """Parameters for mixing each image of a micro-batch with the next one.
 
     `blend` (n,) is the weight of its own pixels, `box` (n, 4) the top, left, bottom and right of the region that the
     other one covers, `share` (n,) the weight of its own label.

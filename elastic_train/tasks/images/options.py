@@ -18,7 +18,7 @@ _FILE = "preprocessor_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """How a training image is cropped, flipped and mixed; validation uses the centre.
+    """Cropping, flipping and mixing of training images; validation uses the centre.
 
     `crop: resized` scales a random part of `scale` of the area; `shift` moves the image by up to `shift` pixels;
     `centre` is not random. `mixup` and `cutmix` are the parameters of their beta distributions, 0 for none.

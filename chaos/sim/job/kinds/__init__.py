@@ -1,4 +1,4 @@
-"""What each kind of fault does to a running job; each returns the processes that it hits.
+"""Faults of a running job: a function per kind inflicts it and returns the processes that it hits.
 
 A fault that hits no process has not happened, except on etcd and storage, which all processes meet sooner or later.
 """

@@ -12,7 +12,7 @@ from chaos.sim.machine.kernel import Process
 from rendezvous.membership.records import Keys
 
 AWAY_S = 2.0
-"""How long a machine takes to start again."""
+"""Time a machine takes to start again."""
 
 
 def kill_worker(fleet: Fleet, fault: SimFault) -> list[Process]:
