@@ -150,7 +150,8 @@ def _nowhere_to_meet(most: int, endpoint: str | None, run_id: str | None, found:
     if most > 1 and endpoint is None and found.host is None:
         yield (
             "--endpoint HOST:PORT of an etcd is needed for several nodes (or set PET_RDZV_ENDPOINT), unless Slurm, "
-            "SkyPilot or PET_MASTER_ADDR says which node is the first, to start one there"
+            "SkyPilot or PET_MASTER_ADDR says which node is the first, to start one there; to try it, run an etcd with "
+            "`python -m rendezvous`"
         )
     if most > 1 and endpoint is None and found.host is not None and found.is_host is None:
         yield (
