@@ -340,4 +340,4 @@ def test_every_invariant_says_in_a_sentence_what_it_demands(tmp_path: Path) -> N
     verdict = examine(record(tmp_path / "run"))
     demands = {finding.invariant: demand(finding) for finding in verdict.findings}
     assert [name for name, text in demands.items() if not text.endswith(".")] == []
-    assert demands["partition"].endswith("or to those that compute it in a cell.")
+    assert demands["partition"].endswith("or to one compute group in cells.")
