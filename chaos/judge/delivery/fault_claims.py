@@ -33,7 +33,9 @@ def check_kills(run: Evidence) -> None:
             raise Violated(f"{fault_name(fault)} names no {'node' if fault.get('node') is None else 'process'}")
         if isinstance(target := fault.get("target"), int) and target != fault["node"]:
             raise Violated(f"{fault_name(fault)} was to hit node {target}")
-        nodes = {fault["node"], *(items(fault, "nodes") if "nodes" in fault else ())}
+        nodes = items(fault, "nodes") if "nodes" in fault else [fault["node"]]
+        if fault["node"] not in nodes:
+            raise Violated(f"{fault_name(fault)} hit nodes {nodes}")
         for pid in items(fault, "pids"):
             if pid in node_of and node_of[pid] not in nodes:
                 raise Violated(f"{fault_name(fault)} names process {pid}, which ran on node {node_of[pid]}")

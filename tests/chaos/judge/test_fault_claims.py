@@ -25,3 +25,8 @@ def test_a_fault_may_hit_several_nodes() -> None:
 def test_a_process_of_a_node_that_was_not_hit_is_not_killed_by_it() -> None:
     with pytest.raises(Violated, match="names process 102, which ran on node 2"):
         check_kills(run({}))
+
+
+def test_a_fault_hits_the_node_that_it_is_of() -> None:
+    with pytest.raises(Violated, match=r"kill_node on node 0 .*hit nodes \[2\]"):
+        check_kills(run({"nodes": [2]}))
