@@ -1,5 +1,5 @@
-"""What a run will need before it runs: memory, time, money and faults, worked out from the real model.
+"""Predict a run's memory, step time, cost and fault losses before it starts, from the real model.
 
-`reading` traces the model without memory for it. All else is `arithmetic`, over devices and
-links that its catalogue knows.
+`reading` traces the model on fake tensors, without memory for it. `arithmetic` computes everything else from a
+catalogue of devices and links.
 """

@@ -1,7 +1,7 @@
-"""Measure what a plan reckons with on this machine and its network: FLOP/s, memory bandwidth, calls, alpha and beta.
+"""Measure the parameters of a plan on this machine: FLOP/s, memory bandwidth, call overhead, alpha and beta.
 
-With a configuration, the passes of its own model are timed, too: `pace` is how many times longer they take than their
-amounts say. The network is the one between the ranks of the job that this runs in, or between two processes here.
+With a configuration, its model's passes are timed as well: `pace` is the ratio of measured to estimated time. The
+network is measured between the ranks of the job that this runs in, or between two local processes.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from elastic_train.planning.reading import Read
 
 SIDE, VECTOR, CALLS = 768, 1 << 23, 2000
 SMALL, LARGE = 16, 1 << 21
-"""Elements of the messages that alpha and beta are found by."""
+"""Elements of the messages that alpha and beta are fitted to."""
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What was measured; the link's name says between what."""
+    """The measurements; the link's name says which endpoints were measured."""
 
     device: Device
     link: Link
 
     def as_yaml(self) -> str:
-        """Return a file for `--on`."""
+        """Return the contents of a file for `--on`."""
         on = {"device": self.device.name, "nodes": 1, "per_node": 1, "inside": self.link.name}
         tree = {
             "cluster": {**on, "between": self.link.name},
@@ -56,7 +56,7 @@ class Calibrated:
 
 
 def calibrate(rounds: int = 5) -> Calibrated:
-    """Measure this machine, and the network of the job that this process is a rank of."""
+    """Measure this machine and the network of the job that this process is a rank of."""
     device = measure_device(rounds)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
@@ -68,7 +68,7 @@ def calibrate(rounds: int = 5) -> Calibrated:
 
 
 def measure_device(rounds: int) -> Device:
-    """Return this machine's device: its GPU, or a core of its CPU by what one thread reaches."""
+    """Return this machine's device: its GPU, or a CPU core as measured with one thread."""
     has_gpu = torch.cuda.is_available()
     where = torch.device("cuda") if has_gpu else torch.device("cpu")
     fp32 = _flops(where, torch.float32, rounds) / 1e12
@@ -95,7 +95,7 @@ def measure_device(rounds: int) -> Device:
 
 
 def measure_link(group: Group, name: str, rounds: int) -> Link:
-    """Return alpha and beta of what ranks 0 and 1 exchange, both ways at once; others only take part."""
+    """Return alpha and beta between ranks 0 and 1, both ways at once; other ranks only participate."""
     seconds = {}
     for numel in (SMALL, LARGE):
         sent, received, took = torch.ones(numel), torch.empty(numel), list[float]()
@@ -113,7 +113,7 @@ def measure_link(group: Group, name: str, rounds: int) -> Link:
 
 
 def measure_pace(read: Read, device: Device, rounds: int = 5) -> Device:
-    """Return the device with the pace at which it runs a model's passes; the median of some."""
+    """Return the device with its `pace` for a model's passes, the median of several rounds."""
     seconds = lane_seconds(read, rounds)
     facts = read.facts
     expected = passes_of(facts, Layout(recompute=read.layout.recompute), dataclasses.replace(device, pace=1.0))
@@ -121,7 +121,7 @@ def measure_pace(read: Read, device: Device, rounds: int = 5) -> Device:
 
 
 def lane_seconds(read: Read, rounds: int) -> float:
-    """Return the median seconds of a lane's passes, of the first lanes of the run, on this machine."""
+    """Return the median seconds of the passes of the run's first lanes on this machine."""
     plan = read.plan
     state = plan.build_state()
     lanes = range(min(plan.num_lanes, 4))
@@ -144,7 +144,7 @@ def _flops(where: torch.device, dtype: torch.dtype, rounds: int) -> float:
 
 
 def _shortest(where: torch.device, rounds: int, act: Callable[[], object]) -> float:
-    """Return the least of some times: what disturbs a measurement only makes it longer."""
+    """Return the shortest of several times, since disturbances only lengthen a measurement."""
     took = []
     for _ in range(rounds + 1):
         _synchronise(where)
@@ -169,7 +169,7 @@ def _memory_bytes() -> int:
 
 
 def _job_store(rank: int, world: int) -> Store:
-    """Return the store at which torchrun's workers meet."""
+    """Return the store through which torchrun's workers rendezvous."""
     is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, world, is_master=rank == 0 and not is_hosted)

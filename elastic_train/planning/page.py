@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs nothing but itself; a pure function of the report."""
+"""Render a plan as one self-contained HTML page; a pure function of the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from elastic_train.system.wording import counted, duration, size
 _TEMPLATE = Path(__file__).parent / "page.html.j2"
 _TOP, _BOTTOM = 14.0, 226.0
 _NAMES, _ROW, _BAR = 380.0, 24.0, 17.0
-"""Where bars begin, right of their names; how far they are apart, and how high each is."""
+"""Left edge of the bars, distance between bars, and height of a bar."""
 
 _SCALING_HEAD = ("devices", "step", "{}/s", "speed-up", "efficiency", "waits", "MFU", "fits")
 _OUTCOME_HEAD = ("layout", "memory", "step", "{}/s", "MFU", "goodput", "days", "cost", "runs today")
@@ -39,7 +39,7 @@ Parts = Sequence[tuple[str, float]]
 
 
 def render(report: Report) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     model, device = report.job.model, report.job.cluster.device
     fitting = [one for one in [report.own, *report.best] if one.memory is not None]
     memory, steps = [_memory_of(one) for one in fitting], [_step_of(row) for row in report.strong]
@@ -88,7 +88,7 @@ def _step_of(row: ScalingRow) -> Parts:
 def _bars(
     what: str, names: Sequence[str], rows: Sequence[Parts], said: Callable[[float], str], limit: float | None = None
 ) -> Markup:
-    """Draw one bar of parts for each row; a limit that is not far away is a line."""
+    """Draw one stacked bar per row; a limit that is close enough is drawn as a line."""
     if not rows:
         raise ValueError("nothing fits")
     most = max(sum(value for _, value in parts) for parts in rows)

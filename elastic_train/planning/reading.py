@@ -1,6 +1,6 @@
-"""Read what a plan needs of a configuration's real model: built and run on fakes, which have shapes and no memory.
+"""Read a configuration's real model for a plan, built and run on fake tensors, which have shapes but no memory.
 
-A model whose passes depend on values (`.item()`) is run for real, once, if it is small enough for that.
+A model whose passes depend on values (`.item()`) is run once on real tensors if it is small enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRIED = 256
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A model, and how its configuration trains it."""
+    """A model and the way its configuration trains it."""
 
     facts: ModelFacts
     layout: Layout
@@ -47,13 +47,13 @@ class Read:
     num_steps: int
     plan: Plan
     refused: Sequence[str] = ()
-    """The reasons why the trainer does not run this task with the configuration's degrees, which a plan can compute."""
+    """Reasons why the trainer refuses this task with the configured degrees; the plan can still be computed."""
 
 
 def read_config(config: Config) -> Read:
     """Read a configuration's model, data and layout; raises ConfigError or DataError as training would."""
     parallel = config.parallel
-    # What this machine can do and has installed is not what is asked: the plan may be for another.
+    # This machine's hardware and packages are not checked: the plan may be for another machine.
     here = {
         "device": "auto",
         "compile": False,
@@ -91,7 +91,7 @@ def _refused(task: Task, parallel: ParallelConfig) -> Sequence[str]:
 
 
 def read_model(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> ModelFacts:
-    """Trace the largest of some micro-batches; the work is scaled to their mean size."""
+    """Trace the largest of several micro-batches and scale the work to their mean size."""
     largest = max(batches, key=_numel)
     try:
         facts = _traced(plan, largest, FakeTensorMode(allow_non_fake_inputs=True))
@@ -151,7 +151,7 @@ def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) 
 
 
 def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
-    """Return the context of a lane's loss, on a CPU's fakes."""
+    """Return the autocast context of a lane's loss, for fake CPU tensors."""
     if plan.config.precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast("cpu", torch.bfloat16 if plan.config.precision == "bf16" else torch.float16)
@@ -200,7 +200,7 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
 
 
 def _state_bytes(config: OptimizerConfig) -> float:
-    """Return what an optimizer keeps of an element of a matrix, found by an update of a small one."""
+    """Return the optimizer's bytes per matrix element, found by updating a small matrix."""
     choice = choose(config, "cpu", is_fp16=False)
     matrix = nn.Parameter(torch.zeros(_TRIED, _TRIED))
     optimizer = choice.make([{"params": [matrix], **({"use_muon": True} if config.name == "muon" else {})}])
@@ -212,7 +212,7 @@ def _state_bytes(config: OptimizerConfig) -> float:
 
 
 def _scaled(facts: ModelFacts, mean: float) -> ModelFacts:
-    """Return the same with the work of a micro-batch of another size."""
+    """Return the facts with the work scaled to a micro-batch of size `mean`."""
 
     def times(work: Work) -> Work:
         return Work(work.flops * mean, work.moved_bytes * mean, work.calls)

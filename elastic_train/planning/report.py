@@ -1,4 +1,4 @@
-"""A whole plan: a run's own layout, how it scales, the best layouts, why others are none; as JSON and as lines."""
+"""A complete plan: the run's own layout, its scaling, the best layouts, and the excluded ones; as JSON and as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_train.system.wording import counted, duration, rate, size
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was worked out of a job; `best` is by `by`, `refused` names layouts and what is against them."""
+    """The plan of a job; `best` is ranked by `by`, `refused` lists excluded layouts with their reasons."""
 
     job: Job
     by: str
@@ -24,14 +24,14 @@ class Report:
     weak: list[ScalingRow]
 
     def refused_by_reason(self) -> dict[str, list[str]]:
-        """Return the names of the layouts that cannot be used, by what is against them."""
+        """Return the names of the excluded layouts by reason."""
         names: dict[str, list[str]] = {}
         for name, why in self.refused:
             names.setdefault(why, []).append(name)
         return names
 
     def lines(self) -> Iterator[str]:
-        """Yield what there is to say in words."""
+        """Yield the report as lines of text."""
         job, own = self.job, self.own
         model = job.model
         yield (
@@ -64,7 +64,7 @@ class Report:
             )
 
     def as_json(self) -> dict[str, object]:
-        """Return everything as values that JSON can say."""
+        """Return the whole report as JSON-compatible values."""
         job = self.job
         model = job.model
         return {
@@ -88,7 +88,7 @@ class Report:
 
 
 def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Report:
-    """Work all out."""
+    """Compute the whole plan."""
     outcomes = compare(job, layout, with_cells=with_cells)
     refused = [(one.layout.name, "; ".join(one.problems)) for one in outcomes if one.problems]
     strong, weak = (scaling(job, layout, weak=weak) for weak in (False, True))
@@ -96,7 +96,7 @@ def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Repor
 
 
 def outcome_json(one: Outcome) -> dict[str, object]:
-    """Return an outcome as values that JSON can say."""
+    """Return an outcome as JSON-compatible values."""
     memory = (
         None if one.memory is None else {**one.memory.parts, "host": one.memory.host_bytes, "total": one.memory.total}
     )

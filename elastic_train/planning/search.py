@@ -1,4 +1,4 @@
-"""What a layout comes to, the best ones by a figure, and why others are out of the question."""
+"""Compute the figures of layouts, rank the best by a figure, and explain why others are excluded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from elastic_train.planning.arithmetic.step_time import StepTime, model_flops_ut
 from elastic_train.system.wording import did_you_mean, nearest, size
 
 SIZES = tuple(1 << power for power in range(11))
-"""Devices over which scaling is worked out: 1 to 1,024."""
+"""Numbers of devices for which scaling is computed: 1 to 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is planned: a model and its steps, on a cluster, at a price a device-hour, with its faults."""
+    """The job to plan: a model and its steps, on a cluster, at a price per device-hour, with its faults."""
 
     model: ModelFacts
     batch: Batch
@@ -33,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A layout, worked out; `problems` say why it cannot be used."""
+    """A layout with its figures; `problems` say why it cannot be used."""
 
     layout: Layout
     devices: int
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What layouts are ranked by; more is better but for those in LESS_IS_BETTER."""
+        """Figures that layouts are ranked by; more is better except for those in LESS_IS_BETTER."""
         if self.step is None or self.memory is None or self.goodput is None:
             return {}
         return {
@@ -69,7 +69,7 @@ FIGURES = ("throughput", "mfu", "step", "memory", "communication", "goodput", "d
 
 @dataclass(frozen=True, slots=True)
 class ScalingRow:
-    """A number of devices: with the run's global batch, or with as many lanes a device as on one."""
+    """Results for a number of devices, with the run's global batch or with the lanes per device of one device."""
 
     devices: int
     outcome: Outcome
@@ -81,7 +81,7 @@ class ScalingRow:
 
 
 def work_out(job: Job, layout: Layout) -> Outcome:
-    """Return what a layout comes to; one that is ruled out has problems and no figures, one that does not fit both."""
+    """Return a layout's figures; an excluded layout has only problems, one that does not fit has both."""
     model, batch, cluster = job.model, job.batch, job.cluster
     if wrong := why_not(layout, model, batch, cluster):
         return Outcome(layout, cluster.size, None, None, None, 0.0, 0.0, 0.0, 0.0, tuple(wrong))
@@ -108,7 +108,7 @@ def _does_not_fit(memory: Memory, cluster: Cluster) -> list[str]:
 
 
 def compare(job: Job, own: Layout, *, with_cells: bool) -> list[Outcome]:
-    """Work out all layouts that could be chosen, those that cannot be used last."""
+    """Compute all candidate layouts; those that cannot be used come last."""
     cluster = job.cluster
     layouts = candidates(own, cluster.size, with_cells=with_cells, is_cpu=cluster.device.is_cpu)
     outcomes = [work_out(job, layout) for layout in dict.fromkeys(layouts)]
@@ -116,7 +116,7 @@ def compare(job: Job, own: Layout, *, with_cells: bool) -> list[Outcome]:
 
 
 def wrong_figure(figure: str) -> list[str]:
-    """Return what is wrong with a figure's name, if anything."""
+    """Return the problem with a figure's name, if any."""
     if figure in FIGURES:
         return []
     meant = did_you_mean(nearest(figure, FIGURES), f"; there are {', '.join(FIGURES)}")
@@ -124,7 +124,7 @@ def wrong_figure(figure: str) -> list[str]:
 
 
 def best(outcomes: Sequence[Outcome], figure: str, count: int = 5) -> list[Outcome]:
-    """Return the best that can be used, by a figure; raises ConfigError for one that there is not."""
+    """Return the best usable outcomes by a figure; raises ConfigError for an unknown figure."""
     if wrong := wrong_figure(figure):
         raise ConfigError(*wrong)
     usable = [outcome for outcome in outcomes if not outcome.problems]
@@ -133,9 +133,9 @@ def best(outcomes: Sequence[Outcome], figure: str, count: int = 5) -> list[Outco
 
 
 def scaling(job: Job, layout: Layout, *, weak: bool, sizes: Sequence[int] = SIZES) -> list[ScalingRow]:
-    """Return what more devices bring: strong with the run's global batch, weak with its lanes a device.
+    """Return the scaling over numbers of devices: strong with the run's global batch, weak with its lanes per device.
 
-    Speed-up is over one device that computes the same lanes, whether they fit there or not.
+    Speed-up is relative to one device that computes the same lanes, even if they would not fit there.
     """
     lanes_each = max(1, job.batch.num_lanes // job.cluster.size)
     rows = []

@@ -1,8 +1,8 @@
-"""What a forward and a backward pass take, unit by unit, counted as their operations come: on fakes, or on tensors.
+"""Count the work of forward and backward passes per unit as operations run, on fake or real tensors.
 
-Products, convolutions and attention count by operations (torch's formulas), all else by the bytes that it reads and
-writes. Memory counts from an operation that makes it to its end, so a unit keeps what is still there when its forward
-pass has ended.
+Matrix products, convolutions and attention count by FLOPs (torch's formulas), other operations by the bytes they read
+and write. Memory counts from its allocation until it is freed, so a unit keeps what is still allocated after its
+forward pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
         g.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
     ),
 }
-"""Attention, with fewer heads of keys than of queries, and on a CPU: torch's counter fails there, or leaves it out."""
+"""Attention with fewer key heads than query heads, and on a CPU: torch's counter fails on these or skips them."""
 _FREE = {
     _ATEN.t, _ATEN.transpose, _ATEN.view, _ATEN.detach, _ATEN._unsafe_view, _ATEN.split, _ATEN.as_strided,
     _ATEN.expand, _ATEN.permute, _ATEN.select, _ATEN.slice, _ATEN.unsqueeze, _ATEN.squeeze, _ATEN.unbind,
@@ -47,15 +47,15 @@ _FREE = {
     _ATEN._local_scalar_dense, _ATEN.unfold, _ATEN.reshape, _ATEN.view_as_real, _ATEN.chunk,
     torch.ops.prim.device,
 }  # fmt: skip
-"""What moves no bytes: views, memory that nothing is written to, and what fakes alone are asked, their device."""
+"""Operations that move no bytes: views, uninitialized memory, and device queries that only fake tensors make."""
 
 _REORDERS = {_ATEN.convolution, _ATEN.convolution_backward}
-"""What a library computes on copies, of what it is given and returns, in an order of its own: in use while it does."""
+"""Operations whose library works on reordered copies of its inputs and outputs, which are allocated meanwhile."""
 
 
 @dataclass(slots=True)
 class UnitTrace:
-    """A unit's passes, what it keeps, and what it hands on."""
+    """A unit's passes, the bytes it keeps, and the bytes of its output."""
 
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
@@ -64,7 +64,7 @@ class UnitTrace:
 
 
 class Trace(TorchDispatchMode):
-    """Counts a pass that runs inside; `known` is memory that is there before, such as weights."""
+    """Count the pass that runs inside this context; `known` is memory allocated before, such as weights."""
 
     def __init__(self, model: nn.Module, units: Sequence[str], known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,13 +73,13 @@ class Trace(TorchDispatchMode):
         self._model, self._now = model, REST
         self._is_backward = False
         self._known = {id(one.untyped_storage()) for one in known}
-        self._kept = [one.untyped_storage() for one in known]  # or another's identity could be one of theirs
+        self._kept = [one.untyped_storage() for one in known]  # kept alive, so that no new storage gets their ids
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._entered: dict[str, int] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Trace]:
-        """Follow which unit runs, and forget each gradient that is accumulated."""
+        """Track the running unit, and drop each gradient once it is accumulated."""
         hooks = [
             hook
             for name in self.units
@@ -99,7 +99,7 @@ class Trace(TorchDispatchMode):
                 hook.remove()
 
     def end_forward(self) -> None:
-        """Note what the forward pass has kept beside what its blocks do."""
+        """Record what the forward pass keeps in addition to its blocks."""
         kept = sum(unit.saved_bytes for unit in self.units.values())
         self.units[REST].saved_bytes = max(0.0, self.live_bytes - kept)
         self._is_backward = True
@@ -134,7 +134,7 @@ class Trace(TorchDispatchMode):
             unit.forward += work
 
     def _note(self, tensor: Tensor) -> None:
-        """Count a storage that is new, until it is gone."""
+        """Count a new storage until it is freed."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known or key in self._storages:
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
 
     def _enter(self, name: str, module: nn.Module, arguments: object) -> None:
         if self._is_backward:
-            return  # computed once more
+            return  # recomputation
         self._entered[name], self._now = self.live_bytes, name
         for tensor in _tensors(arguments):
             if tensor.requires_grad:
@@ -170,7 +170,7 @@ class Trace(TorchDispatchMode):
         self._now = name
 
     def _left(self, name: str, gradient: Tensor) -> None:
-        """A unit's backward pass has come to what it was given; that of the one before may have begun by then."""
+        """End a unit's backward pass at its input's gradient, unless the previous unit's pass has begun by then."""
         if self._now == name:
             self._now = REST
 
@@ -184,5 +184,5 @@ def _forget(parameter: Tensor) -> None:
 
 
 def _of_heads(shared: Tensor, query: Tensor) -> tuple[int, ...]:
-    """Return the shape of keys or values with as many heads as queries have: torch counts others from 2.12 on only."""
+    """Return the shape of keys or values with the query's number of heads: torch supports others only from 2.12 on."""
     return (shared.shape[0], query.shape[1], *shared.shape[2:])

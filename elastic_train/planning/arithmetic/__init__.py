@@ -1,1 +1,1 @@
-"""What a layout of a model on a cluster comes to: memory, traffic, seconds, goodput. No tensors are touched."""
+"""Compute a layout's memory, traffic, step time and goodput on a cluster, without touching tensors."""

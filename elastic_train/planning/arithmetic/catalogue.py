@@ -1,7 +1,7 @@
-"""Devices, links and clusters of them: what `--on` names, from the package's YAML or a file of the user's own.
+"""Devices, links and clusters: the values of `--on`, from the package's YAML or a user's file.
 
-A cluster is `nodes` of `per_node` devices each. Devices of a node share a link, nodes another; the rate of a link that
-`is_shared` is the node's, and the others' is each device's own.
+A cluster is `nodes` of `per_node` devices each. `inside` links the devices of a node, `between` links nodes. The rate
+of a link with `is_shared` belongs to the node; that of any other link belongs to each device.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
 BETWEEN_NODES: Mapping[str, str] = {"A100": "IB-HDR", "H100": "IB-NDR", "H200": "IB-NDR", "B200": "IB-NDR"}
-"""The usual link between nodes of a device; others have 100GbE."""
+"""The usual link between nodes, by device; others have 100GbE."""
 _FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([\w.-]+?)(?:@([\w.-]+))?")
 WRITE = "write DEVICE, 8xH100, or NODESxDEVICESxDEVICE@LINK such as 4x8xH100@IB-NDR, or a YAML file"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What carries bytes: seconds of a message besides its bytes, and bytes a second in one direction."""
+    """A network link: seconds per message in addition to its bytes, and bytes/s in one direction."""
 
     name: str
     gb_per_s: float
@@ -44,10 +44,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes: a GPU, or a core of a CPU. `node` is how many a machine usually has, `link` joins those.
+    """A compute device: a GPU or a CPU core. `node` is the usual number per machine, `link` connects these.
 
-    `bus_gb_per_s` is what goes between it and the host's memory, each way. `pace` is how many times longer a real
-    model's kernels take than their amounts say, where that was measured.
+    `bus_gb_per_s` is the rate to and from host memory, each way. `pace` is the measured factor by which a real model's
+    kernels exceed their estimated time.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Device:
     pace: float = 1.0
 
     def peak_flops(self, precision: str) -> float:
-        """Return FLOP/s at a precision of the configuration; fp16 is as bf16."""
+        """Return the peak FLOP/s at a configured precision; fp16 equals bf16."""
         return 1e12 * (self.tflops_fp32 if precision == "fp32" else self.tflops_bf16)
 
     @property
@@ -80,7 +80,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of devices; `inside` joins devices of a node, `between` joins nodes."""
+    """Nodes of devices; `inside` connects devices of a node, `between` connects nodes."""
 
     device: Device
     inside: Link
@@ -93,13 +93,13 @@ class Cluster:
         return self.nodes * self.per_node
 
     def of_size(self, num_devices: int) -> Cluster:
-        """Return the same kind of cluster with so many devices, in nodes as large as before or one smaller node."""
+        """Return the same cluster with `num_devices` devices, in nodes of the same size or in one smaller node."""
         per_node = min(self.per_node, num_devices)
         return replace(self, per_node=per_node, nodes=math.ceil(num_devices / per_node))
 
     @property
     def between_bytes_per_s(self) -> float:
-        """What each device sends to other nodes while all devices of its node do."""
+        """Bytes/s that each device can send to other nodes while all devices of its node send."""
         return self.between.bytes_per_s / (self.per_node if self.between.is_shared else 1)
 
     @property
@@ -110,7 +110,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """All that a name may mean."""
+    """Known devices, links and clusters, by name."""
 
     devices: Mapping[str, Device] = field(default_factory=dict)
     links: Mapping[str, Link] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Catalogue:
 
 @functools.cache
 def shipped() -> Catalogue:
-    """Return what the package describes."""
+    """Return the catalogue that is shipped with the package."""
     text = (resources.files("elastic_train.planning.arithmetic") / "devices.yaml").read_text()
     tree = yaml12.parse(text)
     assert isinstance(tree, dict), "the package's own file is a mapping"
@@ -132,7 +132,7 @@ def shipped() -> Catalogue:
 
 
 def device_named(name: str) -> Device | None:
-    """Return the GPU that CUDA reports by this name, such as "NVIDIA H100 80GB HBM3"; None if its peak is not known.
+    """Return the GPU with this CUDA name, e.g. "NVIDIA H100 80GB HBM3"; None if its peak is not known.
 
     Variants with a lower peak (PCIe, NVL) and slices (MIG) are not known; the A100's peak is the same over PCIe.
     """
@@ -143,7 +143,7 @@ def device_named(name: str) -> Device | None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster that `--on` names; raises ConfigError with the nearest name."""
+    """Return the cluster named by `--on`; raises ConfigError with the nearest name."""
     if text.endswith((".yaml", ".yml")):
         return _from_file(Path(text))
     found = _FORM.fullmatch(text)
@@ -170,7 +170,7 @@ def _usual(device: Device) -> str:
 
 
 def _from_file(path: Path) -> Cluster:
-    """Read a cluster: `cluster`, and devices and links that it may name besides the package's."""
+    """Read a cluster file: `cluster`, and optional devices and links that extend the package's."""
     try:
         tree = yaml12.parse(path.read_text())
     except (OSError, UnicodeError, *NOT_YAML) as error:
@@ -210,7 +210,7 @@ _KINDS: tuple[tuple[Any, str], ...] = ((Device, "devices"), (Link, "links"))
 
 
 def _problems(kind: Any, name: str, values: Any, where: str) -> list[str]:
-    """Return what is wrong with a device's or a link's keys."""
+    """Return the problems with a device's or a link's keys."""
     fields = [one for one in dataclasses.fields(kind) if one.name != "name"]
     known = [one.name for one in fields]
     if not isinstance(values, dict):
@@ -228,7 +228,7 @@ def _problems(kind: Any, name: str, values: Any, where: str) -> list[str]:
 
 
 def _known_name(name: str, known: Collection[str], what: str) -> str:
-    """Return the name as it is written, whatever its case; raises ConfigError with the nearest."""
+    """Return the known name that matches regardless of case; raises ConfigError with the nearest."""
     by_case = {each.lower(): each for each in known}
     if name.lower() in by_case:
         return by_case[name.lower()]

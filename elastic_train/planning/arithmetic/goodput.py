@@ -1,8 +1,8 @@
-"""What faults cost a run: the share of time that goes into new steps, and how often to save.
+"""The cost of faults: the share of time spent on new steps, and the best interval between saves.
 
-Young (1974) and Daly (2006), as the trainer's own `checkpoint.every_steps: auto`. In live mode, while another replica
-has every grain, a fault costs the step in flight and the forming of the next world; else steps since the newest commit
-are computed again.
+Follows Young (1974) and Daly (2006), as the trainer's `checkpoint.every_steps: auto` does. In live mode, while another
+replica holds every grain, a fault costs the step in flight and the time to form the next world; otherwise steps since
+the newest commit are recomputed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from elastic_train.planning.arithmetic.memory import Memory
 
 Recovery = Literal["live", "restart"]
 RPO_S = 900.0
-"""The default of `checkpoint.every_s`."""
+"""Default of `checkpoint.every_s`."""
 STALL_S_PER_GB = 0.11
-"""What training waits for a save in the background, for each GB that a rank writes; docs/benchmarks.md."""
+"""Seconds that training stalls for a background save, per GB that a rank writes; docs/benchmarks.md."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """How often nodes fail and what that costs.
+    """The rate of node failures and the cost of each.
 
-    `mtbf_h` is of one node: by default what Llama 3 405B had, 419 interruptions in 54 days of 2,048 nodes (Grattafiori
-    et al. 2024, section 3.3.4). `form_s` is until a live world goes on without the lost node, `restart_s` until
-    restarted workers compute, `repair_s` until a node is back; `spares` are nodes that wait for that.
+    `mtbf_h` is per node; the default is that of Llama 3 405B, 419 interruptions in 54 days of 2,048 nodes (Grattafiori
+    et al. 2024, section 3.3.4). `form_s` is the time until a live world continues without the lost node, `restart_s`
+    until restarted workers compute, `repair_s` until a node is back; `spares` is the number of standby nodes.
     """
 
     mtbf_h: float = 6300.0
@@ -42,7 +42,7 @@ class Reliability:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The share of time in new steps; seconds from one save to the next, and between faults of the whole job."""
+    """The share of time in new steps, the seconds between saves, and the seconds between faults of the whole job."""
 
     share: float
     save_every_s: float
@@ -51,7 +51,7 @@ class Goodput:
 
 
 def goodput_of(layout: Layout, memory: Memory, step_s: float, cluster: Cluster, reliability: Reliability) -> Goodput:
-    """Return what is left of the time. A rank writes its part of the state to a store, at the store's rate."""
+    """Return the goodput. Each rank writes its part of the state to a store, at the store's rate."""
     mtbf_s = reliability.mtbf_h * 3600 / cluster.nodes
     staged_gb = max(memory.staging, memory.host_bytes) / 1e9
     stall_s = STALL_S_PER_GB * staged_gb

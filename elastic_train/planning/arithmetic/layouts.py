@@ -1,6 +1,6 @@
-"""Layouts: how a run is spread over devices, and what rules one out before anything is worked out.
+"""Layouts: how a run is spread over devices, and the rules that exclude a layout before anything is computed.
 
-`runs_today` is false for a layout that the trainer refuses (`config.combinations`) and the plan can still compute.
+`runs_today` is false for a layout that the trainer refuses (`config.combinations`) but that can still be planned.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARDS: tuple[Shards, ...] = ("none", "optimizer", "gradients", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's lanes, of `micro_batch` samples each."""
+    """The lanes of a step, each of `micro_batch` samples."""
 
     num_lanes: int
     micro_batch: int
@@ -34,12 +34,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How state and work are spread; `interleave` is how many chunks of the model a pipeline's stage has, and
-    `schedule` the order in which stages of one chunk compute lanes.
+    """The distribution of state and work over devices.
 
-    `overlaps` says whether gradients are exchanged beside the backward pass also where the trainer does not do that
-    yet: None for what it does. `cuts_rest` says whether tensor ranks share out embeddings and the output layer, too, as
-    Megatron's do; the trainer's hold and compute all of them.
+    `interleave` is the number of model chunks per pipeline stage; `schedule` orders the lanes in stages of one chunk.
+    `overlaps`: gradient exchange overlaps the backward pass, also where the trainer does not support that yet; None for
+    the trainer's behavior. `cuts_rest`: tensor ranks also shard embeddings and the output layer, as Megatron's do; the
+    trainer replicates them.
     """
 
     shards: Shards = "none"
@@ -60,22 +60,22 @@ class Layout:
 
     @property
     def cell(self) -> int:
-        """Ranks that compute one lane together."""
+        """Number of ranks that compute one lane together."""
         return self.tensor * self.pipeline * self.expert * self.context
 
     @property
     def deals(self) -> bool:
-        """Whether a lane's gradients are given away as they come, so that no rank has all of them."""
+        """True if gradients are reduced and sharded during the backward pass, so that no rank holds all of them."""
         return self.shards in ("gradients", "parameters")
 
     @property
     def gathers_for_steps(self) -> bool:
-        """Whether weights in shares are gathered once for a step, not unit by unit for a pass."""
+        """True if sharded weights are gathered once per step instead of per unit and pass."""
         return self.shards == "parameters" and self.pipeline * self.expert > 1
 
     @property
     def features(self) -> Mapping[Feature, str]:
-        """The features that a configuration of this layout sets, and how the layout's name has them."""
+        """The features that a configuration of this layout enables, with their text in the layout's name."""
         own: Mapping[Feature, str | None] = {
             "tensor": f"tp {self.tensor}" if self.tensor > 1 else None,
             "sequence": f"sp {self.tensor}" if self.sequence else None,
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def runs_today(self) -> bool:
-        """Whether the trainer runs it, if the task says how its model is cut: over tensor ranks, into stages."""
+        """True if the trainer supports this layout, provided that the task defines its tensor split and stages."""
         experts = [Found("experts", "experts")] if self.expert > 1 else []
         return not self.cuts_rest and not refusals(self.features, experts)
 
@@ -112,16 +112,16 @@ class Layout:
         return world // self.cell
 
     def summing(self, world: int) -> int:
-        """How many ranks sum gradients of the same parameters: those of a place, and those that differ in tokens."""
+        """Return the number of ranks that sum gradients of the same parameters: replicas times context ranks."""
         return self.replicas(world) * self.context
 
     def without_copies(self, world: int) -> bool:
-        """Whether the loss of one rank loses a part of the state."""
+        """Return True if losing one rank loses part of the state."""
         return self.summing(world) == 1 or (self.shards != "none" and self.copies == 1)
 
 
 def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -> list[str]:
-    """Return what rules a layout out whatever its memory is: degrees that do not divide, too few lanes."""
+    """Return the reasons that exclude a layout regardless of memory, e.g. indivisible degrees or too few lanes."""
     world, wrong = cluster.size, list[str]()
     if world % layout.cell:
         wrong.append(f"tp x pp x ep x cp = {layout.cell} does not divide {world} devices")
@@ -135,7 +135,7 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         wrong.append(f"tp {layout.tensor} reaches beyond a node of {cluster.per_node} devices")
     if layout.context > cluster.per_node:
         wrong.append(f"cp {layout.context} reaches beyond a node of {cluster.per_node} devices")
-    ranks = layout.tensor * layout.expert * layout.context  # of a stage, which are of one node
+    ranks = layout.tensor * layout.expert * layout.context  # ranks of a stage, which share a node
     degrees = "tp x ep x cp" if layout.expert > 1 else "tp x cp"
     if max(layout.tensor, layout.context) <= cluster.per_node < ranks:
         wrong.append(f"{degrees} = {ranks} reaches beyond a node of {cluster.per_node} devices")
@@ -154,7 +154,7 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
 
 
 def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -> Iterator[Found]:
-    """Yield the traits of a model, a batch and devices that some layouts do not work with."""
+    """Yield the traits of model, batch and devices that are incompatible with some layouts."""
     lanes = counted(batch.num_lanes, "lane")
     if layout.pipeline > batch.num_lanes // layout.expert:
         yield Found("fewer lanes than stages", lanes)
@@ -173,7 +173,7 @@ def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
 
 
 def candidates(own: Layout, world: int, *, with_cells: bool, is_cpu: bool) -> Iterator[Layout]:
-    """Yield the layouts that are compared: modes with and without recomputation and offload; cells if asked for."""
+    """Yield the layouts to compare: modes with and without recomputation and offload; with `with_cells`, cells too."""
     powers = [1 << power for power in range(6)]
     degrees = [(t, p, 1) for t in powers[:4] for p in powers if t * p <= world] if with_cells else []
     for tensor, pipeline, expert in dict.fromkeys([own_cell(own), *degrees]):
@@ -199,22 +199,22 @@ def own_cell(layout: Layout) -> tuple[int, int, int]:
 
 
 def stage_share(layout: Layout) -> float:
-    """Return which part of the model's blocks the largest stage of a cell has, of one rank of its tensor group."""
+    """Return the fraction of the model's blocks on one tensor rank of the largest stage."""
     return 1 / (layout.pipeline * layout.tensor)
 
 
 def rest_share(layout: Layout) -> float:
-    """Return the same for the rest of the model, whose ends are on the first and the last stage."""
+    """Return the fraction of the rest of the model on one rank; its ends are on the first and the last stage."""
     return 1 / (min(2, layout.pipeline) * rest_parts(layout))
 
 
 def rest_parts(layout: Layout) -> int:
-    """Return how many tensor ranks share out the rest of the model."""
+    """Return the number of tensor ranks that shard the rest of the model."""
     return layout.tensor if layout.cuts_rest else 1
 
 
 def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float:
-    """Return how many elements the place of a cell that has most of them has."""
+    """Return the number of elements on the model-parallel rank with the most."""
     blocks, experts = 0.0, 0.0
     for unit in model.blocks:
         size = unit.trained if trained else unit.elements

@@ -1,8 +1,8 @@
-"""What a rank's memory is taken by, part by part, in the trainer's own terms.
+"""A rank's memory by component, in the trainer's own terms.
 
-What comes and goes within a step is counted from the program that the trainer executes (`program.memory`), at the
-moment at which it is most. Whole gradients are added up lane by lane in a binary counter; shares in counters of their
-own.
+Memory that is allocated and freed within a step is counted at its peak, from the program that the trainer executes
+(`program.memory`). Whole gradients are summed lane by lane in a binary counter; sharded gradients in their own
+counters.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from elastic_train.program.memory import Held, RankProgram, UnitBytes, peak_of
 from elastic_train.program.schedules import Kind, Pipeline
 
 UNCUT_OUTPUTS = 6
-"""How many tensors of its output's size a block keeps that tensor ranks do not share out: of two norms the input, what
-is left of it before weights, and what they return (`python -m benchmarks.cells --only tp2_kept_ratio`)."""
+"""Number of output-sized tensors per block that tensor parallelism does not shard: the inputs, normalized inputs and
+outputs of two norms (`python -m benchmarks.cells --only tp2_kept_ratio`)."""
 ROOMS_BYTES = 2 * (32 << 20)
-"""Two blocks of what is offloaded are on the device at a time."""
+"""Two blocks of offloaded state are on the device at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of a device by what takes them; `host_bytes` is what a rank takes of its machine's memory instead."""
+    """Bytes on a device by component; `host_bytes` is a rank's use of host memory and not part of the total."""
 
     weights: float
     gradients: float
@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """Weights, gradients and optimizer: what the ZeRO paper calls model states."""
+        """Weights, gradients and optimizer state: the model states of the ZeRO paper."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -53,7 +53,7 @@ class Memory:
 
 
 def memory_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> Memory:
-    """Return what the rank with the largest share has in memory at the most."""
+    """Return the peak memory of the rank with the largest share."""
     seated = seat_of(model, layout, batch, cluster)
     elements, trained = (place_elements(model, layout, trained=only) for only in (False, True))
     sizes = model.sizes
@@ -81,15 +81,15 @@ def memory_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster)
 
 
 def rooms_bytes(model: ModelFacts, layout: Layout, seated: Seated) -> float:
-    """Return the bytes of the rooms in which what is offloaded is updated on the device, block by block."""
+    """Return the bytes of the device buffers in which offloaded state is updated block by block."""
     held = seated.held_trained * (model.sizes.state + (model.sizes.weight if layout.offload == "all" else 0.0))
     return min(held, ROOMS_BYTES)
 
 
 def _peak(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster, elements: float) -> Held:
-    """Return the most that comes and goes on a rank of the first stage, in whichever replica has most of it.
+    """Return the peak of step-local memory on a first-stage rank, in the replica where it is largest.
 
-    That is not always one with most lanes: chunks keep least where lanes are a multiple of the stages.
+    That replica need not have the most lanes: chunks keep least if the lanes are a multiple of the stages.
     """
     lanes, replicas = batch.num_lanes, layout.replicas(cluster.size)
     programs = [_program(model, layout, count, elements) for count in (lanes // replicas, -(-lanes // replicas))]
@@ -97,7 +97,7 @@ def _peak(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster, ele
 
 
 def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float) -> RankProgram:
-    """Return a first stage's step, with no more turns than it takes to have the most under way."""
+    """Return the first stage's program for a step, with only as many microsteps as the peak needs."""
     kind: Kind = "interleaved" if layout.interleave > 1 else layout.schedule
     if layout.pipeline == 1 or kind == "1f1b":
         kind, num_lanes = "1f1b", min(num_lanes, layout.pipeline + 1)
@@ -120,7 +120,7 @@ def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float)
 
 
 def _block_bytes(unit: Unit, sizes: Sizes, layout: Layout) -> UnitBytes:
-    """Return the bytes of a block on a rank of a tensor group; ranks that share out rows keep a part of each."""
+    """Return the bytes of a block on a tensor rank; with sequence parallelism each rank keeps part of the rows."""
     own = (unit.trained - unit.experts + unit.experts / layout.expert) / layout.tensor
     return UnitBytes(
         0.0 if layout.gathers_for_steps else sizes.weight * unit.elements / layout.tensor,
@@ -131,21 +131,23 @@ def _block_bytes(unit: Unit, sizes: Sizes, layout: Layout) -> UnitBytes:
 
 
 def _alike(blocks: Sequence[UnitBytes]) -> UnitBytes:
-    """Return a block that stands for all, of which stages have equal numbers; of activations it has the mean."""
+    """Return one block that represents all; stages have equal numbers of blocks. Its activations are the mean."""
     most = UnitBytes(*(max(getattr(one, name.name) for one in blocks) for name in fields(UnitBytes)))
     return replace(most, kept=sum(one.kept for one in blocks) / len(blocks))
 
 
 def _kept(unit: Unit, layout: Layout) -> float:
-    """Return what a rank of a tensor group keeps of a block: with recomputation its input alone."""
+    """Return the bytes that a tensor rank keeps of a block; with recomputation only its input."""
     if layout.recompute != "units":
         return _whole(unit, layout)
     return min(unit.saved_bytes, unit.output_bytes) / (layout.tensor if layout.sequence else 1)
 
 
 def _whole(unit: Unit, layout: Layout) -> float:
-    """Return what a rank keeps of a block without recomputation: of what goes in and out of what is cut, all tokens,
-    or its own."""
+    """Return the bytes that a rank keeps of a block without recomputation.
+
+    The inputs and outputs of sharded layers count for all tokens, or only for the rank's own with sequence parallelism.
+    """
     uncut = min(unit.saved_bytes, UNCUT_OUTPUTS * unit.output_bytes)
     return (unit.saved_bytes - uncut) / layout.tensor + uncut / (layout.tensor if layout.sequence else 1)
 
@@ -154,14 +156,14 @@ def _sums(model: ModelFacts, layout: Layout, seated: Seated, trained: float) -> 
     whole = seated.held_trained if layout.deals else trained
     groups = 0.0
     if layout.deals:
-        groups = (seated.num_groups - 1) * seated.parts * seated.held_trained  # other groups' sums of this share
+        groups = (seated.num_groups - 1) * seated.parts * seated.held_trained  # other groups' sums of this shard
     return model.sizes.gradient * (seated.put_aside * whole + groups)
 
 
 def _exchange(
     model: ModelFacts, layout: Layout, seated: Seated, trained: float, cluster: Cluster, leaves: float
 ) -> float:
-    """Return the bytes that arrive and are not yet added; of other ranks' leaves as many as there are of its own."""
+    """Return the bytes received but not yet added; other ranks' leaves count as many bytes as this rank's."""
     world = layout.summing(cluster.size)
     if world == 1:
         return 0.0
@@ -170,14 +172,14 @@ def _exchange(
         return leaves * (seated.group_size - 1) / seated.group_size
     bucket, is_beside = bucket_elements(model, layout, trained, cluster), layout.bucket_mb is not None
     if layout.shards == "none" and world == 2 and seated.parts == 1 and not (is_beside and cluster.device.is_cpu):
-        return 0.0  # one all-reduce, which only what is not beside the backward pass may use
+        return 0.0  # one all-reduce, used only without overlap with the backward pass
     if layout.shards == "none" and world & (world - 1) == 0 and seated.parts == 1 and cluster.device.is_cpu:
         return size * bucket * (1 - 1 / world)
     return size * bucket / world * (world - 1) * seated.parts
 
 
 def bucket_elements(model: ModelFacts, layout: Layout, trained: float, cluster: Cluster) -> float:
-    """Return the elements of what is exchanged at once: a bucket, or all where nothing is beside the pass."""
+    """Return the elements exchanged at once: a bucket, or all of them without overlap."""
     if layout.bucket_mb is None or not (cluster.device.is_cpu or layout.overlaps):
         return trained
     least = layout.bucket_mb * (1 << 20) / model.sizes.gradient

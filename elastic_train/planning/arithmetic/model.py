@@ -1,6 +1,6 @@
-"""What a plan has to know of a model: its units, what they compute and keep, and the bytes of an element.
+"""Model facts for a plan: its units, their work and memory, and the bytes per element.
 
-A unit is a block, or the rest of the model, as `parallel.shards` exchanges them. Amounts are those of one micro-batch.
+A unit is a block or the rest of the model, as exchanged by `parallel.shards`. Amounts are per micro-batch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from functools import cached_property
 from elastic_train.placement.grains import Layout as Cut
 
 MOST_LANES = 8
-"""Lanes of the first step of which the largest micro-batch is traced, and whose mean is taken for the work."""
+"""Number of lanes of the first step to measure: the largest micro-batch is traced, the mean size scales the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass takes: operations of products and convolutions, bytes that all else moves, and calls of kernels."""
+    """The work of a pass: FLOPs of matrix products and convolutions, bytes moved by other kernels, and kernel calls."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -26,15 +26,15 @@ class Work:
         return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.calls + other.calls)
 
     def over(self, parts: float) -> Work:
-        """Return one of so many parts; each makes all calls."""
+        """Return one of `parts` equal parts of the work; each part makes all calls."""
         return Work(self.flops / parts, self.moved_bytes / parts, self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A block or the rest: elements, padding included, of which `trained` get a gradient and `experts` are experts'.
+    """A block or the rest: elements with padding; `trained` ones get a gradient, `experts` are expert weights.
 
-    `saved_bytes` is what its forward pass keeps for the backward pass; `output_bytes` what it hands to the next.
+    `saved_bytes` is what the forward pass keeps for the backward pass; `output_bytes` is passed to the next unit.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of an element: its weight, its gradient, and what the optimizer keeps of it.
+    """Bytes per element: weight, gradient and optimizer state.
 
-    The trainer's own are 4, 4 and the optimizer's moments; mixed precision as in the ZeRO paper is 2, 2 and 12.
+    The trainer uses 4, 4 and the optimizer's moments; mixed precision as in the ZeRO paper is 2, 2 and 12.
     """
 
     weight: float = 4.0
@@ -61,10 +61,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model, and what a micro-batch of `samples` samples with `tokens` tokens (0: it has none) takes.
+    """A model, and the work of a micro-batch of `samples` samples with `tokens` tokens (0: not text).
 
-    `transient_bytes` is the most that a pass has in use besides what its units keep. `cut` is the model's cut into
-    grains, by which shares are exact.
+    `transient_bytes` is the peak memory of a pass beyond what its units keep. `cut` splits the model into grains, for
+    exact shares.
     """
 
     name: str
@@ -107,12 +107,12 @@ class ModelFacts:
 
     @cached_property
     def flops(self) -> float:
-        """Operations that a micro-batch needs, whatever is computed again (model FLOPs)."""
+        """FLOPs that a micro-batch needs, without recomputation (model FLOPs)."""
         return self.forward.flops + self.backward.flops
 
     @property
     def amount(self) -> str:
-        """What throughput is counted in."""
+        """The unit that throughput is counted in."""
         return "tokens" if self.tokens else "samples"
 
     @property

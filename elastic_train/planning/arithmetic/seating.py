@@ -1,7 +1,7 @@
-"""How a layout's replicas sit: groups, shares, lanes and turns, by the pure functions that training itself uses.
+"""Groups, shares, lanes and microsteps of a layout's replicas, by the same pure functions as in training.
 
-A share is exact where the model's cut into grains is known and the world is small; else it is the even part, from which
-what a rank holds differs by a grain.
+A share is exact if the model's cut into grains is known and the world is small; otherwise it is an even split, within
+one grain of the exact share.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_eleme
 from elastic_train.planning.arithmetic.model import ModelFacts
 
 MOST_EXACT = 16
-"""Replicas up to which seats are taken as in training; more are cut evenly, in seconds less."""
+"""Number of replicas up to which shares are computed as in training; larger worlds are split evenly to save time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """The rank that has most to hold and to do: in a group of `group_size`, of `num_groups`, with `lanes` lanes.
+    """The rank with the most state and work: one of `group_size` in one of `num_groups` groups, with `lanes` lanes.
 
-    `held` and `held_trained` are elements of its share; `turns` are those of its group; `put_aside` is how many sums of
-    what it sums up are there at once besides the one that it adds to; `parts` are the sums that it has in the end.
+    `held` and `held_trained` are elements of its share; `turns` is its group's number of microsteps; `put_aside` is the
+    peak number of partial sums in addition to the open one; `parts` is the number of sums at the end.
     """
 
     num_groups: int
@@ -42,7 +42,7 @@ class Seated:
 
 
 def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> Seated:
-    """Return the seat of the rank with the largest share, among those that have shares of the same part."""
+    """Return the seat of the rank with the largest share, among ranks that shard the same part of the model."""
     replicas, holders = layout.replicas(cluster.size), layout.summing(cluster.size)
     elements, trained = (place_elements(model, layout, trained=only) for only in (False, True))
     if layout.shards == "none":
@@ -61,7 +61,7 @@ def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -
         cells = group_seats(replicas, layout.copies, cluster)
         cell = min(cells, key=lambda one: one.size)
         dealt = deal_lanes(cell, replicas, batch.num_lanes)
-        runs = min(layout.context, seat.size)  # of leaves, by place of tokens
+        runs = min(layout.context, seat.size)  # of leaves, by token position
         sums = _dealt(group_lanes(cell, replicas, batch.num_lanes), batch.num_lanes, runs)
         count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in cells)
         return Seated(len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
@@ -69,7 +69,7 @@ def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -
 
 
 def group_seats(replicas: int, copies: int, cluster: Cluster) -> list[Seat]:
-    """Return the first seat of every group, cut over the cluster's nodes as a new world cuts them."""
+    """Return the first seat of every group; groups are cut over the cluster's nodes as in a new world."""
     return _group_seats(replicas, min(copies, replicas), max(1, cluster.per_node * replicas // cluster.size))
 
 
@@ -85,7 +85,7 @@ def _group_seats(replicas: int, num: int, per_node: int) -> list[Seat]:
 
 
 def shares(cut: Cut | None, size: int, replicas: int, copies: int, cluster: Cluster) -> tuple[float, float]:
-    """Return the largest part of all elements, and of the trained ones, that a rank holds."""
+    """Return the largest fraction of all elements, and of the trained ones, that any rank holds."""
     if cut is None or replicas > MOST_EXACT:
         return 1 / size, 1 / size
     paths = [(f"node-{rank // cluster.per_node}",) for rank in range(replicas)]
@@ -99,19 +99,19 @@ def shares(cut: Cut | None, size: int, replicas: int, copies: int, cluster: Clus
 
 
 def _most_lanes(replicas: int, num_lanes: int) -> range:
-    """Return the lanes of a replica that has most of them, and of these of one that has most sums in the end."""
+    """Return the lanes of a replica with the most lanes and, among these, with the most sums at the end."""
     owned = (owned_lanes(rank, replicas, num_lanes) for rank in range(replicas))
     return max(owned, key=lambda lanes: (len(lanes), len(parts_of(lanes, num_lanes))))
 
 
 def _replicated(lanes: range, batch: Batch) -> tuple[int, int]:
-    """Return how many whole gradients are put aside at once, and how many sums there are in the end."""
+    """Return the peak number of whole gradients put aside, and the number of sums at the end."""
     return most_put_aside(lanes, batch.num_lanes), len(parts_of(lanes, batch.num_lanes))
 
 
 @functools.lru_cache(1024)
 def most_put_aside(lanes: range, num_lanes: int) -> int:
-    """Return the most sums beside the open one that the binary counter of a run of lanes holds."""
+    """Return the peak number of partial sums, apart from the open one, in the binary counter of a run of lanes."""
     opened: Part | None = None
     aside, most = list[Part](), 0
     for lane in lanes:
@@ -124,7 +124,7 @@ def most_put_aside(lanes: range, num_lanes: int) -> int:
 
 
 def _merged(part: Part, aside: list[Part], num_lanes: int) -> Part:
-    """Add the sums put aside to their right siblings; return what has come of the part."""
+    """Add the sums put aside to their right siblings; return the resulting part."""
     while aside and aside[-1] == part.sibling:
         aside.pop()
         part = settle(part.parent, num_lanes)
@@ -133,9 +133,9 @@ def _merged(part: Part, aside: list[Part], num_lanes: int) -> Part:
 
 @functools.lru_cache(1024)
 def _dealt(lanes: range, num_lanes: int, runs: int) -> tuple[int, int]:
-    """Return the same for a holder of shares: its counter's most sums but one, which is where its gradient stays.
+    """Return the same counts for a rank with sharded gradients: its counter's peak less one, which holds its gradient.
 
-    It adds several runs of leaves like those of the lanes.
+    It adds `runs` runs of leaves, each like that of `lanes`.
     """
     counter, most = Counter[None](num_lanes, lambda left, right: None), 0
     for lane in lanes:

@@ -1,9 +1,9 @@
-"""How long a step takes, and where its time goes.
+"""The duration of a step and its components.
 
-A lane is its kernels: products at what the device reaches of its peak, all else at its memory's bandwidth. An exchange
-beside a pass costs what it takes longer than that pass, and its last piece. A pipeline's stages wait for one another
-(Narayanan et al. 2021, section 2.2), and so do tensor ranks twice in each block's pass. Ranks on fewer cores than they
-have threads wait for those.
+A lane's time is that of its kernels: matrix products at the device's achieved share of peak, all others at memory
+bandwidth. An exchange that overlaps a pass costs the excess over that pass, plus its last piece. Pipeline stages wait
+for one another (Narayanan et al. 2021, section 2.2), as do tensor ranks, twice per block and pass. Ranks on fewer cores
+than they have threads wait for cores.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from elastic_train.planning.arithmetic.seating import Seated, seat_of
 from elastic_train.planning.arithmetic.traffic import Exchange, exchanges_of, seconds_of, sent_bytes
 
 UPDATE_CALLS = 16
-"""Kernels that a CPU's update and norm take for each tensor; GPUs' are fused."""
+"""Kernels per tensor in a CPU's update and norm; GPUs' are fused."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a step by what they are spent on; `hidden_s` is communication beside computing, and not a part."""
+    """Seconds of a step by component; `hidden_s` is overlapped communication and not part of the total."""
 
     compute_s: float
     recompute_s: float
@@ -42,7 +42,7 @@ class StepTime:
 
     @property
     def communication_s(self) -> float:
-        """Seconds for which devices wait for links."""
+        """Seconds that devices wait for links."""
         return self.tensor_s + self.exchange_s + self.tables_s
 
     @property
@@ -52,7 +52,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Seconds of a lane's passes in the slowest stage of a cell."""
+    """Seconds of a lane's passes in the slowest stage."""
 
     forward_s: float
     backward_s: float
@@ -60,7 +60,7 @@ class Passes:
 
 
 def step_time(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster, threads: int = 1) -> StepTime:
-    """Return what a step takes on all devices of a cluster."""
+    """Return the duration of a step on all devices of a cluster."""
     seated = seat_of(model, layout, batch, cluster)
     waits = crowding(cluster, threads)
     passes = passes_of(model, layout, cluster.device, waits)
@@ -83,15 +83,15 @@ def step_time(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster,
 
 
 def crowding(cluster: Cluster, threads: int) -> float:
-    """Return how many times longer ranks compute because their node has fewer cores; 1 for GPUs.
+    """Return the slowdown of ranks that share too few cores of their node; 1 for GPUs.
 
-    Of a CPU, `node` devices are the cores of a node.
+    For a CPU, `node` devices are the cores of a node.
     """
     return max(1.0, cluster.per_node * threads / max(1, cluster.device.node)) if cluster.device.is_cpu else 1.0
 
 
 def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 1.0) -> Passes:
-    """Return the seconds of a lane's passes in a stage of a cell."""
+    """Return the seconds of a lane's passes in one stage."""
     split = layout.tensor * layout.expert * layout.context
     rest_split = rest_parts(layout) * layout.expert * layout.context
     blocks, rest = 1 / layout.pipeline, 1.0 if layout.pipeline == 1 else 0.5
@@ -111,22 +111,22 @@ def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 
 
 
 def seconds_of_work(work: Work, device: Device, precision: str) -> float:
-    """Return how long kernels take: on a GPU they are launched beside one another, on a CPU one by one."""
+    """Return the seconds of kernels: calls overlap execution on a GPU and add to it on a CPU."""
     kernels = work.flops / (device.peak_flops(precision) * device.matmul_share) + work.moved_bytes / device.bytes_per_s
     calls = work.calls * device.call_s
     return device.pace * (kernels + calls if device.is_cpu else max(kernels, calls))
 
 
 def _exposed(exchanges: Sequence[Exchange], layout: Layout, passes: Passes, cluster: Cluster) -> tuple[float, float]:
-    """Return the seconds of exchanges that nothing hides, and those that a pass does.
+    """Return the exposed and the overlapped seconds of exchanges.
 
-    Exchanges beside the same pass share its time, one after the other.
+    Exchanges that overlap the same pass share its time, one after the other.
     """
     room = {"forward": passes.forward_s, "backward": passes.backward_s + passes.again_s}
     exposed = hidden = 0.0
     for one in exchanges:
         seconds = seconds_of(one, cluster, layout.cell // layout.context)
-        ready = 1 - 1 / one.pieces  # the last piece is there when the pass ends, and each one after its part of it
+        ready = 1 - 1 / one.pieces  # each piece is ready after its part of the pass, the last one at its end
         beside = ready * min(room[one.beside], seconds) if one.beside else 0.0
         if one.beside:
             room[one.beside] -= beside
@@ -135,10 +135,10 @@ def _exposed(exchanges: Sequence[Exchange], layout: Layout, passes: Passes, clus
 
 
 def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
-    """Return what a lane's ranks of a tensor, expert or context group wait for one another in one stage.
+    """Return the seconds that a lane's ranks of a tensor, expert or context group wait for one another in one stage.
 
-    Each block adds up its output over the tensor group twice in each pass (Shoeybi et al. 2019, section 3), sends its
-    tokens to experts and back, and brings together keys and values, which are taken to be as wide as its output.
+    Each block sums its output over the tensor group twice per pass (Shoeybi et al. 2019, section 3), sends its tokens
+    to experts and back, and gathers keys and values, which are assumed to be as wide as its output.
     """
     if layout.tensor == layout.expert == layout.context == 1:
         return 0.0
@@ -157,10 +157,10 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
 
 
 def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
-    """Return what a lane's passes wait for what comes from the stage before, each of them once for every piece.
+    """Return the seconds that a lane's passes wait for the previous stage, each of them once per piece.
 
-    Each rank of a tensor group sends all of its block's output, or its own tokens of it; one of a context group sends
-    its own tokens only.
+    Each rank of a tensor group sends its block's whole output, or only its own tokens with sequence parallelism; a
+    context rank sends only its own tokens.
     """
     if layout.pipeline == 1:
         return 0.0
@@ -172,11 +172,11 @@ def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
 
 
 def _update_s(model: ModelFacts, layout: Layout, seated: Seated, device: Device, waits: float) -> float:
-    """Return the seconds of what only moves memory: sums of lanes, mean, norm, and the optimizer's update."""
+    """Return the seconds of memory-bound work: sums of lanes, mean, norm and the optimizer's update."""
     size, trained = model.sizes, place_elements(model, layout, trained=True)
     held = trained if layout.shards == "none" else seated.held_trained
     if layout.shards in ("none", "optimizer"):
-        # Every lane's gradient begins with zeros and is added to; those put aside are copied, and added once more.
+        # Every lane's gradient starts from zeros and is added to; gradients put aside are copied, and added once more.
         sums = seated.lanes * size.gradient * trained + max(0, seated.lanes // 2 - 1) * 5 * size.gradient * trained
         mean = size.gradient * (trained if layout.shards == "none" else held) * 2
     else:
@@ -188,11 +188,11 @@ def _update_s(model: ModelFacts, layout: Layout, seated: Seated, device: Device,
     if layout.offload == "none":
         return seconds
     moved = held * (size.state + (size.weight if layout.offload == "all" else 0.0))
-    return max(seconds, moved / (1e9 * device.bus_gb_per_s))  # both ways at once
+    return max(seconds, moved / (1e9 * device.bus_gb_per_s))  # both directions at once
 
 
 def _tables_s(cluster: Cluster) -> float:
-    """Return the seconds of a step's two small gathers: the lanes' tables, and the norms."""
+    """Return the seconds of a step's two small gathers: the lanes' tables and the norms."""
     if cluster.size == 1:
         return 0.0
     alpha = cluster.between.alpha_s if cluster.nodes > 1 else cluster.inside.alpha_s
@@ -200,6 +200,6 @@ def _tables_s(cluster: Cluster) -> float:
 
 
 def model_flops_utilisation(model: ModelFacts, batch: Batch, cluster: Cluster, seconds: float) -> float:
-    """Return MFU: the model's own operations a second, of the peak of all devices; what is computed again is none."""
+    """Return MFU: the model's FLOP/s as a fraction of all devices' peak; recomputation does not count."""
     work = model.flops * batch.num_lanes
     return work / seconds / (cluster.size * cluster.device.peak_flops(model.precision))

@@ -1,8 +1,8 @@
-"""What a step sends: bytes and rounds of each exchange of a replica, and how long that takes on a cluster's links.
+"""The traffic of a step: bytes and rounds of each exchange of a replica, and their duration on a cluster's links.
 
-The alpha-beta model (Hockney 1994): a round costs alpha, and its bytes what the link takes for them. Links are used in
-both directions at once. Of an exchange with all others, the part that leaves the node is that of the ranks out there;
-recursive halving meets those of the node first, so less of it leaves the node.
+Uses the alpha-beta model (Hockney 1994): a round costs alpha plus the transfer time of its bytes. Links carry both
+directions at once. In an exchange with all others, the share of remote ranks leaves the node; recursive halving
+exchanges within the node first, so less of it leaves the node.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from elastic_train.planning.arithmetic.seating import Seated, seat_of
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Bytes that a rank sends in `rounds` rounds among `ranks` ranks, and so `times` times a step.
+    """An exchange: a rank sends these bytes in `rounds` rounds among `ranks` ranks, `times` times a step.
 
-    It is made in `pieces` beside a pass, `beside`, if that is named. `is_halving` is recursive halving and doubling.
+    If `beside` names a pass, the exchange overlaps it in `pieces` pieces. `is_halving`: recursive halving and doubling.
     """
 
     what: str
@@ -36,7 +36,7 @@ class Exchange:
 
 
 def exchanges_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -> list[Exchange]:
-    """Return what a replica sends in a step to finish its gradients and weights; nothing where it is alone."""
+    """Return a replica's exchanges of gradients and weights in a step; empty for a single replica."""
     seated = seat_of(model, layout, batch, cluster)
     if layout.summing(cluster.size) == 1:
         return []
@@ -98,12 +98,12 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
 
 
 def sent_bytes(exchanges: Sequence[Exchange]) -> float:
-    """Return what a rank sends in a step."""
+    """Return the bytes that a rank sends in a step."""
     return sum(one.num_bytes * one.times for one in exchanges)
 
 
 def seconds_of(exchange: Exchange, cluster: Cluster, cell: int = 1) -> float:
-    """Return how long one of its times takes if nothing else uses the links."""
+    """Return the seconds of one execution of an exchange that has the links to itself."""
     within = max(1, cluster.per_node // cell)
     ranks, is_across = exchange.ranks, exchange.ranks > within
     alpha = (cluster.between if is_across else cluster.inside).alpha_s
