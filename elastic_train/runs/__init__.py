@@ -1,1 +1,1 @@
-"""A run as its folder tells it, while it goes on and after: its story, its report, how runs differ, how they scale."""
+"""Views of a run from its folder, during and after the run: story, report, comparison and scaling."""

@@ -1,8 +1,8 @@
-"""How runs differ: configuration, final metrics, throughput, goodput, faults, and whether their weights have one hash.
+"""Compare runs: configuration, final metrics, throughput, goodput, faults, and equality of the weights' hashes.
 
-A run is named by its folder, which is read without MLflow, or by its MLflow run id (`mlflow:ID`, or the id alone). Keys
-and values are compared as MLflow stores them, text by dotted name, so that a folder can be compared with a run whose
-folder is gone. Runs are called a, b, c, …, in the order in which they are given.
+A run is named by its folder, which is read without MLflow, or by its MLflow run id (`mlflow:ID` or just the id). Keys
+and values are compared as MLflow stores them, as text by dotted name, so that a folder can be compared with a run whose
+folder no longer exists. Runs are labelled a, b, c, … in the given order.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PREFIX = "mlflow:"
 LETTERS = string.ascii_lowercase
 _ABSENT = "-"
 _OLDEST = 2
-"""The last format of commits before results named theirs; it has the weights' hash of format 1."""
+"""The last commit format before results named their format; it uses the weights' hash of format 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is known of one run; `weights_sha256` is None if no result names it.
+    """The facts of one run; `weights_sha256` is None if no result names it.
 
-    `format` is that of the commits by whose rule the hash was made, None where that is not known, as in MLflow.
-    `figures` are what its history says, None where there is none.
+    `format` is the commit format that defines the hash, None if unknown, as in MLflow. `figures` come from the history,
+    with None for unknown values.
     """
 
     name: str
@@ -67,32 +67,32 @@ class Comparison:
     runs: Sequence[Finding]
 
     def config(self) -> dict[str, tuple[str | None, ...]]:
-        """Return the keys whose values differ, None where a run lacks the key."""
+        """Return the keys whose values differ, with None where a run lacks the key."""
         rows = _side_by_side(run.config for run in self.runs)
         return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
     def metrics(self) -> dict[str, tuple[float | None, ...]]:
-        """Return the final values of all metrics, None where a run lacks the metric."""
+        """Return the final values of all metrics, with None where a run lacks the metric."""
         return _side_by_side(run.metrics for run in self.runs)
 
     def figures(self) -> dict[str, tuple[float | None, ...]]:
-        """Return what the histories say: time, throughput, goodput, faults."""
+        """Return the figures from the histories: time, throughput, goodput, faults."""
         rows = _side_by_side(run.figures for run in self.runs)
         return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
     def same_weights(self) -> bool | None:
-        """Return whether all weights are equal bit for bit; None if a run's are not known, or hashed otherwise."""
+        """Return True if all weights are bit-identical; None if a run's hash is unknown or follows other rules."""
         hashes = {run.weights_sha256 for run in self.runs}
         if None in hashes or (len(hashes) > 1 and self._rules_differ()):
             return None
         return len(hashes) == 1
 
     def _rules_differ(self) -> bool:
-        """Say whether the hashes were made by the rules of different versions."""
+        """Return True if the hashes follow the rules of different formats."""
         return len({max(run.format, _OLDEST) for run in self.runs if run.format is not None}) > 1
 
     def as_json(self) -> dict[str, object]:
-        """Return the comparison by letter; a value that is not finite becomes text, because JSON has none."""
+        """Return the comparison by letter; non-finite values become text, as JSON has no such numbers."""
         return {
             **_lettered([run.name for run in self.runs]),
             "config": {key: _lettered(values) for key, values in self.config().items()},
@@ -105,7 +105,7 @@ class Comparison:
         return json.dumps(self.as_json(), indent=2, allow_nan=False)
 
     def _measured(self, values: Sequence[float | None]) -> dict[str, object]:
-        """Return values by letter; of two runs the difference, too."""
+        """Return values by letter; for two runs with their difference."""
         difference = {"difference": finite(_difference(values))} if len(values) == 2 else {}
         return {**_lettered([finite(value) for value in values]), **difference}
 
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def compare(*runs: str | Path, mlflow_uri: str | None = None) -> Comparison:
-    """Compare runs, each a folder or an MLflow run id; raises ConfigError for those that do not exist, all at once."""
+    """Compare runs, each a folder or an MLflow run id; raises one ConfigError that lists all missing runs."""
     if not 2 <= len(runs) <= len(LETTERS):
         raise ConfigError(f"name 2 to {len(LETTERS)} runs to compare, not {len(runs)}")
     found, wrong = list[Finding](), list[str]()
@@ -175,7 +175,7 @@ def _from_folder(folder: Path) -> Finding:
 
 
 def _figures(folder: Path) -> dict[str, float | None]:
-    """Return what a run's history says; nothing without one."""
+    """Return the figures from a run's history; empty without one."""
     found = report_on(str(folder), with_coverage=False)
     if not found.story.worlds:
         return {}
@@ -210,7 +210,7 @@ def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
 
 
 def _refuse_missing_database(run_id: str, uri: str) -> None:
-    """Raise ConfigError rather than let MLflow create an empty database."""
+    """Raise ConfigError instead of letting MLflow create an empty database."""
     database = sqlite_path(uri)
     if database is not None and not database.exists():
         raise ConfigError(f"{run_id}: there is no such folder, and no MLflow database {database}; set --mlflow-uri")

@@ -1,7 +1,7 @@
-"""A run at this moment: the newest world, its ranks and their last window of phases, what happened last.
+"""The current state of a run: the newest world, its ranks with their last window of phases, and recent events.
 
-For a view that is drawn again every second or two, whatever the length of the histories: of the newest term it reads
-the first lines of each rank's file and the end of rank 0's, of terms before it the beginnings of rank 0's files.
+Cheap enough to redraw every second or two, whatever the length of the histories: reads the first lines of each rank's
+file and the end of rank 0's for the newest term, and the beginnings of rank 0's files for earlier terms.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from elastic_train.tracking.history_files import FOLDER, histories, lines_of, te
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
 TAIL_BYTES = 1 << 20
-"""Of rank 0's newest history: a line of phases takes 100 bytes for each rank."""
+"""Bytes read from the end of rank 0's newest history; a line of phases has 100 bytes per rank."""
 MOST_WORLDS, MOST_RECENT = 20, 10
 RATE_STEPS = 20
 MOST_LOOKED_AT = 64
-"""Up to how many ranks the end of each one's history is read for its memory."""
+"""Largest world for which the end of every rank's history is read for its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What is known; None is not known (yet). Times are unix seconds."""
+    """The known facts; None means not known (yet). Times are unix seconds."""
 
     run: str
     status: str | None
-    """Of result.json, if it is not older than the newest world."""
+    """From result.json, unless it is older than the newest world."""
     term: int | None = None
     size: int = 0
     step: int | None = None
@@ -49,14 +49,14 @@ class Glance:
     hosts: Mapping[int, str] = field(default_factory=dict)
     phases: Phases | None = None
     memory: Mapping[int, int] = field(default_factory=dict)
-    """The most bytes that each rank has had; of no more than MOST_LOOKED_AT ranks."""
+    """Peak bytes by rank; empty for more than MOST_LOOKED_AT ranks."""
     waiting: str | None = None
-    """Why the newest world did not form, if that was after the last line."""
+    """The reason why the newest world did not form, if later than the last line."""
     recent: Sequence[tuple[float, str]] = ()
-    """What happened, the newest last."""
+    """Recent events, the newest last."""
 
     def phase_ms(self, rank: int) -> dict[str, float]:
-        """Return a rank's milliseconds of a step by phase in the last window."""
+        """Return a rank's milliseconds per step by phase in the last window."""
         assert self.phases is not None, "asked where there is a window"
         row = self.phases.rows[rank]
         return {phase: 1e3 * row[place] / self.phases.steps for place, phase in enumerate(PHASES)}
@@ -87,7 +87,7 @@ class Glance:
 
 
 def look(run: str | Path) -> Glance:
-    """Look at a run's folder; ConfigError if it is none."""
+    """Read the current state from a run's folder; raises ConfigError if it is not one."""
     folder = Path(run)
     if not folder.is_dir() or not ((folder / CONFIG).is_file() or (folder / FOLDER).is_dir()):
         raise ConfigError(f"{run} is not a run's folder: it has neither {CONFIG} nor {FOLDER}/; name a run.dir")
@@ -130,7 +130,7 @@ def _head(path: Path) -> list[Line]:
 
 
 def _tail(path: Path) -> list[Line]:
-    """Return the lines at the end of a history; the first one is torn by where reading begins, and is passed over."""
+    """Return the lines at the end of a history, without the first one, which may be truncated."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -180,20 +180,20 @@ def _hosts(folder: Path, term: int) -> dict[int, str]:
 
 
 def _status(folder: Path, term: int) -> str | None:
-    """Return how the run ended; nothing if a newer term has begun since."""
+    """Return how the run ended; None if a newer term has begun since."""
     try:
         result = RunFolder(folder).result() or {}
     except ConfigError:
-        return None  # it is being written, or damaged: the histories say what there is to see
+        return None  # being written, or damaged: the histories have the facts
     return text(result, "status") if (whole(result, "term") or term) >= term else None
 
 
 def _unformed(folder: Path, after: float) -> str | None:
-    """Return why the newest world did not form, if that was after a time."""
+    """Return the reason why the newest world did not form, if noted later than `after`."""
     last = max(_noted(folder, "unformed"), key=at, default=None)
     return None if last is None or at(last) <= after else text(last, "why")
 
 
 def _noted(folder: Path, what: str) -> list[Line]:
-    """Return the last lines of what was noted outside of any world."""
+    """Return the last lines of notes written outside any world."""
     return [line for path in (folder / FOLDER).glob(f"{what}-*.jsonl") for line in _tail(path)]

@@ -1,8 +1,8 @@
-"""What a run's time went into, and what each change of its world cost. Pure: from a story to seconds.
+"""Compute a run's time by use, and the cost of each change of its world: pure functions of a story.
 
-The kinds of time tile what has passed between the start of the first process and the last line: each second is in one
-of them, but for those in which the job was done, until somebody started it again. What counts is steps that the run
-still stands on, without what they waited for saves.
+The kinds of time tile the interval from the start of the first process to the last line: each second belongs to one
+kind, except those between a finished job and its restart. Productive time is that of kept steps, without their waits
+for saves.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MEANINGS = {
     "ending": "after the last step: last commit, last validation, result",
 }
 PLANNED = ("joined",)
-"""Causes of a new world that are not a fault."""
+"""Causes of a new world that are not faults."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A world that followed another: why, and what that cost; seconds are None where the history does not say.
+    """A world that followed another: its cause and cost; seconds are None if the history lacks them.
 
-    `rto_s` is from the last applied step before to the first one after it, and `steps_lost` had to be computed again.
+    `rto_s` is from the last applied step before to the first one after; `steps_lost` had to be recomputed.
     """
 
     at: float
@@ -46,7 +46,7 @@ class Change:
     form_s: float | None
     restore_s: float | None
     follows_end: bool = False
-    """The world before had finished the job: somebody has started it again."""
+    """True if the world before had finished the job, so that this one is a restart by a user."""
 
     @property
     def is_fault(self) -> bool:
@@ -54,7 +54,7 @@ class Change:
 
 
 def time_spent(story: Story) -> dict[str, float]:
-    """Return the seconds of each kind; none for a run without a history."""
+    """Return the seconds of each kind of time; all 0 for a run without a history."""
     spent = dict.fromkeys(KINDS, 0.0)
     clock = story.began
     for place, world in enumerate(story.worlds):
@@ -74,7 +74,7 @@ def time_spent(story: Story) -> dict[str, float]:
 
 
 def _add_steps(spent: dict[str, float], world: World, clock: float, getting_there: str) -> float:
-    """Add what a world's steps took, and what came between them; return when the last of them was applied."""
+    """Add the time of a world's steps and of the gaps between them; return the time at which the last was applied."""
     if not world.steps:
         return clock
     kept = sum(step.seconds for step in world.kept)
@@ -91,13 +91,13 @@ def _add_steps(spent: dict[str, float], world: World, clock: float, getting_ther
 
 
 def goodput(spent: dict[str, float]) -> float | None:
-    """Return the share of the time that went into steps that count; None before any time has passed."""
+    """Return the share of time in kept steps; None before any time has passed."""
     total = sum(spent.values())
     return spent["steps"] / total if total > 0 else None
 
 
 def changes(story: Story) -> list[Change]:
-    """Return every world but the first, with its price."""
+    """Return every world except the first, with its cost."""
     found = []
     for place, world in enumerate(story.worlds[1:], start=1):
         before = story.worlds[:place]
@@ -123,7 +123,7 @@ def changes(story: Story) -> list[Change]:
 
 
 def _lost(before: Sequence[World], world: World) -> int:
-    """Return how many steps, applied and standing until then, a world did not continue."""
+    """Return how many applied steps, not rolled back before, a world did not continue."""
     standing = before[-1].lo
     for old in before:
         standing = old.hi if old.steps else min(standing, old.lo)
@@ -131,7 +131,7 @@ def _lost(before: Sequence[World], world: World) -> int:
 
 
 def _is_done(worlds: Sequence[World]) -> bool:
-    """Say whether the job was done when the last of the worlds that did anything ended."""
+    """Return True if the job was done when the last of these worlds that did anything ended."""
     return next((world.status for world in reversed(worlds) if world.steps or world.status), None) == "done"
 
 

@@ -1,6 +1,6 @@
-"""Lines of a run's histories as values of the types that are expected; what is torn or of another type is None.
+"""Read lines of a run's histories as values of the expected types; torn or mistyped values become None.
 
-Histories may be torn anywhere (a machine died) and may be written at this moment: nobody who reads them may fail.
+Histories may be torn anywhere (a machine died) and may be being written, so readers must not fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Line = Mapping[str, object]
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Yield a file's lines that have an operation and a time, one by one; nothing if it is gone by now."""
+    """Yield a file's lines that have an operation and a time; nothing if the file no longer exists."""
     try:
         with path.open("rb") as file:
             for text in file:
@@ -29,26 +29,26 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def number(fields: Line, key: str) -> float | None:
-    """Return a finite number."""
+    """Return a finite number, or None."""
     value = fields.get(key)
     is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_one else None  # type: ignore[arg-type]
 
 
 def whole(fields: Line, key: str) -> int | None:
-    """Return an integer."""
+    """Return an integer, or None."""
     value = fields.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def text(fields: Line, key: str) -> str | None:
-    """Return a text."""
+    """Return a string, or None."""
     value = fields.get(key)
     return value if isinstance(value, str) else None
 
 
 def at(fields: Line) -> float:
-    """Return the unix second of a line that `read_lines` gave."""
+    """Return the unix seconds of a line from `read_lines`."""
     value = number(fields, "t")
     assert value is not None, "read_lines gives lines with a time"
     return value

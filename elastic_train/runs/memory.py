@@ -1,6 +1,6 @@
-"""The memory of a run's ranks, as each one's history says it, and the snapshots of those whose memory has run out.
+"""The memory of a run's ranks from their histories, and the snapshots of ranks that ran out of memory.
 
-A history has a line of it now and then, and the last one holds: peaks only grow. So the ends of files are read alone.
+A history has a memory line now and then. Peaks only grow, so the last line suffices and only file ends are read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from elastic_train.tracking import history_files
 TAIL_BYTES = 1 << 18
 _SIGN = b'"op": "memory"'
 MOST_TERMS = 5
-"""How far back terms are looked at that say nothing of memory, as those of older versions."""
+"""Number of terms to search backwards for memory lines, which older versions did not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What a rank has said of its memory after a step."""
+    """A rank's memory after a step."""
 
     rank: int
     step: int
@@ -40,7 +40,7 @@ class WorldMemory:
 
     @property
     def most(self) -> int:
-        """The largest peak of a rank."""
+        """Largest peak of any rank."""
         return max(one.facts.peak for one in self.ranks)
 
     def as_json(self, hosts: Mapping[int, str]) -> dict[str, object]:
@@ -54,7 +54,7 @@ class WorldMemory:
 
 @dataclass(frozen=True, slots=True)
 class RanOut:
-    """A rank whose memory ran out: where it was, and the file that says more."""
+    """A rank that ran out of memory: its position in the run, and the file with the details."""
 
     term: int
     rank: int
@@ -63,7 +63,7 @@ class RanOut:
     lane: int | None
     file: str
     at: float = 0.0
-    """When, in unix seconds."""
+    """Unix seconds of the failure."""
 
     def __str__(self) -> str:
         before = "on its way into it" if self.term else "before its first world"
@@ -73,14 +73,14 @@ class RanOut:
 
 
 def memory_of(folder: Path) -> WorldMemory | None:
-    """Return the memory of the newest term that says something of it."""
+    """Return the memory of the newest term that recorded any."""
     terms = {history_files.term_of(path) for path in (folder / history_files.FOLDER).glob("[0-9]*-*-*.jsonl")}
     worlds = (WorldMemory(term, memory_in(folder, term)) for term in sorted(terms, reverse=True)[:MOST_TERMS])
     return next((world for world in worlds if world.ranks), None)
 
 
 def memory_in(folder: Path, term: int) -> list[RankMemory]:
-    """Return what the ranks of a term have said of their memory, by rank."""
+    """Return the recorded memory of a term's ranks, by rank."""
     paths = sorted((folder / history_files.FOLDER).glob(f"{term:08d}-*-*.jsonl"))
     parts: dict[int, list[Path]] = {}
     for path in paths:
@@ -90,7 +90,7 @@ def memory_in(folder: Path, term: int) -> list[RankMemory]:
 
 
 def last_memory(rank: int, path: Path) -> RankMemory | None:
-    """Return what a history says last of its rank's memory, if it does."""
+    """Return the last memory line of a rank's history; None without one."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -107,7 +107,7 @@ def last_memory(rank: int, path: Path) -> RankMemory | None:
 
 
 def read_plan(path: Path) -> Mapping[str, float]:
-    """Return the bytes by part that `elastic-train plan --json` has worked out; ConfigError if a file is not a plan."""
+    """Return the bytes by component from `elastic-train plan --json`; raises ConfigError if the file is not a plan."""
     try:
         planned = json.loads(path.read_text())["own"]["memory_bytes"]
         return {str(part): float(num_bytes) for part, num_bytes in planned.items()}
@@ -119,7 +119,7 @@ def read_plan(path: Path) -> Mapping[str, float]:
 
 
 def ran_out_in(folder: Path) -> list[RanOut]:
-    """Return whose memory ran out, as far as they could say so, the oldest first."""
+    """Return the recorded ranks that ran out of memory, the oldest first."""
     found = [one for path in (folder / FOLDER).glob("*-*.json") if (one := _read(path)) is not None]
     return sorted(found, key=lambda one: (one.at, one.rank))
 

@@ -1,4 +1,4 @@
-"""The report on runs as one HTML page that needs nothing but itself; a pure function of the reports."""
+"""Render the report on runs as one self-contained HTML page; a pure function of the reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST = (LOSS, "train/gradient_norm", "train/learning_rate")
 
 
 def render(reports: Sequence[RunReport]) -> str:
-    """Return the page on one run, or on several side by side."""
+    """Return the page for one run, or for several side by side."""
     names = [report.name for report in reports]
     return fill(
         _TEMPLATE,
@@ -53,7 +53,7 @@ def render(reports: Sequence[RunReport]) -> str:
 
 
 def _curves(reports: Sequence[RunReport]) -> Iterator[tuple[str, Drawn]]:
-    """Draw loss, norm and learning rate, and what validations measured."""
+    """Draw loss, norm, learning rate and the validation metrics."""
     known = {name for report in reports for name in report.curves}
     validated = sorted(name for name in known if tables.is_plain(name) and name != "validation/samples")
     for metric in [LOSS, *(name for name in _FIRST[1:] if name in known), *validated]:

@@ -1,7 +1,8 @@
-"""What there is to say of a run, worked out once: for a terminal, for a script, for a page, for a comparison.
+"""The facts of a run, computed once for terminal, scripts, page and comparison.
 
-Everything is read from the run's folder; what proves the coverage is read from its commits, wherever they are. What
-cannot be known is None, and `notes` says in sentences what is missing and why. No clock: the same files say the same.
+Everything is read from the run's folder, except the proof of coverage, which is read from its commits, wherever they
+are. Unknown values are None, and `notes` explains in sentences what is missing and why. Reads no clock: the same files
+give the same report.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 Curve = Sequence[tuple[int, float]]
 _LAYOUT = ("batch.global_batch", "batch.micro_batch", "parallel.", "reduction", "device", "dtype", "compile", "threads")
 MOST_RAN_OUT = 3
-"""Of the ranks that ran out of memory, how many are named among the notes."""
+"""Number of out-of-memory ranks to name in the notes."""
 _TAGS = {VERSION_TAG: "elastic-train", TORCH_TAG: "torch", GIT_TAG: "git"}
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What the run's commits prove of its samples: sentences, as `elastic-train audit` says them."""
+    """The proof, from the run's commits, of which samples it used: the sentences of `elastic-train audit`."""
 
     proven: Sequence[str] = ()
     unproven: Sequence[str] = ()
@@ -44,7 +45,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """One run; `curves` are by metric, of the steps that count."""
+    """One run; `curves` are by metric, over kept steps."""
 
     name: str
     state: str
@@ -61,11 +62,11 @@ class RunReport:
     ran_out: Sequence[RanOut] = ()
     utilisation: Utilisation | None = None
     planned: Mapping[str, float] = field(default_factory=dict)
-    """The bytes of a rank's memory by part that a plan has worked out, if there is one."""
+    """Planned bytes of a rank's memory by component; empty without a plan."""
 
     @property
     def step(self) -> int:
-        """The furthest step that counts, by the history, the result, or the metrics."""
+        """The furthest kept step, from the history, the result or the metrics."""
         ended = self.result.get("step")
         furthest = max((curve[-1][0] for curve in self.curves.values() if curve), default=0)
         return max(self.story.step, ended if isinstance(ended, int) else 0, 0 if self.story.worlds else furthest)
@@ -89,37 +90,37 @@ class RunReport:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The median over the steps that count; None if no step says how long it took."""
+        """Median over the kept steps; None if no step has a duration."""
         rates = [step.num_samples / step.seconds for step in self.story.kept if step.seconds > 0]
         return statistics.median(rates) if rates else None
 
     @property
     def samples_per_s_in_all(self) -> float | None:
-        """Samples that count, over all of the run's time."""
+        """Kept samples divided by the run's total time."""
         return sum(step.num_samples for step in self.story.kept) / self.seconds if self.seconds > 0 else None
 
     @property
     def mfu(self) -> float | None:
-        """The median over the steps that count; None if the FLOPs of a sample or the device's peak are unknown."""
+        """Median over the kept steps; None if the FLOPs per sample or the device's peak are unknown."""
         rate = self._rate_of_a_rank
         return None if self.utilisation is None or rate is None else self.utilisation.mfu(rate, 1)
 
     @property
     def hfu(self) -> float | None:
-        """The same of all operations, those that were computed again included."""
+        """Hardware FLOPs utilisation: like `mfu`, but with recomputed operations."""
         rate = self._rate_of_a_rank
         return None if self.utilisation is None or rate is None else self.utilisation.hfu(rate, 1)
 
     @property
     def _rate_of_a_rank(self) -> float | None:
-        """The median of samples a second for each rank, over the steps that count."""
+        """Median samples/s per rank over the kept steps."""
         worlds = [(world.size, step) for world in self.story.worlds for step in world.kept if step.seconds > 0]
         rates = [step.num_samples / step.seconds / size for size, step in worlds if size]
         return statistics.median(rates) if rates else None
 
     @property
     def step_s(self) -> float | None:
-        """The median seconds of the steps that count."""
+        """Median seconds of the kept steps."""
         return statistics.median(step.seconds for step in self.story.kept) if self.story.kept else None
 
     def final_metrics(self) -> dict[str, float]:
@@ -127,11 +128,11 @@ class RunReport:
         return {name: curve[-1][1] for name, curve in sorted(self.curves.items()) if curve}
 
     def phases_s(self) -> dict[str, float]:
-        """Return the mean seconds of a step in each phase, over all ranks and worlds; and what was hidden."""
+        """Return the mean seconds per step of each phase, and of overlapped exchanges, over all ranks and worlds."""
         return mean_phases([row for world in self.story.worlds for row in world.phases])
 
     def layout(self) -> dict[str, str]:
-        """Return what says how the run was laid out over devices, and the sizes of its worlds."""
+        """Return the run's layout over devices, and the sizes of its worlds."""
         keys = {name: value for name, value in self.config.items() if name.startswith(_LAYOUT)}
         sizes = [world.size for world in self.story.worlds]
         worlds = {"worlds": f"{len(sizes)}, of {min(sizes)} to {max(sizes)} ranks"} if sizes else {}
@@ -145,11 +146,11 @@ class RunReport:
         return {**tags, "hosts": shown} if hosts else tags
 
     def hosts_in(self, term: int) -> Mapping[int, str]:
-        """Return the host of each rank of a term, as far as it is known."""
+        """Return the known hosts of a term's ranks."""
         return next((world.hosts for world in self.story.worlds if world.term == term), {})
 
     def as_json(self) -> dict[str, object]:
-        """Return everything but the curves, which are in metrics/*.jsonl, as values that JSON can say."""
+        """Return everything except the curves, which are in metrics/*.jsonl, as JSON-compatible values."""
         saves = [saved for world in self.story.worlds for saved in world.saves]
         return {
             "name": self.name,
@@ -193,7 +194,7 @@ class RunReport:
 
 
 def report_on(run: str, *, with_coverage: bool = True, planned: Mapping[str, float] | None = None) -> RunReport:
-    """Read a run; ConfigError if it is none. `with_coverage` reads its commits, for which torch is imported."""
+    """Read a run; raises ConfigError if it is not one. `with_coverage` reads its commits, which imports torch."""
     story = read_story(run)
     folder = RunFolder(story.folder)
     notes = list[str]()
@@ -224,7 +225,7 @@ def report_on(run: str, *, with_coverage: bool = True, planned: Mapping[str, flo
 
 
 def mean_phases(windows: Sequence[Phases]) -> dict[str, float]:
-    """Return the mean seconds a step of each phase, and of what was hidden, over windows of ranks' rows."""
+    """Return the mean seconds per step of each phase, and of overlapped exchanges, over windows of ranks' rows."""
     num = sum(window.steps for window in windows)
     names = (*PHASES, "hidden")
     sums = {
@@ -235,7 +236,7 @@ def mean_phases(windows: Sequence[Phases]) -> dict[str, float]:
 
 
 def finite(value: float | None) -> float | str | None:
-    """Return a value that JSON can say: one that is not finite as text."""
+    """Return a JSON-compatible value; non-finite numbers become text."""
     return str(value) if value is not None and value - value != 0 else value
 
 
@@ -277,7 +278,7 @@ def _missing(story: Story, curves: Mapping[str, Curve]) -> list[str]:
 
 
 def _coverage(run: str, notes: list[str]) -> Coverage:
-    from elastic_train.checkpoint.audit.coverage_proof import audit  # torch: commits are its files
+    from elastic_train.checkpoint.audit.coverage_proof import audit  # imports torch, to read commits
     from elastic_train.checkpoint.commits.lookup import open_run
 
     try:
@@ -300,7 +301,7 @@ def _metrics(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], dict[str
 
 
 def _losses(story: Story) -> dict[str, Curve]:
-    """Return the losses that the histories have, where there are no metrics."""
+    """Return the losses from the histories, for runs without metrics."""
     losses = [(step.step, step.loss) for step in story.kept if step.loss is not None]
     return {"train/loss": losses} if losses else {}
 
@@ -314,7 +315,7 @@ def _or_none(read: Callable[[], Mapping[str, object] | None], notes: list[str]) 
 
 
 def manifests_of(run: str) -> list[Manifest]:
-    """Return the manifests of the training data that a run's configuration names; none if they cannot be read here."""
+    """Return the manifests of the training data in a run's configuration; empty if they cannot be read here."""
     from elastic_train.data.dataset.manifest import load_manifest
 
     try:

@@ -1,9 +1,9 @@
-"""How runs of one job on 1 to n ranks scale: speed-up, efficiency, what ranks wait for, and what limits.
+"""Strong scaling of runs of one job on 1 to n ranks: speed-up, efficiency, waiting, and the limiting phase.
 
-The global batch is the same whatever the world, so this is strong scaling: ideally W ranks take 1/W of the time of one.
-What a step takes beyond that is in one of its phases, since phases tile a step: the largest such excess is what limits.
-A step's exchanges are taken to cost `alpha` for each of their rounds and 1/beta for each byte that a rank gives; both
-are fitted to what exchanges took, exposed and hidden, and contain whatever peers were late by inside of an exchange.
+The global batch does not depend on the world, so ideally W ranks take 1/W of the time of one. Phases tile a step, so
+the excess over the ideal is split over phases, and the phase with the largest excess is the limit. A step's exchanges
+are modelled as `alpha` per round plus 1/beta per byte that a rank sends; both are fitted to the time of exchanges,
+exposed and hidden, which includes waiting for late peers within an exchange.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EXCHANGE = RankFacts._fields.index("exchange_s")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A run on so many ranks: mean seconds of a step by phase, and what a rank gave to exchanges in it."""
+    """A run on `ranks` ranks: mean seconds of a step by phase, and the bytes that a rank sends in it."""
 
     name: str
     ranks: int
@@ -51,7 +51,7 @@ class Point:
 
     @property
     def communication_share(self) -> float:
-        """How much of a step ranks wait for peers and for exchanges."""
+        """Fraction of a step in which ranks wait for peers and exchanges."""
         return (self.phases_s["wait"] + self.phases_s["exchange"]) / self.step_s
 
     @property
@@ -60,16 +60,16 @@ class Point:
 
     @property
     def rounds(self) -> float:
-        """Of a halving and a doubling, or of as many sends to each peer."""
+        """Rounds of a recursive halving and doubling, or twice the number of peers for other world sizes."""
         w = self.ranks
         return 2 * math.log2(w) if w & (w - 1) == 0 else 2.0 * (w - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A point against the smallest world; `excess_s` is what a step takes beyond the ideal, by phase.
+    """A point relative to the smallest world; `excess_s` is the time of a step beyond the ideal, by phase.
 
-    Forward and backward are one there: `compute`.
+    Forward and backward are one phase there, `compute`.
     """
 
     point: Point
@@ -79,14 +79,14 @@ class Row:
 
     @property
     def limit(self) -> str | None:
-        """The phase that keeps a step from its ideal; None for the smallest world, or where nothing does."""
+        """The phase with the largest excess; None for the smallest world, or if the excess is negligible."""
         phase = max(self.excess_s, key=self.excess_s.__getitem__)
         return phase if self.excess_s[phase] > 0.01 * self.point.step_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Rows by the number of ranks; alpha and beta are None where too few worlds tell them."""
+    """Rows by number of ranks; alpha and beta are None if too few world sizes determine them."""
 
     rows: Sequence[Row]
     alpha_s: float | None
@@ -116,7 +116,7 @@ class Scaling:
         }
 
     def remedy(self) -> str | None:
-        """Say what limits the largest world, and what to do about it."""
+        """Return the largest world's limit and its remedy; None without a limit."""
         last = self.rows[-1]
         if last.limit is None:
             return None
@@ -131,7 +131,7 @@ class Scaling:
 
 
 def scaling(reports: Sequence[RunReport]) -> Scaling:
-    """Compare runs of one job by their ranks; ConfigError for runs that cannot be compared so, all at once."""
+    """Compare runs of one job by number of ranks; raises one ConfigError with all reasons against it."""
     wrong, points = list[str](), list[Point]()
     for report in reports:
         try:
@@ -152,10 +152,10 @@ def scaling(reports: Sequence[RunReport]) -> Scaling:
 
 
 def point_of(report: RunReport) -> Point:
-    """Take a run's windows of its commonest world; ConfigError if it has none."""
+    """Average a run's windows of its most common world size; raises ConfigError if it has none."""
     by_size: dict[int, list[Phases]] = {}
     for world in report.story.worlds:
-        # The first window of a world has what happens once: kernels are chosen, connections warm up.
+        # A world's first window includes one-time costs: kernel selection, connection warm-up.
         by_size.setdefault(world.size, []).extend(list(world.phases)[1:] or list(world.phases))
     ranks = max(by_size, key=lambda size: sum(window.steps for window in by_size[size]), default=0)
     windows = by_size.get(ranks, [])
@@ -182,7 +182,7 @@ def point_of(report: RunReport) -> Point:
 
 
 def fit(points: Sequence[Point]) -> tuple[float | None, float | None]:
-    """Fit seconds a round and bytes a second to what exchanges took in worlds of two and more; neither is negative."""
+    """Fit seconds per round and bytes/s to the exchanges of worlds of two and more; neither is negative."""
     several = [point for point in points if point.ranks > 1 and point.sent_bytes > 0 and point.exchange_s > 0]
     if not several:
         return None, None
@@ -191,7 +191,7 @@ def fit(points: Sequence[Point]) -> tuple[float | None, float | None]:
     if len({point.ranks for point in several}) < 2:
         return None, float(sent.sum() / took.sum())
     terms = np.array([[point.rounds, point.sent_bytes] for point in several])
-    # Each world counts alike, whatever its exchanges took.
+    # Relative errors, so that every world has equal weight.
     (alpha, per_byte), *_ = np.linalg.lstsq(terms / took[:, None], np.ones(len(several)), rcond=None)
     if per_byte <= 0:
         return float((took / terms[:, 0]).mean()), None

@@ -1,9 +1,9 @@
-"""The story of a run, as its folder tells it: worlds, the steps that each applied, saves, phases, events.
+"""The story of a run, read from its folder: worlds with their steps, saves, phases and events.
 
-Read from rank 0's histories, and from the first lines of all others. Steps that a later world did not continue are
-given up: a world's steps count up to where a later one began. Times are unix seconds. A run may still go on, may have
-failed, and may have no history at all; a history may be torn, shortened or deleted: what is missing is counted, and
-nobody fails for it.
+It is read from rank 0's histories and the first lines of all others. Steps that a later world did not continue are
+rolled back: a world's steps count up to the start of the later world. Times are unix seconds. A run may still be going,
+may have failed, and may have no history; a history may be torn, shortened or deleted. Missing parts are counted and
+cause no errors.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from elastic_train.tracking.run_folder import CONFIG, existing_folder
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A step that a world applied: the first line that says so; its loss is None if it is not a number."""
+    """A step that a world applied, from its first line; the loss is None if it is not a number."""
 
     at: float
     step: int
     loss: float | None
     num_samples: int
     seconds: float
-    """Since the step before it, or the validation, or the restored state, without what a validation took."""
+    """Since the previous step, validation or restore, without the time of validations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A commit that was published, seconds after it had begun, and how long training waited for it."""
+    """A published commit: its duration in `seconds`, and how long training waited for it."""
 
     at: float
     step: int
@@ -43,7 +43,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """What every rank spent over so many steps, up to this one: rows of RankFacts, by rank."""
+    """The time of every rank over the `steps` steps up to `step`: rows of RankFacts, by rank."""
 
     step: int
     steps: int
@@ -52,7 +52,7 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """An event: something began, or with `is_over` ended, to be wrong."""
+    """An event: a problem began or, with `is_over`, ended."""
 
     at: float
     kind: str
@@ -68,17 +68,17 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One term: steps (lo, hi] were applied, and those beyond `cut` were given up by a later term."""
+    """One term: steps (lo, hi] were applied, and those beyond `cut` were rolled back by a later term."""
 
     term: int
     size: int
     cause: str
     started_at: float
-    """When rank 0's process began."""
+    """Start of rank 0's process."""
     formed_at: float
     restored_at: float
     ended_at: float
-    """The last line of rank 0."""
+    """Time of rank 0's last line."""
     lo: int
     cut: int
     steps: Sequence[Applied] = field(repr=False, default=())
@@ -89,7 +89,7 @@ class World:
     resumed: Mapping[str, object] = field(repr=False, default_factory=dict)
     validation_s: float = 0.0
     status: str | None = None
-    """How rank 0's process ended: done, preempted, left, closed; None where it did not say so."""
+    """How rank 0's process ended: done, preempted, left, closed; None if not recorded."""
 
     @property
     def hi(self) -> int:
@@ -106,13 +106,13 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A run's worlds, the oldest first; `num_pruned` terms' histories are deleted."""
+    """A run's worlds, the oldest first; the histories of `num_pruned` terms are deleted."""
 
     folder: Path
     worlds: Sequence[World]
     num_pruned: int = 0
     pruned_s: float = 0.0
-    """How long the deleted terms trained."""
+    """Seconds that the deleted terms trained."""
 
     @property
     def began(self) -> float:
@@ -124,17 +124,17 @@ class Story:
 
     @property
     def step(self) -> int:
-        """The furthest step that counts."""
+        """The furthest kept step."""
         return self.worlds[-1].hi if self.worlds else 0
 
     @property
     def kept(self) -> list[Applied]:
-        """The steps that count, in order."""
+        """The kept steps, in order."""
         return [step for world in self.worlds for step in world.kept]
 
 
 def read_story(folder: str | Path) -> Story:
-    """Read a run's folder; ConfigError if it is none. A run without histories has a story without worlds."""
+    """Read a run's folder; raises ConfigError if it is not one. Without histories, the story has no worlds."""
     path = existing_folder(folder)
     if not (path / CONFIG).is_file() and not (path / FOLDER).is_dir():
         raise ConfigError(f"{folder} is not a run's folder: it has neither {CONFIG} nor {FOLDER}/; name a run.dir")
@@ -146,7 +146,7 @@ def read_story(folder: str | Path) -> Story:
 
 
 def _placed(worlds: Sequence[World]) -> list[World]:
-    """Let a world that ended before it had a state, as one that was refused, stand where the world before it ended."""
+    """Give a world that ended before it had a state, e.g. a refused one, the last step of the world before it."""
     placed = list[World]()
     for world in worlds:
         placed.append(world if world.lo >= 0 else replace(world, lo=placed[-1].hi if placed else 0))
@@ -154,7 +154,7 @@ def _placed(worlds: Sequence[World]) -> list[World]:
 
 
 def _cut(worlds: Sequence[World]) -> list[World]:
-    """Let every world's steps end where a later one began that did not continue them."""
+    """Cut each world's steps where a later world started that did not continue them."""
     cut, least = list[World](), float("inf")
     for world in reversed(worlds):
         hi = world.steps[-1].step if world.steps else world.lo
@@ -164,7 +164,7 @@ def _cut(worlds: Sequence[World]) -> list[World]:
 
 
 def _world(parts: Sequence[Path], hosts: Mapping[int, Mapping[int, str]]) -> World | None:
-    """Read one history of rank 0; None if it does not even say that its world had formed."""
+    """Read one history of rank 0; None if it lacks the line of the world's formation."""
     lines = [line for part in parts for line in read_lines(part)]
     form = next((line for line in lines if line["op"] == "form"), None)
     if form is None:
@@ -196,10 +196,10 @@ def _world(parts: Sequence[Path], hosts: Mapping[int, Mapping[int, str]]) -> Wor
 
 
 def _steps(lines: Sequence[Line], restored_at: float) -> tuple[list[Applied], float]:
-    """Return a world's steps with what each took, and what its validations took.
+    """Return a world's steps with their durations, and the total seconds of its validations.
 
-    The line of a validation says when it began. It is over when the next step begins, which has no line of its own:
-    that step is taken to last as long as the median one.
+    A validation's line has its start. It ends when the next step begins, which has no line of its own, so that step is
+    assumed to take the median time.
     """
     steps, gaps, validated = list[Applied](), list[float](), set[int]()
     last, is_validated = restored_at, False
@@ -261,7 +261,7 @@ def event_of(line: Line) -> Noticed | None:
 
 
 def _hosts(folder: Path) -> dict[int, dict[int, str]]:
-    """Return the host of every rank of every term, from the first lines of all histories."""
+    """Return the host of every rank by term, from the first lines of all histories."""
     hosts: dict[int, dict[int, str]] = {}
     for path in sorted((folder / FOLDER).glob("[0-9]*-*-*.jsonl")):
         form = next(_first(path), {})

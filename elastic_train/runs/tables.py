@@ -1,4 +1,4 @@
-"""Tables of a report as text, the same on a terminal and on a page: one column for each run, or one table for each."""
+"""A report's tables as text, for terminal and page: one column per run, or one table per run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CHANGE_HEAD = ("term", "cause", "at step", "ranks", "steps lost", "to the next s
 EVENT_HEAD = ("event", "since step", "seen after", "whose", "measured", "usual")
 MOST_EVENTS = 200
 MOST_RANKS = 64
-"""Of those whose memory is shown: the ones that had most."""
+"""Number of ranks whose memory is shown, those with the most."""
 
 
 def summary(reports: Sequence[RunReport]) -> Rows:
-    """Return what matters most of each run."""
+    """Return the most important figures of each run."""
     shown: dict[str, Callable[[RunReport], str]] = {
         "state": lambda run: run.state,
         "steps that count": lambda run: str(run.step),
@@ -47,7 +47,7 @@ def summary(reports: Sequence[RunReport]) -> Rows:
 
 
 def spent(reports: Sequence[RunReport]) -> Rows:
-    """Return the time and its share of each kind."""
+    """Return the time of each kind, and its share."""
     columns = [
         [
             f"{time}, {run.spent[kind] / run.seconds:.1%}" if run.seconds else NONE
@@ -59,14 +59,14 @@ def spent(reports: Sequence[RunReport]) -> Rows:
 
 
 def phases(reports: Sequence[RunReport]) -> Rows:
-    """Return the mean milliseconds of a step in each phase."""
+    """Return the mean milliseconds per step of each phase."""
     found = [run.phases_s() for run in reports]
     names = dict.fromkeys(name for phases in found for name in phases)
     return [(name, *(said(_scaled(phases.get(name)), "{:.2f} ms") for phases in found)) for name in names]
 
 
 def changes(run: RunReport) -> Rows:
-    """Return what each new world cost."""
+    """Return the cost of each new world."""
     times = [
         durations([getattr(change, name) for change in run.changes])
         for name in ("rto_s", "detect_s", "form_s", "restore_s")
@@ -85,7 +85,7 @@ def changes(run: RunReport) -> Rows:
 
 
 def events(run: RunReport) -> Rows:
-    """Return what began to be wrong, the newest last."""
+    """Return the problems that events reported, the newest last."""
     found = [event for world in run.story.worlds for event in world.events if not event.is_over]
     return [
         (
@@ -100,7 +100,7 @@ def events(run: RunReport) -> Rows:
 
 
 def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...], Rows]:
-    """Return the head and the rows of what each rank's memory was taken by; no rows if that is not known."""
+    """Return header and rows of each rank's memory by component; no rows if unknown."""
     if run.memory is None:
         return (), []
     ranks, hosts = run.memory.ranks, run.hosts_in(run.memory.term)
@@ -129,7 +129,7 @@ def memory(run: RunReport, most_ranks: int = MOST_RANKS) -> tuple[tuple[str, ...
 
 
 def classes(run: RunReport) -> Rows:
-    """Return the scores of each class in the last validation; no rows of a model that has no classes."""
+    """Return the scores of each class in the last validation; no rows for a model without classes."""
     final = run.final_metrics()
     names = dict.fromkeys(name.split("/", 2)[2] for name in final if name.startswith(f"{VALIDATION}recall/"))
     return [
@@ -139,14 +139,14 @@ def classes(run: RunReport) -> Rows:
 
 
 def layout(reports: Sequence[RunReport]) -> Rows:
-    """Return layout and environment of each run."""
+    """Return the layout and environment of each run."""
     found = [{**run.layout(), **run.environment()} for run in reports]
     names = dict.fromkeys(name for each in found for name in each)
     return [(name, *(each.get(name, NONE) for each in found)) for name in names]
 
 
 def said(value: float | None, form: str) -> str:
-    """Return a value in a form, or a dash."""
+    """Return a formatted value, or a dash for None."""
     return NONE if value is None else form.format(value)
 
 
@@ -159,7 +159,7 @@ def _is_of_interest(metric: str) -> bool:
 
 
 def is_plain(metric: str) -> bool:
-    """Say whether a metric is a validation's, and not that of one class."""
+    """Return True if a metric is a validation's and not that of a single class."""
     return metric.startswith(VALIDATION) and metric.count("/") == 1
 
 

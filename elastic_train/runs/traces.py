@@ -1,8 +1,8 @@
-"""Traces of ranks, merged on one clock; and what they say of the traffic between ranks: bytes, calls, bandwidth.
+"""Merge ranks' traces on one clock, and summarize the traffic between ranks: bytes, calls, bandwidth.
 
-Each rank's trace is in the time of its own machine. All ranks come out of the gathering of a step's rows within a
-message's latency of each other, if they are not kept waiting for a core. So the earliest of each machine's ranks says
-when that was, and the median difference between those moments is by how much two machines' clocks differ.
+Each rank's trace uses its own machine's clock. All ranks leave the gather of a step's rows within a message's latency
+of each other, unless they wait for a core. The earliest rank of each machine therefore marks that moment, and the
+median difference between these moments is the offset between two machines' clocks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from elastic_train.tracking.run_folder import existing_folder
 
 MERGED = "merged.trace.json.gz"
 _PIDS = 100_000
-"""Ranks' processes get numbers of their own, apart by so many."""
+"""Distance between the process numbers of consecutive ranks, which keeps them distinct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Operations of a kind whose size is up to `up_to` bytes; `seconds` is from their begin to their end, added up.
+    """Operations of one kind and size class up to `up_to` bytes; `seconds` is the sum of their durations.
 
-    An operation's time includes how late its peers came; of operations on a device it is not known.
+    A duration includes waiting for late peers; it is unknown for operations on a device.
     """
 
     kind: str
@@ -44,22 +44,22 @@ class Traffic:
         return self.num_bytes / self.seconds if self.seconds else None
 
     def share_of(self, peak: float) -> float | None:
-        """Return the share of a link's peak, in bytes a second, that the operations had."""
+        """Return the achieved fraction of a link's peak in bytes/s."""
         return None if self.bytes_per_s is None else self.bytes_per_s / peak
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The traces of some steps: the file that has all ranks, and what was found on the way."""
+    """The merged trace of a step: the file with all ranks, and the findings of the merge."""
 
     step: int
     term: int
     path: Path
     ranks: Sequence[int]
     offsets_ms: Mapping[str, float]
-    """By how much a machine's clock is ahead of that of the first rank's machine."""
+    """Milliseconds by which each host's clock is ahead of the first rank's host."""
     spread_ms: float
-    """How far apart machines came out of a gathering, at most, after that."""
+    """Largest remaining difference between machines at the end of a gather, in milliseconds."""
     traffic: Sequence[Traffic]
     num_left_out: int
 
@@ -69,7 +69,7 @@ class Merged:
 
 
 def merge_all(run: str | Path) -> list[Merged]:
-    """Merge the traces of a run, those of each step; ConfigError if it has none, or one cannot be read."""
+    """Merge a run's traces step by step; raises ConfigError if it has none or one cannot be read."""
     folder = existing_folder(run, "; name a run's folder, or a configuration") / FOLDER
     found: dict[tuple[Path, int], list[Path]] = {}
     for path in sorted(folder.glob("step-*/[0-9]*-[0-9]*.trace.json.gz")):
@@ -79,7 +79,7 @@ def merge_all(run: str | Path) -> list[Merged]:
             f"{run} has no traces in {FOLDER}/: set profile.at_steps, such as --profile.at-steps '[10]', and train; or "
             "name a configuration instead of a run"
         )
-    newest = dict(sorted(found))  # of each step, the term that came last
+    newest = dict(sorted(found))  # the latest term of each step
     return [_merge(step, term, found[step, term]) for step, term in newest.items()]
 
 
@@ -117,9 +117,9 @@ def _merge(folder: Path, term: int, paths: Sequence[Path]) -> Merged:
 
 
 def clock_offsets(ranks: Sequence[tuple[str, Mapping[str, int]]]) -> tuple[dict[str, float], float]:
-    """Return by how many nanoseconds each host's clock is ahead of the first's, and what is left of the differences.
+    """Return the nanoseconds by which each host's clock is ahead of the first's, and the largest residual.
 
-    `ranks` are hosts, and when a rank of theirs had gathered each step's rows.
+    `ranks` has, for each rank, its host and the times at which it had gathered each step's rows.
     """
     earliest: dict[str, dict[str, int]] = {}
     for host, moments in ranks:
@@ -136,7 +136,7 @@ def clock_offsets(ranks: Sequence[tuple[str, Mapping[str, int]]]) -> tuple[dict[
 
 
 def _moved(events: Sequence[dict[str, Any]], rank: int, host: str, shift_us: float) -> list[dict[str, object]]:
-    """Return a rank's events on the first rank's clock, its processes under names and numbers of their own."""
+    """Return a rank's events on the first rank's clock, with process names and numbers of its own."""
     numbers: dict[object, int] = {}
     moved: list[dict[str, object]] = []
     for event in events:
@@ -154,7 +154,7 @@ def _moved(events: Sequence[dict[str, Any]], rank: int, host: str, shift_us: flo
 
 
 def _traffic(operations: Sequence[Sequence[Any]]) -> list[Traffic]:
-    """Add operations up by kind and size, of which classes are powers of ten."""
+    """Sum operations by kind and size class; classes are powers of ten."""
     together: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
     for kind, num_bytes, seconds in operations:
         together.setdefault((kind, 10 ** len(str(max(0, num_bytes - 1)))), []).append((num_bytes, seconds))
@@ -187,7 +187,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def rows_of(traffic: Sequence[Traffic]) -> list[tuple[str, ...]]:
-    """Return traffic as a table's rows."""
+    """Return the rows of a table of traffic."""
     return [
         (
             one.kind,

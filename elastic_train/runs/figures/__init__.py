@@ -1,1 +1,1 @@
-"""Figures of a run's report, each a function from reports to SVG."""
+"""Figures of a run's report: functions from reports to SVG."""

@@ -1,6 +1,6 @@
-"""Heat maps of ranks: seconds of a step by phase in the newest world, and each rank's computing over time.
+"""Heat maps of ranks: seconds per step by phase in the newest world, and each rank's compute time over steps.
 
-Of many ranks neighbours share a row, which shows the slowest of them: a slow rank is not averaged away.
+With many ranks, neighbours share a row that shows the slowest of them, so that averaging cannot hide a slow rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MOST_ROWS, _MOST_COLUMNS = 64, 120
 _LEFT, _TOP, _ROW = 130.0, 26.0, 16.0
 _COMPUTE = (PHASES.index("forward"), PHASES.index("backward"))
 NOTABLE = 0.5
-"""A rank that computes for so much longer than the median is drawn in the full colour."""
+"""Excess over the median compute time, as a fraction, that is drawn in full colour."""
 
 
 def phases_figure(story: Story) -> Markup:
-    """Draw ranks by phases, in seconds a step of the newest world that has any; the darker the longer."""
+    """Draw ranks by phase, in seconds per step of the newest world with phases; darker means longer."""
     world = next((world for world in reversed(story.worlds) if world.phases), None)
     if world is None:
         raise NothingToDraw("the histories have no phases of ranks")
@@ -51,7 +51,7 @@ def phases_figure(story: Story) -> Markup:
 
 
 def compute_figure(story: Story) -> Markup:
-    """Draw ranks over steps: how much longer than the median rank each one computed."""
+    """Draw ranks over steps: each one's compute time relative to the median rank's."""
     windows = [(world, window) for world in story.worlds for window in world.phases]
     most_ranks = max((len(window.rows) for _, window in windows), default=0)
     if most_ranks < 2:
@@ -87,7 +87,7 @@ def compute_figure(story: Story) -> Markup:
 
 
 def _alike(windows: Sequence[Phases]) -> list[Phases]:
-    """Return the windows with as many ranks as the last one; a world's are all alike unless a line is torn."""
+    """Return the windows with as many ranks as the last one; all windows of a world, except torn lines."""
     return [window for window in windows if len(window.rows) == len(windows[-1].rows)]
 
 
@@ -103,5 +103,5 @@ def _name(group: range, hosts: object) -> str:
 
 
 def _opacity(share: float) -> str:
-    """Return how much of the colour a cell has: more than nothing, so that it can be seen that it is there."""
+    """Return the opacity of a cell, never 0, so that every cell is visible."""
     return f"{0.06 + 0.94 * min(1.0, max(0.0, share)):.2f}"

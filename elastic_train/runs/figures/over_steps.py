@@ -1,6 +1,6 @@
-"""Curves over steps, of one metric of every run: what counts as a line, what was given up dashed, faults as rules.
+"""Curves of one metric over steps, for all runs: kept steps as lines, rolled-back steps dashed, faults as rules.
 
-A curve is broken where it is not a number. Of many runs the first is drawn last, over the others.
+A curve is interrupted at non-finite values. Of several runs, the first is drawn last, above the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOSS = "train/loss"
 
 
 def curve_figure(reports: Sequence[RunReport], metric: str) -> Markup:
-    """Draw a metric of all runs that have it; NothingToDraw if none has a number."""
+    """Draw a metric of all runs that have it; raises NothingToDraw if none has a number."""
     curves = [(place, report, report.curves[metric]) for place, report in enumerate(reports) if metric in report.curves]
     gone = [losses for _, report, _ in curves for losses in _given_up(report)] if metric == LOSS else []
     values = [value for _, _, curve in curves for _, value in curve if math.isfinite(value)]
@@ -39,13 +39,13 @@ def curve_figure(reports: Sequence[RunReport], metric: str) -> Markup:
 
 
 def _given_up(report: RunReport) -> list[Curve]:
-    """Return the losses of steps that a later world did not continue, by world."""
+    """Return the losses of rolled-back steps, by world."""
     lost = ([(s.step, s.loss) for s in world.given_up if s.loss is not None] for world in report.story.worlds)
     return [losses for losses in lost if losses]
 
 
 def _rules(report: RunReport, axis: Axis) -> list[Stroke]:
-    """Draw a line where a world began that followed another."""
+    """Draw a rule at the start of each world that followed another."""
     return [
         Stroke(
             "rule-fault" if change.is_fault else "rule-change",

@@ -1,4 +1,4 @@
-"""What a run did with its time: samples a second over it, MFU, what it was spent on, and what saves took."""
+"""Figures over a run's time: samples/s, MFU, time by use, and duration of saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BAR, _ROW, _NAMES = 22.0, 34.0, 200.0
 
 
 def throughput_figure(reports: Sequence[RunReport]) -> Markup:
-    """Draw samples a second against time since each run began; bands are from a world's last step to the next one's."""
+    """Draw samples/s over each run's time; bands last from a world's last step to the next one's first."""
     known = [(place, report) for place, report in enumerate(reports) if report.story.kept]
     if not known:
         raise NothingToDraw("no history has a step that counts")
@@ -45,7 +45,7 @@ def throughput_figure(reports: Sequence[RunReport]) -> Markup:
 
 
 def mfu_figure(reports: Sequence[RunReport]) -> Markup:
-    """Draw MFU against time: of the ranks that each step had, and of all the time, that between worlds included."""
+    """Draw MFU over time: per step for the ranks it had, and over all time, including gaps between worlds."""
     shares = {
         place: [(at, 100 * known.mfu(rate, 1)) for at, rate in _rates(report.story, for_each_rank=True)]
         for place, report in enumerate(reports)
@@ -64,7 +64,7 @@ def _over_time(
     label: str,
     what_it_is: str,
 ) -> Markup:
-    """Draw a rate of each run, by its place among all, over what was lost between its worlds."""
+    """Draw a rate of each run, keyed by its index, above bands for the time lost between its worlds."""
     until = max(report.story.ended - report.story.began for _, report in known)
     most = max((rate for points in rates.values() for _, rate in points), default=1.0)
     axis, unit = time_axis(until)
@@ -85,7 +85,7 @@ def _over_time(
 
 
 def _rates(story: Story, *, for_each_rank: bool = False) -> list[tuple[float, float]]:
-    """Return (seconds since the run began, samples a second) in spells of equal length, 0 where none was applied."""
+    """Return (seconds since the run began, samples/s) in intervals of equal length, 0 where no step was applied."""
     until = max(story.ended - story.began, 1e-6)
     spells = min(_MOST_POINTS, max(1, len(story.kept) // 2))
     samples = [0.0] * spells
@@ -98,7 +98,7 @@ def _rates(story: Story, *, for_each_rank: bool = False) -> list[tuple[float, fl
 
 
 def goodput_figure(reports: Sequence[RunReport]) -> Markup:
-    """Draw a bar for each run: the shares of its time by what it was spent on."""
+    """Draw one bar per run with the shares of its time by use."""
     known = [report for report in reports if report.seconds > 0]
     if not known:
         raise NothingToDraw("no run has a history that says how long it took")
@@ -123,7 +123,7 @@ def _bar(report: RunReport, axis: Axis, y: float) -> Iterable[Markup]:
 
 
 def saves_figure(reports: Sequence[RunReport]) -> Markup:
-    """Draw for every commit how long it took to publish, and how long training waited for it."""
+    """Draw the time to publish each commit, and the time that training waited for it."""
     known = [(place, report, _saves(report)) for place, report in enumerate(reports)]
     most = max((max(saved.seconds, saved.stall_s) for _, _, saves in known for saved in saves), default=None)
     if most is None:

@@ -1,1 +1,1 @@
-"""Why a run stopped, and what to do about it."""
+"""The cause of a run's stop, and the remedy."""

@@ -1,4 +1,4 @@
-"""What to do about the end of a process, by its exit code, the kind of its error, and how it was killed."""
+"""Choose the remedy for a process's end by its exit code, the kind of its error, and the way it was killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODES: dict[Do, int] = {
     "leave out": UnfitError.exit_code,
     "fix": CorruptError.exit_code,
 }
-"""The exit code of `status --why` by what is to be done: for schedulers."""
+"""Exit code of `status --why` by remedy, for schedulers."""
 RESUME = "start it again: it resumes from the newest commit"
 LESS_MEMORY = (
     "let it need less memory (batch.micro_batch, parallel.recompute, data.num_workers), or give it more; then start it "
@@ -46,12 +46,12 @@ _FOLLOWING_KINDS = (PeerLostError.__name__, FencedError.__name__)
 
 
 def only_follows(end: Line) -> bool:
-    """Say whether a process ended because of another: a lost peer, lost state, missing nodes, a newer world."""
+    """Return True if a process ended because of another: a lost peer, lost state, missing nodes, a newer world."""
     return whole(end, "exit_code") in _FOLLOWING_CODES or text(end, "kind") in _FOLLOWING_KINDS
 
 
 def advice(code: int | None, why: str, kind: str | None, host: str | None) -> tuple[Do, str]:
-    """Return what to do about a process's end; `kind` is the class of its error, None if its agent noted the end."""
+    """Return the remedy for a process's end; `kind` is the class of its error, None if its agent noted the end."""
     if any(sign in why for sign in _NO_MEMORY):
         return "fix", LESS_MEMORY
     if why.startswith(_KILLED):
@@ -90,7 +90,7 @@ def _of_a_kill(why: str, host: str | None) -> tuple[Do, str]:
 
 
 def _of_an_error(kind: str | None, why: str) -> tuple[Do, str]:
-    """Return what to do about an error without an exit code of its own."""
+    """Return the remedy for an error without its own exit code."""
     if kind is not None and (kind == StorageError.__name__ or kind.startswith("Store")) and "etcd" in why:
         return "start", "start it again once etcd answers: it resumes from the newest commit"
     if kind in _OF_STORAGE or "[Errno" in why:

@@ -1,9 +1,10 @@
-"""Why a run stopped: its cause in one sentence, who it was, and what to do, from what its processes left behind.
+"""Find why a run stopped: cause, rank and host, and remedy, from the files that its processes left.
 
-A process that ends with an error says so in its run's folder (`note_failed`); of one that is killed, its agent does
-(`note_end_in`). What came before the last step was survived. Of several ends after it the first is the cause, unless
-it only followed from another: a peer that was lost, a state that went with it, nodes that did not come. A process that
-left no word is the cause if others have lost it. On the machine of its processes a run that goes on is seen to.
+A process that fails records its end in the run's folder (`note_failed`); for a killed process, its agent does
+(`note_end_in`). Ends before the last step were survived. Of several ends after it, the first is the cause, unless it
+followed from another: a lost peer, state that was lost with it, or nodes that did not join. A process without a
+recorded end is the cause if others report it as lost. On the machine of its processes, a run that is still going is
+recognized as such.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from elastic_train.tracking.history_files import FOLDER, last_step_lines, term_o
 from rendezvous.process_table import is_alive
 
 AT_ONCE_S = 2.0
-"""What ends processes of a world may be noted so long before another's last step: clocks of machines differ."""
+"""Seconds by which an end may be recorded before another rank's last step that it followed, as clocks differ."""
 LEAVES_WITHIN_S = 600.0
-"""How long after a worker's end that no other replaces, the rest of its node is taken to leave because of it."""
+"""Seconds after a worker's unreplaced end within which its node's departure is attributed to it."""
 SILENT_S = 120.0
-"""After so long without a line, a run has stopped: a step, or a save, rarely takes longer."""
+"""Seconds without a line after which a run counts as stopped; a step or a save rarely takes longer."""
 TERMS_BEFORE = 3
-"""Of so many terms before the last step, processes are known that may have said at about its time how they ended."""
+"""Number of terms before the last step in which to look up processes that may have recorded an end near its time."""
 MOST_SHOWN = 4
-"""Files of evidence that people are shown."""
+"""Number of evidence files to show."""
 CLOCKS_DIFFER_S = 5.0
-"""How much later than an end on one machine a process of another has to begin, so that it was started because of it."""
+"""Seconds after an end by which a process on another machine must have started to count as a restart after it."""
 _KILLED = "was killed"
 _LEFT = ("preempted", "left")
 End = tuple[Path, Line]
-"""The line that says how a process ended, and its file."""
+"""The line that records a process's end, and its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a run stopped, and what to do; `evidence` are paths of the files that say so."""
+    """The cause of a stop, and the remedy; `evidence` has the paths of the files that show it."""
 
     sentence: str
     do: Do
@@ -50,11 +51,11 @@ class Cause:
     host: str | None = None
     rank: int | None = None
     step: int | None = None
-    """The last step that was applied before."""
+    """The last step applied before the stop."""
     at: float | None = None
-    """In unix seconds."""
+    """Unix seconds."""
     ended_with: int | None = None
-    """The exit code of the process that it was, a signal negated."""
+    """Exit code of the process; negative for a signal."""
     evidence: Sequence[str] = ()
 
     @property
@@ -63,7 +64,7 @@ class Cause:
 
 
 def cause_of(run: str | Path, now: float | None = None) -> Cause:
-    """Return why the run in this folder stopped, as far as its folder tells."""
+    """Return why the run in this folder stopped, from the files in the folder."""
     folder = Path(run) / FOLDER
     applied = _last_step(Path(run))
     step, since = (whole(applied, "step"), at(applied)) if applied else (None, 0.0)
@@ -109,7 +110,7 @@ def cause_of(run: str | Path, now: float | None = None) -> Cause:
 def _of_ends(
     failures: Sequence[End], ends: Sequence[End], silent: Sequence[Line], step: int | None, since: float
 ) -> Cause:
-    """Choose the end that is the cause, and say what it was."""
+    """Choose the end that is the cause, and describe it."""
     has_lost = any(text(line, "kind") == PeerLostError.__name__ for _, line in ends)
     for_good = next((end for end in reversed(ends) if end[1].get("node_leaves")), None)
     causes = _of_last_attempt([end for end in ends if not only_follows(end[1])])
@@ -123,9 +124,9 @@ def _of_ends(
 
 
 def _ends_after(failures: Sequence[End], applied: Line | None, members: Sequence[Line]) -> list[End]:
-    """Return the ends of processes that the last step did not survive, the oldest first.
+    """Return the ends of processes since the last step, the oldest first.
 
-    The term that applied it tells, where theirs is known: the clocks of machines differ.
+    Compares terms where they are known, because the clocks of machines differ.
     """
     term, since = (whole(applied, "term") or 0, at(applied)) if applied else (0, 0.0)
     began = min((float(str(form["started_at"])) for form in members), default=0.0)
@@ -140,9 +141,9 @@ def _ends_after(failures: Sequence[End], applied: Line | None, members: Sequence
 
 
 def _failures(run: Path, applied: Line | None) -> list[End]:
-    """Return all ends that were noted, with the term and the rank of the process's last world if that is known.
+    """Return all recorded ends, with the term and the rank of the process's last world if known.
 
-    A process that says itself how it ends does not know its rank: a live one has another in each world.
+    A process that records its own end does not know its rank: a live process has another rank in each world.
     """
     worlds = _last_worlds(run, 0 if applied is None else whole(applied, "term") or 0)
     return [
@@ -152,7 +153,7 @@ def _failures(run: Path, applied: Line | None) -> list[End]:
 
 
 def _last_worlds(run: Path, term: int) -> dict[tuple[object, ...], Line]:
-    """Return the last term, and the rank in it, of each process of the worlds from a little before a term on."""
+    """Return each process's last term and its rank there, for worlds from TERMS_BEFORE terms before `term` on."""
     terms = _terms(run)
     before = [parts for parts in terms if term_of(parts[0]) < term][-TERMS_BEFORE:]
     later = [parts for parts in terms if term_of(parts[0]) >= term]
@@ -161,7 +162,7 @@ def _last_worlds(run: Path, term: int) -> dict[tuple[object, ...], Line]:
 
 
 def _of_last_attempt(ends: Sequence[End]) -> list[End]:
-    """Leave out ends that came before a process began which ended later: the job was started again since."""
+    """Drop ends that precede the start of a process that ended later: the job was restarted in between."""
 
     def is_superseded(line: Line) -> bool:
         for _, other in ends:
@@ -178,14 +179,14 @@ def _ended_a_world(line: Line) -> bool:
 
 
 def _silent(run: Path, ends: Sequence[End]) -> list[Line]:
-    """Return the first lines of those processes of the newest world of which nothing says that they ended."""
+    """Return the first lines of the newest world's processes without a recorded end."""
     ended = {_who(line) for _, line in ends}
     going = [path for path in _newest(run) if "end" not in {line["op"] for line in list(read_lines(path))[-1:]}]
     return [form for path in going if (form := _form(path)) and _who(form) not in ended]
 
 
 def _members(run: Path) -> list[Line]:
-    """Return the lines with which the processes of the newest world began it."""
+    """Return the first lines of the newest world's processes."""
     return [form for path in _newest(run) if (form := _form(path))]
 
 
@@ -232,7 +233,7 @@ def _without_a_word(run: Path, applied: Line, silent_s: float) -> Cause:
 
 
 def in_words(cause: Cause) -> str:
-    """Return a cause as people read it: the sentence, what to do, and where it is written."""
+    """Return a cause as text: the sentence, the remedy, and the files that show it."""
     lines = [f"why: {cause.sentence}", f"do:  {cause.advice}"]
     if cause.evidence:
         lines += [f"see: {path}" for path in cause.evidence[:MOST_SHOWN]]
@@ -240,7 +241,7 @@ def in_words(cause: Cause) -> str:
 
 
 def _of_giving_up(given_up: End, behind: End | None, ends: Sequence[End], step: int | None) -> Cause:
-    """The job gave up after worlds that got no further: what ended the last of them is the cause, if it is known."""
+    """Return the cause if the job gave up for lack of progress: the end of the last world, if known."""
     if behind is None:
         return _of_an_end(given_up, ends, step)
     found, gave_up = _of_an_end(behind, [behind, *ends], step), _of_an_end(given_up, ends, step)
@@ -249,7 +250,7 @@ def _of_giving_up(given_up: End, behind: End | None, ends: Sequence[End], step: 
 
 
 def _of_lost_peers(lost: Sequence[Line], ends: Sequence[End], step: int | None) -> Cause:
-    """Members that left no word are the cause, of what those ended with that have lost them."""
+    """Name members without a recorded end as the cause, as the others ended because they lost them."""
     who = ", ".join(f"rank {whole(each, 'rank')} on {text(each, 'host')}" for each in lost[:MOST_SHOWN])
     hosts = {text(each, "host") for each in lost}
     host = hosts.pop() if len(hosts) == 1 else None
@@ -321,7 +322,7 @@ def _last_step(run: Path) -> Line | None:
 
 
 def _terms(run: Path) -> list[list[Path]]:
-    """Return the histories' files by term, the oldest first."""
+    """Return the history files by term, the oldest first."""
     files: dict[int, list[Path]] = {}
     for path in sorted((run / FOLDER).glob("[0-9]*-*-*.jsonl")):
         files.setdefault(term_of(path), []).append(path)
@@ -333,18 +334,18 @@ def _newest(run: Path) -> list[Path]:
 
 
 def _left(path: Path) -> list[End]:
-    """Return the line with which a process left that was asked to, if it did."""
+    """Return the line of a process that left on request; empty if it did not."""
     last = list(read_lines(path))[-1:]
     return [(path, line) for line in last if text(line, "status") in _LEFT]
 
 
 def _form(path: Path) -> Line:
-    """Return the line that says when and where a history's process began; empty if it is torn."""
+    """Return the line with the time and place of a history's process start; empty if it is torn."""
     return next((line for line in read_lines(path) if line["op"] == "form" and number(line, "started_at")), {})
 
 
 def _noted(folder: Path, what: str) -> Iterator[End]:
-    """Yield what processes outside of any world have noted, with the files that have it."""
+    """Yield the notes of processes outside any world, with their files."""
     for path in sorted(folder.glob(f"{what}-*.jsonl")):
         for line in read_lines(path):
             yield path, line
