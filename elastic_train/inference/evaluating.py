@@ -1,4 +1,4 @@
-"""Evaluating a trained model on any dataset, by one process: the bits of a validation while training."""
+"""Evaluate a trained model on any dataset in one process, bit-identical to a validation during training."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def alone() -> Ranks:
 
 
 def evaluate_trained(trained: Trained, metrics: Mapping[str, Metric] | None = None) -> dict[str, float | None]:
-    """Return loss, number of samples and the task's metrics over the validation set that it was opened with.
+    """Return loss, number of samples and the task's metrics over the validation set of `trained`.
 
-    `metrics` are the task's own, which hold their states afterwards.
+    `metrics` are the task's own; they hold their states afterwards.
     """
     plan, state = trained.plan, trained.state
     make_repeatable(plan.config)

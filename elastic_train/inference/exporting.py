@@ -1,7 +1,7 @@
-"""Exporting a trained model as a folder of transformers, which appears whole or not at all.
+"""Export a trained model as a transformers folder, atomically.
 
-A model whose task knows what transformers calls its weights is not built: they go from the commit to the folder's files
-one after the other. Any other is, and saves itself.
+If the task maps its weights to transformers names, the model is not built: weights are copied from the commit to the
+folder's files one by one. Any other model is built and saves itself.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def export_folder(
     is_merged: bool = False,
     most_bytes: int = MOST_BYTES,
 ) -> int:
-    """Write a commit's model, and return how many bytes the folder has; ConfigError if the task has no such model.
+    """Write a commit's model and return the folder's size in bytes; raises ConfigError if the task has no such model.
 
-    With `is_merged` adapters are added to their base's weights. A file has `most_bytes` of weights, or one weight. For
-    the rest see `open_commit`.
+    With `is_merged`, adapters are merged into their base weights. A file has up to `most_bytes` of weights, or one
+    weight. For the other arguments see `open_commit`.
     """
     unfinished = draft_of(target)
     with open_commit(run, commit, train=train, weights=weights) as opened:
@@ -73,8 +73,7 @@ def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -
 
 
 def _check_has(model: nn.Module, names: Mapping[str, str], path: str) -> None:
-    """Refuse a model whose weights are not those that a task names for transformers, as where a subclass of the task
-    builds another one."""
+    """Refuse a model whose weights do not match the task's transformers names, e.g. a subclass that builds another."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     written = {id(parameters[name]) for name in names if name in parameters}
     lacking = [name for name in names if name not in parameters]

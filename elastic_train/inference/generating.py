@@ -1,4 +1,4 @@
-"""Going on with a text: a prompt to token ids, these to more of them, and back."""
+"""Generate text: encode a prompt to token ids, extend these, and decode."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from elastic_train.tasks.task import Chatting, Generating, Sampling
 def complete(
     trained: Trained, prompt: str | Sequence[int], sampling: Sampling, *, is_chat: bool = False
 ) -> tuple[list[int], str | None]:
-    """Return the token ids that follow on a prompt, and their text; None if only ids were given and are known.
+    """Return the generated token ids and their text; the text is None if `prompt` has ids and there is no tokenizer.
 
-    With `is_chat` the prompt is a user's message, and the answer follows. Raises ConfigError if the task generates
-    nothing, or has no tokenizer for a text, or none with a template of chats.
+    With `is_chat`, the prompt is a user's message and the result is the answer. Raises ConfigError if the task does not
+    generate, has no tokenizer for a text, or has none with a chat template.
     """
     task, model = trained.plan.task, trained.model.eval()
     if not isinstance(task, Generating):

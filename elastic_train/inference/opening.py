@@ -1,6 +1,6 @@
-"""A run's model as a commit has it, in its task: from the run's folder alone, without a world.
+"""Open a run's model from a commit, with its task, using only the run's folder and no world.
 
-Of a commit, once it is verified, the weights are read, one after the other, and nothing else that training keeps.
+The commit is verified. Then only its weights are read, one after the other, without the rest of the training state.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from elastic_train.tracking.run_folder import CONFIG, RunFolder
 log = logging.getLogger(__name__)
 _KEPT = ("task", "data", "batch", "epochs", "max_steps", "reduction", "threads_per_rank")
 _KEPT_OF_RUN = ("dir", "seed")
-"""What of a run's configuration says which model it trains, of which data, and how kernels compute.
+"""Configuration keys that determine the trained model, its data, and how kernels compute.
 
-All else is of the world that trained it (its layout, devices, optimizer, where it logged), may not be possible here,
-and has its default.
+All other keys belong to the world that trained it (layout, devices, optimizer, logging), may not work here, and get
+their defaults.
 """
 _ALONE: Mapping[str, Any] = {"optimizer": {"name": "sgd", "schedule": "constant"}}
-"""The optimizer that keeps nothing."""
+"""An optimizer without state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A run's task and data in a process that is alone, and a commit's weights, of which none is read yet."""
+    """A run's task and data in a single process, with a commit's weights not read yet."""
 
     run: str
     plan: Plan
@@ -48,7 +48,7 @@ class Opened:
     weights: CommitWeights
 
     def check_fits(self, model: nn.Module) -> None:
-        """Raise ConfigError if the weights are not those of a model, by names and shapes."""
+        """Raise ConfigError unless names and shapes of the weights match the model."""
         here = {name: one.shape for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
         there = {name: kind.shape for name, kind in self.weights.kinds.items()}
         wrong = [
@@ -64,7 +64,7 @@ class Opened:
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
-        """Put the weights into a model, one after the other."""
+        """Load the weights into a model, one after the other."""
         self.check_fits(model)
         found = model.state_dict()
         tensors = self.weights.read(list(self.weights.kinds))
@@ -78,7 +78,7 @@ def _shown(shape: torch.Size | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A commit's model in the state of a process that is alone."""
+    """A commit's model in the state of a single process."""
 
     plan: Plan
     state: AppliedState
@@ -101,13 +101,13 @@ def open_commit(
 ) -> Iterator[Opened]:
     """Verify a commit of a run, and hold it while its weights are read.
 
-    By default it is the newest intact one, or the best of a run that early stopping has ended or that keeps its
-    best (see `find_trained`).
+    The default is the newest intact commit, or the best one of a run that early stopping ended or that keeps its best
+    (see `find_trained`).
 
-    `run` is a run's folder. `train` says where the training set is now, or all sources of a mixture in their order, if
-    it has moved; `validation` is a set to evaluate, of which the first `max_samples` count; `weights` says whether the
-    average of the weights takes the place of those that were trained. Raises ConfigError or DataError where task or
-    training set cannot be read from here.
+    `run` is a run's folder. `train` gives the new location of the training set, or of all sources of a mixture in
+    order, if moved; `validation` is a set to evaluate, limited to the first `max_samples`; `weights` selects the
+    trained or the averaged weights. Raises ConfigError or DataError if the task or the training set cannot be read from
+    here.
     """
     if "://" in run:
         raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
@@ -130,7 +130,7 @@ def open_trained(
     max_samples: int | None = None,
     weights: Weights = "trained",
 ) -> Trained:
-    """Put a commit's weights into the task's model; see `open_commit`."""
+    """Load a commit's weights into the task's model; see `open_commit`."""
     values = {"train": train, "validation": validation, "max_samples": max_samples, "weights": weights}
     with open_commit(run, commit, **values) as opened:  # type: ignore[arg-type]
         state = opened.plan.build_state()
@@ -139,7 +139,7 @@ def open_trained(
 
 
 def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping[str, Any]:
-    """Return what the configuration says of the training data, at other places."""
+    """Return the configuration of the training data at its new locations."""
     sources = config["data"].get("mixture")
     num = len(sources) if sources else 1
     if len(train) != num:
@@ -151,7 +151,7 @@ def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping
 
 
 def _alone(config: Mapping[str, Any], data: Mapping[str, Any], max_samples: int | None, run: str) -> Config:
-    """Return the configuration of a process that is alone, with values of the section `data` replaced."""
+    """Return the configuration for a single process, with `data` replacing values of that section."""
     tree = {name: config[name] for name in _KEPT if name in config}
     tree["run"] = {name: value for name, value in config.get("run", {}).items() if name in _KEPT_OF_RUN}
     tree |= {**_ALONE, "data": {**config["data"], **data}, "validation": {"max_samples": max_samples}}

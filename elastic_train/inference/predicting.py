@@ -1,7 +1,7 @@
-"""Predictions of a trained model for each row of a dataset, as one Parquet file that appears whole or not at all.
+"""Write a trained model's prediction for each row of a dataset to one Parquet file, atomically.
 
-The rows are those of a validation, computed by the same loop, in one lane: so they come in the order of their ids, and
-are written as they come.
+The same loop as in a validation computes the rows, in one lane, so they arrive and are written in the order of their
+ids.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ID = "id"
 def predict_rows(
     trained: Trained, data: str, target: Path, batch: int | None = None, track: Track = silent
 ) -> tuple[int, list[str]]:
-    """Write the id of each row of a dataset and what the model makes of it; return the number of rows and the columns.
+    """Write the id and the prediction of each row of a dataset; return the number of rows and the columns.
 
-    `batch` rows go through the model at once, by default the run's micro-batch. Raises ConfigError or DataError if the
-    dataset does not fit the task, or the task has nothing to say of a row.
+    `batch` is the number of rows per forward pass, by default the run's micro-batch. Raises ConfigError or DataError if
+    the dataset does not fit the task, or the task has no predictions per row.
     """
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another file")
@@ -60,7 +60,7 @@ def predict_rows(
 
 
 def _feed_of(trained: Trained, data: str, batch: int | None) -> tuple[Feed, int]:
-    """Return what reads a dataset in order, in one lane, and how many rows at once."""
+    """Return the feed that reads a dataset in order, in one lane, and the rows per batch."""
     plan, config = trained.plan, trained.plan.config
     size = batch or config.batch.micro_batch
     if isinstance(plan.task, Predicting):
@@ -74,7 +74,7 @@ def _feed_of(trained: Trained, data: str, batch: int | None) -> tuple[Feed, int]
 
 @contextlib.contextmanager
 def _writing(target: Path) -> Iterator[Path]:
-    """Give a draft that becomes the target; nothing stays of one that fails."""
+    """Yield a draft file that becomes the target on success; on failure it is deleted."""
     draft = draft_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _tables(trained: Trained, steps: Iterable[Sequence[LaneBatch]]) -> Iterator[
 
 
 def _found(task: Task, batch: LaneBatch, loss: LaneLoss, path: str) -> Mapping[str, Tensor | Sequence[str]]:
-    """Return what the task says of each row; refuse columns without an entry for each."""
+    """Return the task's predictions per row; refuse columns without one entry per row."""
     loss = replace(loss, predictions=None if loss.predictions is None else loss.predictions.detach().cpu())
     if isinstance(task, Predicting):
         found = task.predictions(loss, batch.tensors or {})
@@ -118,7 +118,7 @@ def _has_rows(values: Tensor | Sequence[str], num: int) -> bool:
 
 
 def _array(values: Tensor | Sequence[str]) -> pa.Array:
-    """Return one entry a row: a text, a number, or a list of numbers."""
+    """Return one entry per row: a text, a number, or a list of numbers."""
     if not isinstance(values, Tensor):
         return pa.array(values, pa.string())
     plain = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

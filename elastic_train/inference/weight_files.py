@@ -1,6 +1,6 @@
-"""The weights of a folder of transformers: one file of safetensors, or several with an index, as it writes them itself.
+"""The weights of a transformers folder: one safetensors file, or several with an index, as transformers writes them.
 
-Tensors are written as they are read, so what is in memory is one of them, or a few small ones, whatever a file's size.
+Tensors are written as they are read, so memory holds one tensor, or a few small ones, whatever a file's size.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from elastic_train.checkpoint.format.safetensors_file import write_safetensors
 from elastic_train.checkpoint.format.stored_tensors import Kind
 
 MOST_BYTES = 5 * 10**9
-"""Of tensors in a file, as Hugging Face's own tools split them."""
+"""Largest total size of a file's tensors, as in Hugging Face's own tools."""
 _FILE, _INDEX = "model{}.safetensors", "model.safetensors.index.json"
 
 
 def write_weights(folder: Path, weights: CommitWeights, most_bytes: int) -> None:
-    """Write weights under their names into an empty folder, or one without weights."""
+    """Write weights under their names into a folder that has no weights."""
     kinds = weights.kinds
     shards = split(kinds, most_bytes)
     files: dict[str, str] = {}
@@ -38,7 +38,7 @@ def write_weights(folder: Path, weights: CommitWeights, most_bytes: int) -> None
 
 
 def split(kinds: Mapping[str, Kind], most_bytes: int) -> list[list[str]]:
-    """Deal tensors to files, in order, each as full as it may be; one that is larger than a file has its own."""
+    """Assign tensors to files in order, each as full as possible; a tensor larger than a file gets its own."""
     shards, shard, num_bytes = list[list[str]](), list[str](), 0
     for name, kind in kinds.items():
         if kind.num_bytes > most_bytes:
