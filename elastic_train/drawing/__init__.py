@@ -1,1 +1,1 @@
-"""Pages about runs: SVG figures, one style sheet, one way to fill a template; nothing here knows what it draws."""
+"""Build pages about runs: SVG figures, one style sheet, and templates, independent of the content."""

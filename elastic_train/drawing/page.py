@@ -1,7 +1,7 @@
-"""One page that needs nothing but itself: a template, the shared style sheet, and figures that may be missing.
+"""Build a self-contained page from a template, the shared style sheet, and figures that may be missing.
 
-No script, no network, no clock: the same facts give the same bytes. A figure whose facts are torn says so in its place,
-and the rest of the page stands. Everything that a template shows is escaped unless it is a figure.
+No script, network or clock: the same facts give the same bytes. A figure with torn facts shows the reason in its place;
+the rest of the page is unaffected. Template values are escaped, except figures.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Fact = tuple[str, str, str]
 
 
 class NothingToDraw(ValueError):  # noqa: N818 - no error: the facts are whole, and there are none of this kind
-    """A run has nothing that a figure shows, such as one rank that could be compared with others."""
+    """Raised if a run lacks the data of a figure, e.g. has only one rank and none to compare with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A figure, or why there is none: a problem, or that there is nothing to draw."""
+    """A figure, or the reason why there is none: a problem, or no data."""
 
     svg: Markup | None
     problem: str | None
@@ -33,7 +33,7 @@ class Drawn:
 
 
 def draw(figure: Callable[[], Markup], *expected: type[Exception]) -> Drawn:
-    """Draw a figure; its ValueError, or one of `expected`, says why it cannot be."""
+    """Draw a figure; a ValueError or one of `expected` becomes the reason why there is none."""
     reasons: tuple[type[Exception], ...] = (ValueError, *expected)
     try:
         return Drawn(figure(), None)
@@ -46,7 +46,7 @@ def draw(figure: Callable[[], Markup], *expected: type[Exception]) -> Drawn:
 
 
 def fill(template: Path, fields: Mapping[str, object]) -> str:
-    """Fill a template, which may use `macros.html.j2` and has the style sheet as `style`."""
+    """Fill a template, which may use `macros.html.j2`; the style sheet is `style`."""
     environment = Environment(
         loader=FileSystemLoader([template.parent, _HERE]),
         autoescape=True,

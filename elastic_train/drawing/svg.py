@@ -1,4 +1,4 @@
-"""SVG by hand: elements, axes, and curves that stay small however long a run was.
+"""Write SVG: elements, axes, and curves whose size does not grow with the length of a run.
 
 Colours are classes, never values, so that the page's style sheet can be light or dark. Coordinates have one decimal.
 """
@@ -14,17 +14,17 @@ from itertools import groupby
 from markupsafe import Markup, escape
 
 WIDTH, LEFT, RIGHT = 1080.0, 76.0, 1064.0
-"""A figure's width, and where what it plots begins and ends."""
+"""Width of a figure, and left and right edge of its plot."""
 
 MOST_TITLED = 600
-"""Up to so many marks of one sort say what they are when pointed at."""
+"""Largest number of marks of one kind that get a tooltip."""
 
 Point = tuple[float, float]
 _TIMES = ((1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "d"))
 
 
 def tag(name: str, *children: Markup | str, **attributes: str | float | None) -> Markup:
-    """Return an element; text is escaped, `class_` is class, `stroke_width` stroke-width; None leaves one out."""
+    """Return an element; text is escaped, `class_` is class, `stroke_width` stroke-width; None omits an attribute."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(value if isinstance(value, str) else num(value))}"'
         for key, value in attributes.items()
@@ -35,12 +35,12 @@ def tag(name: str, *children: Markup | str, **attributes: str | float | None) ->
 
 
 def num(value: float) -> str:
-    """Write a coordinate."""
+    """Format a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def titled(element: str, title: str, **attributes: str | float | None) -> Markup:
-    """Return an element that says what it is when pointed at."""
+    """Return an element with a tooltip."""
     return tag(element, tag("title", title), **attributes)
 
 
@@ -49,13 +49,13 @@ def text(x: float, y: float, what: str, **attributes: str | float | None) -> Mar
 
 
 def rect(lo: Point, hi: Point, title: str, **attributes: str | float | None) -> Markup:
-    """Return a rectangle from one corner to the other, at least a unit wide and high."""
+    """Return a rectangle from one corner to the other, at least one unit wide and high."""
     size = {"width": max(1.0, hi[0] - lo[0]), "height": max(1.0, hi[1] - lo[1])}
     return titled("rect", title, x=lo[0], y=lo[1], **size, **attributes)
 
 
 def figure(height: float, label: str, parts: Iterable[Markup]) -> Markup:
-    """Return a whole figure; `label` is what it shows, for those who cannot see it."""
+    """Return a complete figure; `label` describes it for screen readers."""
     box = f"0 0 {num(WIDTH)} {num(height)}"
     return tag("svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=box, role="img", aria_label=label)
 
@@ -75,7 +75,7 @@ class Axis:
         return self.start + (self.end - self.start) * (value - self.lo) / span
 
     def ticks(self, most: int = 8) -> list[float]:
-        """Return at most about `most` round values."""
+        """Return round tick values, about `most` at most."""
         span = self.hi - self.lo or 1.0
         rough = max(span / most, self.apart)
         power = 10.0 ** math.floor(math.log10(rough))
@@ -85,7 +85,7 @@ class Axis:
 
 
 def time_axis(until: float) -> tuple[Axis, str]:
-    """Return the axis of a run's time, in seconds, s, min, h or d, and which of them."""
+    """Return the axis of a run's time of `until` seconds, and its unit: s, min, h or d."""
     scale, unit = next((item for item in reversed(_TIMES) if until >= 4 * item[0]), _TIMES[0])
     return Axis(0.0, max(until, 1e-3) / scale), unit
 
@@ -120,7 +120,7 @@ def along_y(axis: Axis, unit: str, shown: Callable[[float], str] = "{:g}".format
 
 @dataclass(frozen=True, slots=True)
 class Stroke:
-    """A path: its class, where it goes, and what it is."""
+    """A path with its class, its coordinates and its title."""
 
     class_: str
     d: str
@@ -128,7 +128,7 @@ class Stroke:
 
 
 def paths(strokes: Sequence[Stroke]) -> list[Markup]:
-    """Return a path for each stroke; of very many, one for each class, without titles, which keeps a page small."""
+    """Return a path per stroke; for very many, one per class without titles, which keeps a page small."""
     if len(strokes) <= MOST_TITLED:
         return [titled("path", stroke.title, class_=stroke.class_, d=stroke.d) for stroke in strokes]
     together: dict[str, list[str]] = defaultdict(list)
@@ -138,7 +138,7 @@ def paths(strokes: Sequence[Stroke]) -> list[Markup]:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Write a curve, of each unit of width its first, lowest, highest and last point."""
+    """Format a curve as a path, with the first, lowest, highest and last point per unit of width."""
     kept: list[Point] = []
     for _, group in groupby(points, key=lambda point: math.floor(point[0])):
         column = list(group)
@@ -149,5 +149,5 @@ def path(points: Sequence[Point]) -> str:
 
 
 def boxes(rects: Iterable[tuple[float, float, float, float]]) -> str:
-    """Write rectangles (x, y, width, height) as one path."""
+    """Format rectangles (x, y, width, height) as one path."""
     return "".join(f"M{num(x)} {num(y)}h{num(w)}v{num(h)}h{num(-w)}z" for x, y, w, h in rects)
