@@ -1,1 +1,1 @@
-"""What surrounds a job: etcd, proxies and cables, S3, MLflow, nodes."""
+"""Services and environment of a job under test: etcd, proxies and cables, S3, MLflow, nodes."""

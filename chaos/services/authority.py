@@ -1,6 +1,6 @@
-"""An authority that issues certificates to etcd and its clients on this machine, short-lived ones, too.
+"""A local certificate authority for etcd and its clients, which can also issue short-lived certificates.
 
-Its files are replaced one by one under the names that they had, as by those who renew certificates in a cluster.
+It replaces files one by one under the same names, as certificate renewal in a cluster does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ A_DAY_S = 86_400.0
 
 
 class Authority:
-    """Its files are in one folder; issuing for a name again replaces the files of that name."""
+    """A certificate authority with all files in one folder; reissuing a name replaces that name's files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -30,11 +30,11 @@ class Authority:
 
     @property
     def certificate(self) -> bytes:
-        """The authority's own certificate, as it is now."""
+        """The authority's current certificate."""
         return (self._folder / "ca_cert").read_bytes()
 
     def replace(self) -> None:
-        """Let another authority take this one's place, and issue all names again; what the first signed is void."""
+        """Replace the authority by a new one and reissue all names; the old one's certificates become invalid."""
         self._begin()
         for name in self._ends:
             self.issue(name)
@@ -45,7 +45,7 @@ class Authority:
         self._write("ca_cert", made.public_bytes(Encoding.PEM))
 
     def issue(self, name: str, seconds: float = A_DAY_S) -> dict[str, str]:
-        """Write a key and a certificate that is valid for so long; return the paths, by the names of the options."""
+        """Write a key and a certificate that is valid for `seconds`; return their paths by option name."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         made = self._sign(subject, key, seconds, is_authority=False)
@@ -62,7 +62,7 @@ class Authority:
         (self._folder / f"{file}.new").rename(self._folder / file)
 
     def wait_for_the_end(self, name: str) -> None:
-        """Return once the newest certificate of a name has expired."""
+        """Wait until the newest certificate of a name has expired."""
         left = self._ends[name] - datetime.datetime.now(datetime.UTC)
         threading.Event().wait(max(0.0, left.total_seconds()) + 1.0)
 

@@ -1,4 +1,4 @@
-"""What an operator does to etcd, and what happens to it: alarms are raised and cleared."""
+"""Administration of etcd: raise and clear alarms."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rendezvous.etcd.connection import Connection
 from rendezvous.etcd.options import etcd_options
 
 NOSPACE, CORRUPT = 1, 2
-"""Etcd's alarms: its database is full; its members hold different data."""
+"""Etcd's alarms: the database is full; the members hold different data."""
 _ACTIVATE, _DEACTIVATE = 1, 2
 _WITHIN_S = 10.0
 
 
 def raise_alarm(endpoint: str, alarm: int) -> None:
-    """Raise an alarm as a member of etcd does: no member carries out a write until it is cleared."""
+    """Raise an alarm as an etcd member does: all members refuse writes until it is cleared."""
     request = pyetcd.etcdrpc.AlarmRequest(action=_ACTIVATE, memberID=1, alarm=alarm)
     with _connection(endpoint) as connection:
         connection.call(lambda client: client.maintenancestub.Alarm(request, timeout=2.0), give_up_after_s=_WITHIN_S)
 
 
 def has_alarm(endpoint: str, alarm: int) -> bool:
-    """Say whether etcd lists an alarm."""
+    """Return True if etcd lists an alarm."""
     with _connection(endpoint) as connection:
         raised = connection.call(lambda client: list(client.list_alarms()), give_up_after_s=_WITHIN_S)
         return any(each.alarm_type == alarm for each in raised)

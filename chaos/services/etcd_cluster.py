@@ -1,4 +1,4 @@
-"""An etcd of one or three members on this machine; one can be lost, or frozen, without a word to its clients."""
+"""A local etcd of one or three members, which can be killed or frozen without notice to clients."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _SHARED, _ROOM_BYTES, _PREFIX = Path("/dev/shm"), 2 << 30, "elastic-etcd-"
 
 
 class EtcdCluster:
-    """`with EtcdCluster() as cluster: … cluster.endpoint`, which names all members.
+    """A local etcd: `with EtcdCluster() as cluster: … cluster.endpoint`, which lists all members.
 
-    With an authority it speaks TLS, and lets in whom that has signed; `tls` are a client's files, by etcd's options.
+    With an authority, it speaks TLS and accepts clients that the authority has signed; `tls` has a client's files by
+    etcd option.
     """
 
     def __init__(self, num_members: int = 3, host: str = "127.0.0.1", authority: Authority | None = None) -> None:
@@ -51,11 +52,11 @@ class EtcdCluster:
 
     @property
     def options(self) -> EtcdOptions:
-        """How a process of this machine reaches it."""
+        """Connection options for processes on this machine."""
         return etcd_options(self.endpoint, self.tls)
 
     def start(self) -> None:
-        """Start all members, or all again on the same data, and return once they answer."""
+        """Start all members, or restart them on the same data; return once they answer."""
         for member in self.members:
             member.begin()
         for member in self.members:
@@ -67,13 +68,13 @@ class EtcdCluster:
             member.kill()
 
     def delete_data(self) -> None:
-        """Let all members, none of which may run, begin with nothing when they are started again."""
+        """Delete all members' data; no member may be running."""
         for member in self.members:
             assert member.pid is None, "it runs"
             shutil.rmtree(member.data_dir / "member", ignore_errors=True)
 
     def leader(self) -> EtcdServer:
-        """Return the member that leads now; wait for an election if one is on."""
+        """Return the current leader; wait for a running election."""
         deadline = time.monotonic() + 20.0
         while time.monotonic() < deadline:
             for member in self.members:
@@ -83,7 +84,7 @@ class EtcdCluster:
         raise RunError("no member of etcd leads")
 
     def follower(self) -> EtcdServer:
-        """Return a member that does not lead; the only one if there are no others."""
+        """Return a member that is not the leader; the only member if there is just one."""
         leader = self.leader()
         return next((member for member in self.members if member is not leader), leader)
 
@@ -104,14 +105,14 @@ class EtcdCluster:
 
 
 def _memory() -> Path | None:
-    """Return a folder in memory, if there is room for etcd's files; None for the ordinary place.
+    """Return a folder in memory if it has room for etcd's files, else None for the default location.
 
-    etcd wants its own disk: beside others that write, it stands still for seconds, which is a fault that the
-    scenario has not injected. What it has written outlives its own death here, too.
+    etcd needs its own disk: next to other writers it stalls for seconds, a fault that the scenario did not inject.
+    Files in memory still survive the death of etcd.
     """
     if not _SHARED.is_dir():
         return None
-    for left in _SHARED.glob(f"{_PREFIX}*-*"):  # by one that was killed
+    for left in _SHARED.glob(f"{_PREFIX}*-*"):  # left by a killed process
         if not is_alive(int(left.name.removeprefix(_PREFIX).partition("-")[0])):
             shutil.rmtree(left, ignore_errors=True)
     return _SHARED if shutil.disk_usage(_SHARED).free > _ROOM_BYTES else None
@@ -119,7 +120,7 @@ def _memory() -> Path | None:
 
 @contextlib.contextmanager
 def frozen(member: EtcdServer) -> Iterator[None]:
-    """Freeze a member: it accepts connections and answers nothing, as one whose packets vanish would."""
+    """Freeze a member: it accepts connections and never answers, as if its packets were lost."""
     assert member.pid is not None, "it runs"
     os.kill(member.pid, signal.SIGSTOP)
     try:

@@ -1,7 +1,7 @@
-"""TCP proxies between nodes and etcd: what passes in either direction can be held back, or be late.
+"""TCP proxies between nodes and etcd, which can hold back or delay either direction.
 
-A network that loses packets loses no bytes of a connection: they come when it heals. So what is held back here comes
-late, too, unless the connection was given up meanwhile. Connections are accepted all the time.
+A network that loses packets loses no bytes of a connection: they arrive once it heals. Data that is held back is
+therefore delivered later, unless the connection was closed meanwhile. Connections are always accepted.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ _LOOK_EVERY_S = 0.02
 
 @dataclass
 class Way:
-    """How a node's requests and etcd's answers fare now; set from any thread."""
+    """The state of a node's connections to etcd, in both directions; may be set from any thread."""
 
     requests_are_held: bool = False
     answers_are_held: bool = False
     delay_s: float = 0.0
     num_faults: int = 0
-    """How often it was changed: to undo a change is to see whether another came since."""
+    """Number of changes; an undo checks it to see if another change came in between."""
     num_held: int = 0
-    """How many chunks of either direction were held, or late, so far."""
+    """Number of chunks, in both directions, that were held or delayed."""
 
 
 @dataclass
 class Proxies:
-    """Listens on a port for each (node, target) and passes everything on, as the node's `Way` says."""
+    """Listens on one port per (node, target) and forwards everything, subject to the node's `Way`."""
 
     host: str
     targets: list[str]
-    """host:port each."""
+    """Targets as host:port."""
     ways: list[Way]
-    """One a node."""
+    """One per node."""
     ports: list[list[int]] = field(default_factory=list)
-    """For each node, a port for each target."""
+    """For each node, one port per target."""
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread | None = None
 
@@ -61,7 +61,7 @@ class Proxies:
         self._loop.call_soon(self._loop.stop)
 
     def endpoint(self, node: int, host: str) -> str:
-        """Return what a node's etcd endpoints are, comma-separated, seen from `host`'s side."""
+        """Return a node's etcd endpoints, comma-separated, with the host name `host`."""
         return ",".join(f"{host}:{port}" for port in self.ports[node])
 
     def _listen(self, way: Way, target: str) -> int:
@@ -80,7 +80,7 @@ async def _connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, w
         try:
             theirs, ours = await asyncio.open_connection(host, int(port))
         except OSError:
-            writer.transport.abort()  # refused there is refused here
+            writer.transport.abort()  # pass on the refusal
             return
         pumps = [
             asyncio.ensure_future(_pump(reader, ours, way, "requests_are_held")),

@@ -1,7 +1,7 @@
-"""A file system in a file that can be frozen: what writes to it then waits, as on a server that is away.
+"""A file system in a file that can be frozen: writers then block, as on an unreachable server.
 
-It may also freeze again and again, which makes it a slow one. A process that waits in it does not even die of SIGKILL
-before it is thawed. What is read goes on being answered.
+It can also freeze repeatedly, to act as a slow disk. A process blocked on it cannot even be killed by SIGKILL until it
+is thawed. Reads are still answered.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _MB = 128
 
 
 class FreezingDisk:
-    """A mounted file system, frozen or not."""
+    """A mounted file system that can be frozen."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_frozen = False
-        """Whether a write may have to wait."""
+        """True if writes may block."""
         self._stuttering: threading.Thread | None = None
         self._is_over = threading.Event()
 
     def freeze(self) -> None:
-        """Let every write wait from now on."""
+        """Block all writes from now on."""
         run_as_root("fsfreeze", "--freeze", str(self.folder))
         self.is_frozen = True
 
     def stutter(self, frozen_s: float, open_s: float) -> None:
-        """Freeze now and again and again, until it is thawed; in between it takes writes for a moment."""
+        """Freeze repeatedly until `thaw`: block writes for `frozen_s` seconds, accept them for `open_s`."""
         self.freeze()
         self._is_over.clear()
         self._stuttering = threading.Thread(target=self._stutter, args=(frozen_s, open_s), name="slow disk")
@@ -48,7 +48,7 @@ class FreezingDisk:
         self._unfreeze()
 
     def thaw(self) -> None:
-        """Let what waits go on; nothing happens if nothing is frozen."""
+        """Unblock writes; does nothing if the disk is not frozen."""
         if self._stuttering is not None:
             self._is_over.set()
             self._stuttering.join()
@@ -63,7 +63,7 @@ class FreezingDisk:
 
 @contextlib.contextmanager
 def freezing_disk(folder: Path) -> Iterator[FreezingDisk]:
-    """Mount a small file system at a folder, and leave what it held as files of the folder; NoMountError."""
+    """Mount a small file system at a folder; at the end its contents stay as plain files. Raises NoMountError."""
     folder.mkdir(parents=True, exist_ok=True)
     image = folder.with_name(f"{folder.name}.image")
     with image.open("wb") as file:

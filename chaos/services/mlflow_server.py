@@ -1,4 +1,4 @@
-"""An MLflow server of this machine, with its own database, that can be killed or frozen while a job logs to it."""
+"""A local MLflow server with its own database, which can be killed or frozen while a job logs to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENVIRON = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUT
 
 
 class TrackerServer:
-    """`with TrackerServer(folder) as server: … server.uri`; its database and its log stay in the folder."""
+    """A local server: `with TrackerServer(folder) as server: … server.uri`; database and log stay in the folder."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self._folder, self._host, self._port = folder, host, free_ports(1)[0]
@@ -33,7 +33,7 @@ class TrackerServer:
         return f"http://{self._host}:{self._port}"
 
     def begin(self) -> list[int]:
-        """Start, or start again on the same database, without waiting; return the server's process."""
+        """Start the server, or restart it on the same database, without waiting; return its process id."""
         assert self._process is None, "it runs already"
         self._folder.mkdir(parents=True, exist_ok=True)
         options = {
@@ -63,7 +63,7 @@ class TrackerServer:
         return False
 
     def kill(self) -> list[int]:
-        """SIGKILL the server and what it has started; return its process, none if it does not run."""
+        """SIGKILL the server and its child processes; return its process id, or none if it is not running."""
         if self._process is None:
             return []
         self._signal(signal.SIGKILL)

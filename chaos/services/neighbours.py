@@ -1,7 +1,7 @@
-"""Other programs on a node's machine: they take its core, or its memory, from those who train there.
+"""Competing programs on a node's machine, which use up CPU time or memory that the training processes need.
 
-They do nothing else, and end with the process that started them, whatever ends that. What they take is seen in the
-kernel's own figures: how long others waited for a core, and how much memory is left.
+They do nothing else, and end with the process that started them, however it ends. Their effect is read from the kernel:
+how long other processes waited for a core, and how much memory is free.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _LEAST_WAITED_S, _LEAST_SHARE = 0.1, 0.05
-"""Who shares its core waits for it for longer than any busy machine makes a process wait now and then."""
+"""Wait for a core, in seconds and as a share of the time, above which a process counts as slowed by the programs."""
 _PART, _MOST_BYTES = 4, 1 << 30
-"""A program that is hungry takes a fourth of what is free, and no more than a gigabyte."""
+"""The memory program takes a fourth of the free memory, up to 1 GiB."""
 _BUSY = """
 import os
 parent = os.getppid()
@@ -36,13 +36,13 @@ while os.getppid() == parent:
 
 
 def _begun(program: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a program in a session of its own: Linux may share cores out among sessions, not among processes."""
+    """Start a program in its own session: Linux may share cores between sessions instead of processes."""
     command = [sys.executable, "-I", "-S", "-c", program, *arguments]
     return subprocess.Popen(command, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class Crowd:
-    """Busy programs on one core, and processes that may use no other while they are there."""
+    """Busy programs on one core, and the processes that are confined to that core meanwhile."""
 
     def __init__(self, pids: Sequence[int], num_programs: int) -> None:
         self._waited_s = {pid: waited_s(pid) for pid in pids}
@@ -56,7 +56,7 @@ class Crowd:
             _confine(program.pid, core)
 
     def has_bitten(self) -> str | None:
-        """See that a process waited for its core for a good part of the time."""
+        """Return a proof that a process waited for its core for a notable share of the time; None if none has."""
         passed_s = time.monotonic() - self._began
         for pid, before_s in self._waited_s.items():
             spent_s = waited_s(pid) - before_s
@@ -65,7 +65,7 @@ class Crowd:
         return None
 
     def leave(self) -> None:
-        """End the programs, and give the processes their cores back, with the threads that they have begun since."""
+        """End the programs and restore the processes' cores, also for threads started meanwhile."""
         _end(self._programs)
         for pid in self._waited_s:
             usual = self._cores.get(pid, set(range(os.cpu_count() or 1)))
@@ -74,7 +74,7 @@ class Crowd:
 
 
 class Hungry:
-    """A program that takes a part of the machine's free memory and writes to all of it, over and over."""
+    """A program that allocates part of the machine's free memory and keeps rewriting it."""
 
     def __init__(self) -> None:
         self._free = free_bytes()
@@ -83,7 +83,7 @@ class Hungry:
         self._proof: str | None = None
 
     def has_bitten(self) -> str | None:
-        """See that the program holds its memory; once it did, it has bitten."""
+        """Return a proof that the program holds its memory; None before. Once found, the proof remains."""
         held = _resident_bytes(self._program.pid)
         if held >= self.num_bytes:
             free = f"{self._free / 1e6:.0f} MB that were free"
@@ -100,7 +100,7 @@ class Hungry:
 
 
 def waited_s(pid: int) -> float:
-    """Return how long the threads of a process were ready to run and had no core; 0 of one that has ended."""
+    """Return how long a process's threads were runnable without a core, in seconds; 0 if it has ended."""
     total_ns = 0
     for task in _tasks(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or the kernel does not count
@@ -109,7 +109,7 @@ def waited_s(pid: int) -> float:
 
 
 def free_bytes() -> int:
-    """Return how much memory the kernel has to give without taking it from anybody."""
+    """Return the memory in bytes that the kernel can allocate without reclaiming it from other processes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
@@ -121,7 +121,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _tasks(pid: int) -> list[int]:
-    """Return the threads of a process, itself among them; none if it has ended."""
+    """Return the thread ids of a process, including its own; empty if it has ended."""
     with contextlib.suppress(OSError):
         return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
     return []

@@ -1,4 +1,4 @@
-"""A training set of a run's own, of which row groups can be damaged as a bad disk does it: garbage, or flipped bits."""
+"""A run's private training set, whose row groups can be damaged in place as by a bad disk: garbage, or flipped bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_train.data.dataset.manifest import load_manifest
 
 
 class OwnData:
-    """A copy of the training set `train`, in `folder`."""
+    """A copy of the training set `train` in `folder`."""
 
     def __init__(self, train: str, folder: Path) -> None:
         shutil.copytree(train, folder)
@@ -23,11 +23,11 @@ class OwnData:
         ]
 
     def spoil(self, draws: random.Random) -> dict[str, object] | None:
-        """Overwrite the pages of a row group, in place, and return which; None if but one is whole."""
+        """Overwrite a row group's pages and return which; None if only one intact group is left."""
         return self._damage(draws, lambda content: b"\xff" * len(content))
 
     def flip(self, draws: random.Random) -> dict[str, object] | None:
-        """Flip the last bit of every column of a row group, in place, and return which; None if but one is whole."""
+        """Flip the last bit of each column of a row group and return which; None if only one intact group is left."""
         return self._damage(draws, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
 
     def _damage(self, draws: random.Random, change: Callable[[bytes], bytes]) -> dict[str, object] | None:

@@ -1,7 +1,7 @@
-"""An S3 of this machine that answers wrongly on demand: moto's server behind a layer that spoils its answers.
+"""A local S3 that returns errors on demand: moto's server behind a layer that modifies its answers.
 
-Needs moto, as the tests do. What it holds is in memory, and is lost with it: `mirror` writes the commits, with their
-files, to a folder, where the judge looks for them.
+Needs moto, as the tests do. Its contents are in memory and are lost with it; `mirror` writes the commits with their
+files to a folder for the judge.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ANSWERS = {
 }
 _SLOW_S = 1.5
 _EVERY = 2
-"""Of the requests that are spoilt, one in this many is answered well, so that some come half through."""
+"""While faulty, one request in this many succeeds, so that some operations get half done."""
 
 
 class S3:
-    """`with S3() as s3: … s3.url`; `s3.heal(number)` ends what `s3.spoil(kind)` began, and nothing else."""
+    """A local S3: `with S3() as s3: … s3.url`; `s3.heal(number)` ends only the fault of that `s3.spoil(kind)`."""
 
     def __init__(self) -> None:
         try:
@@ -41,16 +41,16 @@ class S3:
             raise ChaosError("an S3 for faults needs moto: pip install 'moto[server]'") from error
         self._moto: WSGIApplication = DomainDispatcherApplication(create_backend_app)
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
-        self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced whole: requests are answered by other threads
+        self._spoilt: tuple[tuple[int, str], ...] = ()  # replaced as a whole: other threads read it
         self._num_begun = 0
         self._count = 0
         self.spoilt = Counter[int]()
-        """How many requests each fault has spoilt, by its number."""
+        """Number of affected requests, by fault number."""
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a process needs in its environment to use it."""
+        """Environment variables for processes that use this S3."""
         environ = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -62,17 +62,17 @@ class S3:
         return f"s3://{BUCKET}/{run}"
 
     def spoil(self, kind: str) -> int:
-        """Spoil answers until the number that is returned is healed; of several that overlap the newest has its way."""
+        """Start a fault and return its number for `heal`; of overlapping faults, the newest takes effect."""
         self._num_begun += 1
         self._spoilt += ((self._num_begun, kind),)
         return self._num_begun
 
     def heal(self, number: int) -> None:
-        """Stop one kind of wrong answers; one that began meanwhile, or before and is not over, stays."""
+        """End one fault; other faults remain."""
         self._spoilt = tuple(begun for begun in self._spoilt if begun[0] != number)
 
     def mirror(self, run: str, folder: Path) -> None:
-        """Write a run's commits, records and files, below `folder`, as a local store has them."""
+        """Write a run's commits, records and files, below `folder`, in the layout of a local store."""
         (folder / "commits").mkdir(exist_ok=True)
         self._spoilt = ()
         client = self._client()
@@ -104,7 +104,7 @@ class S3:
         )
 
     def _answer(self, environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        """Answer a request, or spoil it as asked: conflicts only creates, errors and delays all requests."""
+        """Answer a request, subject to the current fault: conflicts affect only creates, other faults all requests."""
         number, kind = self._spoilt[-1] if self._spoilt else (0, None)
         creates = environ["REQUEST_METHOD"] in ("PUT", "POST") and "HTTP_IF_NONE_MATCH" in environ
         if kind == "no_conditional_create":

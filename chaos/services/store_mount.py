@@ -1,7 +1,7 @@
-"""One node's way to the folder of the commits: the same folder by another path, which can be made read-only.
+"""A node's private mount of the commit folder, which can be made read-only for that node.
 
-What the node writes through it fails then, as on a file system that an error has made read-only, or by permissions
-that one machine lacks; what it reads, and what others write, is as before.
+The node's writes then fail as on a file system remounted read-only after an error, or with one machine's permissions
+missing; its reads and other nodes' writes are unaffected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ _BUSY_S = 10.0
 
 
 class NoMountError(Exception):
-    """This machine lets nobody mount; the message says why."""
+    """This machine does not permit mounts; the message says why."""
 
 
 class StoreMount:
-    """The folder `store`, mounted once more at `folder`."""
+    """The folder `store`, mounted a second time at `folder`."""
 
     def __init__(self, store: Path, folder: Path) -> None:
         self.store, self.folder, self.is_readonly = store, folder, False
 
     def set_readonly(self, *, is_readonly: bool) -> None:
-        """Refuse writes by this way from now on, or take them again, for running processes and those to come.
+        """Make the mount read-only or writable, for running and future processes.
 
-        A node in a network namespace has mounts of its own, too, to which the option of another's does not spread.
+        A node in a network namespace also has its own mounts, to which another namespace's mount options do not
+        propagate.
         """
         remount = ("mount", "-o", f"remount,bind,{'ro' if is_readonly else 'rw'}", str(self.folder))
         _insist(*remount)
@@ -43,7 +44,7 @@ class StoreMount:
         self.is_readonly = is_readonly
 
     def _others(self) -> list[int]:
-        """Return a process of each mount namespace but this one in which the folder is mounted."""
+        """Return one process of each other mount namespace in which the folder is mounted."""
         found: dict[str, int] = {}
         for pid in pids():
             process = Path(f"/proc/{pid}")
@@ -56,7 +57,7 @@ class StoreMount:
 
 @contextlib.contextmanager
 def mounted(store: Path, folder: Path) -> Iterator[StoreMount]:
-    """Mount a folder at another place, too; NoMountError."""
+    """Mount a folder at a second path; raises NoMountError."""
     folder.mkdir(parents=True, exist_ok=True)
     run_as_root("mount", "--rbind", str(store), str(folder))
     try:
@@ -67,7 +68,7 @@ def mounted(store: Path, folder: Path) -> Iterator[StoreMount]:
 
 
 def _insist(*command: str) -> None:
-    """Do it as soon as no file is open for writing there."""
+    """Retry a mount command until no file is open for writing there; raises NoMountError on timeout."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:
@@ -80,7 +81,7 @@ def _insist(*command: str) -> None:
 
 
 def run_as_root(*command: str) -> None:
-    """Run a command that mounts; NoMountError with what it says if it fails."""
+    """Run a command that mounts; raises NoMountError with its output if it fails."""
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError as error:

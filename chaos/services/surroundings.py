@@ -1,6 +1,7 @@
-"""What a job stands on, as far as its faults need it: etcd, proxies before it, a cable, a tracker, a small disk.
+"""Create the services that a job's faults need: etcd, proxies for it, a cable, a tracker, a small disk.
 
-ForwardOutput for the kinds that a scenario names; what this machine cannot provide is in `missing`, with the reason.
+Only what the scenario's kinds of fault need is created; kinds that this machine cannot provide are in `missing`, with
+the reason.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from elastic_train.system.failpoints import VARIABLE
 
 DISK_MB = 64
 FREEZING = ("data", "metrics")
-"""Folders of a run that are mounted where a scenario has a `freezing_disk`; `data` where its disk can be full, too."""
+"""Run folders that are mounted if a scenario has a `freezing_disk`; `data` also if its disk can become full."""
 
 
 @dataclass(slots=True)
 class Surroundings:
-    """Where a job's faults are done; nothing by default."""
+    """The services of a job and its faults; none by default."""
 
     run_id: str = ""
     etcd: EtcdCluster | None = None
     proxies: Proxies | None = None
     cable: Cable | None = None
     num_cut: int = 0
-    """How often the cable was spoilt."""
+    """Number of faults of the cable."""
     points: list[Path] = field(default_factory=list)
     disk: Path | None = None
     freezing: list[FreezingDisk] = field(default_factory=list)
     ways: dict[int, StoreMount] = field(default_factory=dict)
-    """Each node's own way to the folder of the commits."""
+    """Each node's private mount of the commit folder."""
     s3: S3 | None = None
     tracker: TrackerServer | None = None
     data: OwnData | None = None
     missing: dict[str, str] = field(default_factory=dict)
-    """Kinds that cannot be done here, and why."""
+    """Kinds of fault that are impossible here, with the reason."""
 
     def endpoint(self, node: int) -> str | None:
-        """Return where a node finds etcd; None if nothing was made for it."""
+        """Return the etcd endpoint of a node; None without etcd."""
         host = self.cable.address("etcd") if self.cable else "127.0.0.1"
         if self.proxies is not None:
             return self.proxies.endpoint(node, host)
@@ -61,15 +62,15 @@ class Surroundings:
 
     @property
     def tls(self) -> dict[str, str]:
-        """The files by which nodes know etcd, and etcd knows them; none where it speaks plain text."""
+        """TLS files by which nodes and etcd authenticate each other; empty for plain text."""
         return self.etcd.tls if self.etcd is not None else {}
 
     def flags(self, node: int, count: int) -> list[str]:
-        """Return the options that place a node's torchrun."""
+        """Return the torchrun options that set a node's address."""
         return [f"--local-addr={self.cable.address('nodes')}"] if self.cable and node != count - 1 else []
 
     def environ(self, node: int) -> dict[str, str]:
-        """Return what a node's processes need in their environment."""
+        """Return the environment variables of a node's processes."""
         environ = {VARIABLE: str(self.points[node])} if self.points else {}
         if node in self.ways:
             environ["ELASTIC_TRAIN__CHECKPOINT__URL"] = str(self.ways[node].folder)
@@ -77,14 +78,14 @@ class Surroundings:
 
     @property
     def settings(self) -> list[str]:
-        """What the trainer's configuration has to say of it."""
+        """Settings for the trainer's configuration."""
         said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
         said += [f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else []
         own = [f"--data.train={self.data.folder}", "--data.quarantine=[unreadable]"] if self.data is not None else []
         return [*said, *own]
 
     def command(self, node: int, count: int, command: list[str]) -> list[str]:
-        """Put the last node at the other end of the cable, if there is one."""
+        """Return the node's command; with a cable, the last node's runs at its other end."""
         return self.cable.command(command) if self.cable and node == count - 1 else command
 
 
@@ -92,7 +93,7 @@ class Surroundings:
 def surroundings(
     folder: Path, run_id: str, kinds: Collection[str], scenario: Scenario, train: str | None = None
 ) -> Iterator[Surroundings]:
-    """Make what the nodes, who read `train`, need for these kinds of fault, and take it away again."""
+    """Create what these kinds of fault need, for nodes that train on `train`, and remove it afterwards."""
     count, members = scenario.nodes.count, scenario.etcd_members
     with contextlib.ExitStack() as undo:
         has_points = any(KINDS[kind].aim == "point" or kind in BY_TASKS for kind in kinds)
@@ -147,7 +148,7 @@ def _authority(folder: Path) -> Authority:
 
 
 def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, StoreMount]:
-    """Mount the folder of a run once more for each node, beside it."""
+    """Mount a run's folder once more for each node, next to it."""
     outside = folder.with_name(f"{folder.name}.ways")
     outside.mkdir()
     undo.callback(outside.rmdir)
@@ -155,7 +156,7 @@ def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, Sto
 
 
 def _freezing(undo: contextlib.ExitStack, folder: Path) -> list[FreezingDisk]:
-    """Let the folder's commits' files, then its metrics, be on file systems that can be frozen: both, or none."""
+    """Put the folders of commit files and of metrics on file systems that can be frozen: both, or none."""
     with contextlib.ExitStack() as made:
         disks = [made.enter_context(freezing_disk(folder / name)) for name in FREEZING]
         undo.push(made.pop_all())
@@ -164,7 +165,7 @@ def _freezing(undo: contextlib.ExitStack, folder: Path) -> list[FreezingDisk]:
 
 @contextlib.contextmanager
 def _small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a file system of some megabytes, and leave what it held as files of the folder."""
+    """Mount a file system of a few megabytes, and keep its contents as plain files of the folder at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "elastic-chaos", str(folder)]
     subprocess.run(mount, check=True, capture_output=True)
@@ -179,7 +180,7 @@ def _small_disk(folder: Path) -> Iterator[Path]:
 
 
 def folders(folder: Path, count: int) -> list[Path]:
-    """Make the folders in which the failpoints of each node are armed."""
+    """Create the folders in which each node's failpoints are armed."""
     made = [folder / "failpoints" / str(number) for number in range(count)]
     for path in made:
         path.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""A node of a job on this machine: one torchrun in its own session, and everything below it.
+"""A node of a job on this machine: one torchrun in its own session, with all its child processes.
 
-Agent and workers carry a mark in their environment, by which all of them are found and killed at once, as a machine's
-death does, wherever they have moved to. A node dies with the executor that started it.
+Agent and workers carry a mark in their environment. It identifies all of them, wherever they have moved, so that they
+can be killed at once, like by a machine failure. A node dies with the executor that started it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANKED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
 _RUN_ID = "--rdzv_id="
 _GRACE_S = 45.0
 _MOST_SCANS, _SCAN_EVERY_S = 200, 0.01
-"""A process that was killed is found until the kernel is through with it."""
+"""A killed process is still found until the kernel has removed it."""
 
 
 Begun = Process | subprocess.Popen[bytes]
@@ -35,7 +35,7 @@ Begin = Callable[[list[str], dict[str, str], Path], Begun]
 
 
 def begin_program(command: list[str], environ: dict[str, str], log: Path) -> Begun:
-    """Start a command as a program, in its own session; it dies with this process, and appends to the log."""
+    """Start a command in its own session; it dies with this process and appends its output to the log."""
     with log.open("ab") as said:
         return subprocess.Popen(
             bound_command(*command),
@@ -48,7 +48,7 @@ def begin_program(command: list[str], environ: dict[str, str], log: Path) -> Beg
 
 
 class Node:
-    """A torchrun that can be started, killed whole, asked to stop, and started again."""
+    """A torchrun that can be started, killed with all its processes, asked to stop, and restarted."""
 
     def __init__(
         self, number: int, command: list[str], log: Path, environ: dict[str, str], begin: Begin = begin_program
@@ -59,19 +59,19 @@ class Node:
         self._process: Begun | None = None
 
     def twin(self) -> Node:
-        """Return another node that is launched alike."""
+        """Return another node with the same launch settings."""
         environ = {name: value for name, value in self._environ.items() if name != MARK}
         return Node(self.number, self.command, self._log.with_name(f"{self._log.stem}-twin.log"), environ, self._begin)
 
     def of_another_job(self) -> Node:
-        """Return another node that is launched alike, under a run id that nobody else has."""
+        """Return another node with the same launch settings and a new, unique run id."""
         other, run_id = self.twin(), f"other-{uuid.uuid4().hex[:8]}"
         other.command = [f"{_RUN_ID}{run_id}" if part.startswith(_RUN_ID) else part for part in other.command]
         return other
 
     @property
     def run_id(self) -> str:
-        """The run id that its command names; empty if it names none."""
+        """The run id in its command; empty if there is none."""
         return next((part.removeprefix(_RUN_ID) for part in self.command if part.startswith(_RUN_ID)), "")
 
     @property
@@ -84,14 +84,14 @@ class Node:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> list[int]:
-        self.wait(_GRACE_S)  # a node that was asked to stop has to be gone before it comes back
+        self.wait(_GRACE_S)  # a node that was asked to stop must have ended before it restarts
         if self.is_up:
             raise RunError(f"node {self.number} cannot be started: it is still up after {_GRACE_S:.0f} s")
         self._process = self._begin(self.command, self._environ, self._log)
         return [self._process.pid]
 
     def kill(self) -> list[int]:
-        """SIGKILL agent and workers, all found before the first is hit, and again whatever they began meanwhile."""
+        """SIGKILL agent and workers, and any processes that they start meanwhile; return all of them."""
         killed: list[int] = []
         for _ in range(_MOST_SCANS):
             found = self.pids()
@@ -104,7 +104,7 @@ class Node:
         return killed
 
     def hit_worker(self, ranks: dict[int, int], number: signal.Signals) -> list[int]:
-        """Signal the highest of the world's ranks that this node runs; the agent lives."""
+        """Signal the worker with the highest of the world's ranks on this node, but not the agent."""
         own = set(self.pids())
         victims = [pid for _, pid in sorted(ranks.items()) if pid in own][-1:]
         signal_all(victims, number)
@@ -117,7 +117,7 @@ class Node:
         return found
 
     def stop(self) -> list[int]:
-        """SIGTERM the agent, as a scheduler does before it takes a machine away; return all that will end."""
+        """SIGTERM the agent, as a scheduler does before it reclaims a machine; return all processes that will end."""
         if self._process is None or not self.is_up:
             return []
         found = self.pids()
@@ -126,7 +126,7 @@ class Node:
 
     @property
     def code(self) -> int | None:
-        """The agent's exit code, the signal negated; None while it runs, and before it has run."""
+        """The agent's exit code, negative for a signal; None while it runs and before it has run."""
         return None if self._process is None else self._process.poll()
 
     def wait(self, timeout_s: float) -> None:
@@ -139,7 +139,7 @@ class Node:
         return [pid for pid in pids() if environ_of(pid).get(MARK) == self._mark]
 
     def standby(self) -> int | None:
-        """Return the standby process, from which workers are forked; None if there is none."""
+        """Return the standby process that workers are forked from; None if there is none."""
         return next((pid for pid in children_of(self.agent) if name_of(pid) == "standby"), None)
 
     def tail(self, num_lines: int = 15) -> str:
@@ -148,7 +148,7 @@ class Node:
 
 
 def clean_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what another launcher, around this process, has left in it."""
+    """Return an environment without variables from a launcher around this process."""
     return {name: value for name, value in environ.items() if not name.startswith(_LAUNCHED) and name not in _RANKED}
 
 

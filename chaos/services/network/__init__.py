@@ -1,1 +1,1 @@
-"""A network namespace for a node, its cable, and what relays its packets."""
+"""A network namespace for a node, its cable, and the relay of its packets."""

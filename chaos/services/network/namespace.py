@@ -1,7 +1,7 @@
-"""A network namespace with one cable to the rest of this machine, so that one node can really be cut off.
+"""A network namespace with one virtual cable to the rest of this machine, so that a node can really be disconnected.
 
-Needs root and iproute2, and removes all that it made. Etcd has its own address, so the node can reach etcd and
-nothing else.
+Needs root and iproute2, and removes everything it created. etcd has its own address, so that the node can be limited to
+reaching etcd only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rendezvous.process_table import is_alive, pids
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
-"""Cables are distinguished by their process's number, of which an interface's name has room for five digits."""
+"""Cables are numbered by process id; an interface name has room for five digits."""
 
 _KNOCK = """
 import socket, sys
@@ -38,14 +38,14 @@ except OSError:
 
 
 class NoNamespacesError(ChaosError):
-    """This machine does not let this process make network namespaces."""
+    """This process may not create network namespaces on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """The ends of a cable and their addresses, distinguished by a number from others on this machine.
+    """The ends of a cable and their addresses, which contain a number that is unique on this machine.
 
-    A relay may be added beside it: packets between the nodes take that way while some are to be lost, or to be late.
+    With a relay, packets between the nodes can be routed through it to lose or delay them.
     """
 
     number: int
@@ -57,41 +57,42 @@ class Cable:
 
     @property
     def outside(self) -> str:
-        """The interface of the nodes out here."""
+        """Interface of the nodes outside."""
         return f"elastic-o{self.number}"
 
     @property
     def inside(self) -> str:
-        """The interface of the node at the other end."""
+        """Interface of the node inside."""
         return f"elastic-i{self.number}"
 
     def address(self, whose: str) -> str:
-        """Return the address of the `nodes` out here, of the node `inside`, or of `etcd`."""
+        """Return the address of the outside `nodes`, of the node `inside`, or of `etcd`."""
         return f"10.213.{self.number % 250}.{('nodes', 'inside', 'etcd').index(whose) + 1}"
 
     def pull(self) -> None:
-        """Cut the node inside off from all."""
+        """Disconnect the inside node from everything."""
         _ip("link", "set", self.outside, "down")
 
     def silence(self) -> None:
-        """Lose what the node inside sends to other nodes; what they send arrives, and etcd is reached."""
+        """Drop packets from the inside node to other nodes; the reverse direction and etcd still work."""
         here = ("-n", self.namespace, "neigh", "replace", self.address("nodes"), "lladdr", _NOWHERE)
         _ip(*here, "dev", self.inside, "nud", "permanent")
 
     def part(self) -> None:
-        """Lose what goes between the node inside and other nodes, both ways; all reach etcd."""
+        """Drop packets between the inside node and other nodes in both directions; all nodes still reach etcd."""
         self.silence()
         _ip("rule", "add", *self._between(), "blackhole")
 
     def refuse(self) -> None:
-        """Have what the node inside sends to other nodes refused, and lose what they send it; etcd is reached.
+        """Refuse connections from the inside node to other nodes, and drop packets from them; etcd still works.
 
-        Their address is its own machine's, too, as docker's bridge has one address on every host.
+        The other nodes' address also becomes a local one inside, as with docker's bridge, which has one address on all
+        hosts.
         """
         _ip("-n", self.namespace, "addr", "add", f"{self.address('nodes')}/32", "dev", "lo")
 
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Lose a part of what goes between the node inside and other nodes, or bring it late; etcd is not concerned."""
+        """Lose or delay part of the packets between the inside node and other nodes; etcd is not affected."""
         assert self.relay is not None, "it was laid"
         self.relay.loss, self.relay.delay_s = loss, delay_s
         outside, inside = self.relay.ends
@@ -99,21 +100,21 @@ class Cable:
         _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
 
     def misname(self) -> None:
-        """Have the hosts file inside give this machine's name a loopback address, as Debian's installer does."""
+        """Map this machine's name to a loopback address in the inside hosts file, as Debian's installer does."""
         self._hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
 
     @property
     def is_misnamed(self) -> bool:
-        """Whether processes inside have another hosts file than this machine's."""
+        """True if the hosts file inside differs from this machine's."""
         return self._hosts.read_text() != Path("/etc/hosts").read_text()
 
     def name_as_outside(self) -> None:
-        """Let the node inside have this machine's hosts file."""
+        """Give the inside node this machine's hosts file."""
         self._hosts.parent.mkdir(parents=True, exist_ok=True)
         self._hosts.write_text(Path("/etc/hosts").read_text())
 
     def mend(self) -> None:
-        """Undo whatever was done to links and packets."""
+        """Undo all changes to links and packets."""
         _ip("link", "set", self.outside, "up")
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
@@ -122,27 +123,27 @@ class Cable:
             ("route", "flush", "table", self._table),
             ("-n", self.namespace, "route", "del", self.address("nodes")),
         ):
-            subprocess.run(["ip", *undo], capture_output=True, check=False)  # there may be none
+            subprocess.run(["ip", *undo], capture_output=True, check=False)  # may not exist
         if self.relay is not None:
             self.relay.loss = self.relay.delay_s = 0.0
 
     def command(self, command: list[str]) -> list[str]:
-        """Return the command that runs another one inside."""
+        """Return `command` wrapped to run inside the namespace."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def answers_inside(self, whose: str) -> bool:
-        """Say whether an address answers the node inside, if only by refusing a connection."""
+        """Return True if an address answers the inside node, even if only by refusing a connection."""
         probe = self.command([sys.executable, "-I", "-S", "-c", _KNOCK, self.address(whose)])
         return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
     @property
     def _hosts(self) -> Path:
-        """What processes inside have as /etc/hosts: iproute2 mounts it there."""
+        """The hosts file inside; iproute2 mounts it as /etc/hosts."""
         return Path("/etc/netns") / self.namespace / "hosts"
 
     @property
     def _table(self) -> str:
-        """The table of the route through the relay."""
+        """Routing table of the route through the relay."""
         return str(_FIRST_TABLE + self.number)
 
     def _between(self) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ class Cable:
 
 @contextlib.contextmanager
 def cable() -> Iterator[Cable]:
-    """Lay a cable to a new namespace, and a relay if TUN interfaces can be made; raise NoNamespacesError."""
+    """Create a cable to a new namespace, with a relay if TUN devices are available; raises NoNamespacesError."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and iproute2")
     number = os.getpid() % _MOST
@@ -179,7 +180,7 @@ def _relay(number: int) -> Relay | None:
 
 
 def _take_away_left() -> None:
-    """Take away the cables of processes that were killed: their addresses may be given away again."""
+    """Remove cables left by killed processes, as their addresses may be reused."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     names = [line.partition(" ")[0] for line in listed.splitlines()]
     numbers = {int(name.removeprefix("elastic-")) for name in names if re.fullmatch(r"elastic-\d+", name)}
@@ -216,7 +217,7 @@ def _lay(laid: Cable) -> None:
         _ip("link", "set", inside, "netns", name)
         _ip("link", "set", outside, "up")
         _ip("-n", name, "link", "set", inside, "up")
-        _ip("rule", "add", *laid._between(), "lookup", laid._table)  # nothing is in it until packets are to be lost
+        _ip("rule", "add", *laid._between(), "lookup", laid._table)  # empty until packets are to be lost
 
 
 def _ip(*arguments: str) -> None:

@@ -1,7 +1,7 @@
-"""A network that loses packets, or is late: a pair of TUN interfaces, and a thread that passes packets between them.
+"""A lossy or slow network: two TUN interfaces, and a thread that forwards packets between them.
 
-Kernels have netem for it where it was built in (`tc qdisc add … netem loss 20% delay 50ms`); TUN is there wherever
-containers are. TCP above sends again what is lost, after pauses that double, and nothing knows of it but the clock.
+Some kernels have netem for this (`tc qdisc add … netem loss 20% delay 50ms`); TUN is available wherever containers are.
+TCP retransmits lost packets with exponential backoff, so the only visible effect is delay.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _TUNSETIFF = 0x400454CA
 _TUN, _NO_INFO = 0x0001, 0x1000
 _LONGEST_PACKET = 1 << 16
 MOST_HELD = 1000
-"""Packets on their way at a time, both ways together, as netem's own limit: what comes on top is lost."""
+"""Limit on packets in flight, both directions together, as in netem; packets beyond it are dropped."""
 
 
 @dataclass
 class Relay:
-    """Passes packets between the interfaces `ends`, each way; `loss` and `delay_s` may be set from any thread."""
+    """Forwards packets between the interfaces `ends` in both directions; set `loss` and `delay_s` from any thread."""
 
     ends: tuple[str, str]
     loss: float = 0.0
-    """Which part of the packets is lost, 0 to 1."""
+    """Fraction of packets to drop, 0 to 1."""
     delay_s: float = 0.0
     num_passed: int = 0
     num_lost: int = 0
     num_held: int = 0
-    """How many are on their way."""
+    """Number of packets in flight."""
     _devices: list[int] = field(default_factory=list)
     _is_over: int = field(default_factory=lambda: os.eventfd(0))
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Make the interfaces, in this network namespace; OSError where that is not allowed."""
+        """Create the interfaces in this network namespace; raises OSError if not permitted."""
         try:
             for name in self.ends:
                 self._devices.append(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
@@ -53,7 +53,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the interfaces go with their descriptors."""
+        """End the thread; closing their descriptors removes the interfaces."""
         os.eventfd_write(self._is_over, 1)
         if self._thread is not None:
             self._thread.join(5.0)

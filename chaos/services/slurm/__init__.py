@@ -1,1 +1,1 @@
-"""A real Slurm on this machine: machines that are namespaces, and the cluster that Debian's programs make of them."""
+"""A real Slurm on this machine: Debian's programs on machines that are namespaces."""

@@ -1,8 +1,8 @@
-"""Machines that are namespaces of this one: each with processes, an address, a name, a cable and a /tmp of its own.
+"""Machines as namespaces of this one, each with its own processes, address, name, cable and /tmp.
 
-All hang on one switch, in a namespace around them; the first, `ctl`, is that namespace itself. Losing power is one
-SIGKILL to a machine's init, with which the kernel ends everything on it. Nothing outlives the process that made them,
-or is left on this machine: addresses and interfaces exist inside only. Folders outside of /tmp are shared by all.
+All are connected to one switch in an enclosing namespace, which is itself the first machine, `ctl`. A power loss is a
+SIGKILL to a machine's init, on which the kernel ends all its processes. Nothing outlives the process that created the
+machines or remains on this machine: addresses and interfaces exist only inside. Folders outside /tmp are shared by all.
 
 Needs root, and the programs of util-linux and iproute2.
 """
@@ -39,9 +39,9 @@ done
 shift
 mount --move /mnt /tmp
 """
-"""A /tmp of its own, in which the shared folders that are below it are where they were."""
+"""Mounts a private /tmp in which the shared folders keep their paths."""
 
-# Who asks a name server that is out of reach waits for seconds, also for names that /etc/hosts has.
+# A query to an unreachable name server takes seconds, even for names in /etc/hosts.
 _LOGIN_INIT = """
 set -e
 hosts=$1 address=$2; shift 2
@@ -70,7 +70,7 @@ exec "$@"
 
 
 def why_no_machines() -> str | None:
-    """Return why there can be no machines here; None if there can be."""
+    """Return why no machines can be created here; None if they can."""
     if os.geteuid() != 0:
         return "namespaces need root"
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
@@ -81,7 +81,7 @@ def why_no_machines() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A running one: its init, in this machine's numbers, and when that began."""
+    """A running machine: the outer process id of its init, and that process's start time."""
 
     init: int
     born: int
@@ -92,20 +92,20 @@ class Machine:
         return is_alive(self.init, self.born)
 
     def inside(self, *command: str) -> list[str]:
-        """Return the command line that runs a command on it."""
+        """Return the command line that runs `command` on the machine."""
         return ["nsenter", "-t", str(self.init), "-n", "-m", "-p", "-u", "--", *command]
 
     def processes(self) -> Iterator[int]:
-        """Yield all that runs on it, in this machine's numbers."""
+        """Yield the machine's processes by their outer process ids."""
         space = _space_of(self.init)
         return (pid for pid in pids() if space is not None and _space_of(pid) == space)
 
     def process(self, number: int) -> int | None:
-        """Return the number that a process of it has on this machine, where it is given its number there."""
+        """Return the outer process id of the machine's process `number`; None if there is none."""
         return next((pid for pid in self.processes() if _innermost_number(pid) == number), None)
 
     def power_off(self) -> None:
-        """End all that runs on it at once, without a word to anybody."""
+        """Kill all processes on the machine at once, without notice."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
         self.waiter.kill()
@@ -114,9 +114,9 @@ class Machine:
 
 
 class Machines:
-    """`ctl`, and nodes that are switched on and off by name; they run what `programs` says until they are off.
+    """`ctl`, and nodes that are switched on and off by name; each runs its program until it is off.
 
-    `shared` are the folders below /tmp that all have in common.
+    `shared` are the folders below /tmp that all machines share.
     """
 
     def __init__(self, names: Sequence[str], *, shared: Sequence[Path], hosts: Path) -> None:
@@ -132,7 +132,7 @@ class Machines:
         return self._on[name]
 
     def switch_on_login(self, *program: str, environ: Mapping[str, str], log: Path) -> None:
-        """Make the network, and the machine from which jobs are submitted."""
+        """Create the network and the machine from which jobs are submitted."""
         init = ("sh", "-c", _LOGIN_INIT, "sh", str(self._hosts), self.addresses[LOGIN], *program)
         self._on[LOGIN] = _started(["unshare", *_NAMESPACES, *init], 1, environ, log)
 
@@ -160,7 +160,7 @@ class Machines:
         self._ip("link", "set", _cable(name), "up" if is_in else "down")
 
     def freeze(self, name: str) -> None:
-        """Stop all that runs on a node, as a hypervisor that suspends it does; also what is being started meanwhile."""
+        """Stop all processes of a node, as a hypervisor's suspend does, including those just starting."""
 
         def is_frozen() -> bool:
             self._signal(name, signal.SIGSTOP)
@@ -173,7 +173,7 @@ class Machines:
         self._signal(name, signal.SIGCONT)
 
     def close(self) -> None:
-        """Switch everything off: with `ctl` the kernel ends all that runs in it."""
+        """Switch everything off: the kernel ends all processes in `ctl`."""
         for name in (LOGIN, *self._on):
             if name in self._on:
                 self._on.pop(name).power_off()
@@ -191,7 +191,7 @@ class Machines:
 
 
 def eventually(is_so: Callable[[], object], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
-    """Wait until something is so; raises RunError if it is not in time."""
+    """Wait until `is_so` returns a true value; raises RunError on timeout."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
@@ -200,7 +200,7 @@ def eventually(is_so: Callable[[], object], what: str, timeout_s: float = START_
 
 
 def _started(command: list[str], depth: int, environ: Mapping[str, str], log: Path) -> Machine:
-    """Start a machine whose init is that many generations below the command's process."""
+    """Start a machine whose init is `depth` generations below the command's process."""
     with log.open("ab") as said:
         waiter = subprocess.Popen(
             bound_command(*command), stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=dict(environ)
@@ -211,7 +211,7 @@ def _started(command: list[str], depth: int, environ: Mapping[str, str], log: Pa
         found[:] = [waiter.pid]
         for _ in range(depth):
             found[:] = [child for parent in found for child in children_of(parent)]
-        # until it has its namespaces, it is a fork that is about to become one of the command's programs
+        # before it has its namespaces, it is a fork that has not executed its program yet
         return bool(found) and _space_of(found[0]) not in (None, _space_of(os.getpid()))
 
     try:
@@ -225,7 +225,7 @@ def _started(command: list[str], depth: int, environ: Mapping[str, str], log: Pa
 
 
 def _innermost_number(pid: int) -> int | None:
-    """Return a process's number in its own PID namespace; None if it is gone."""
+    """Return a process's id in its own PID namespace; None if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -234,7 +234,7 @@ def _innermost_number(pid: int) -> int | None:
 
 
 def _space_of(pid: int) -> str | None:
-    """Return what names a process's PID namespace; None if it is gone."""
+    """Return the identity of a process's PID namespace; None if it is gone."""
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115 - no path
     except OSError:
