@@ -1,8 +1,8 @@
-"""A real Slurm cluster: Debian's slurmctld and munged on the machine `ctl`, slurmd on the nodes, and their commands.
+"""A real Slurm cluster: Debian's slurmctld and munged on the machine `ctl`, slurmd on the nodes, and the commands.
 
-Everything is as on a cluster that many use, but quicker to notice: a node that is silent for some seconds is down, and
-a requeued job is looked at within seconds. Jobs of the partition `urgent` preempt those of `main`, which are signalled,
-have `GRACE_S` and are requeued.
+It is configured like a production cluster but with shorter timeouts: a node that is silent for some seconds is down,
+and requeued jobs are scheduled within seconds. Jobs of the partition `urgent` preempt those of `main`, which get a
+signal, have `GRACE_S` seconds, and are requeued.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from chaos.services.slurm.machines import LOGIN, Machines, eventually, why_no_ma
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "tini")
 PACKAGES = "slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins tini"
-"""What Debian calls them; with --no-install-recommends."""
+"""Debian package names; install with --no-install-recommends."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 GRACE_S, KILL_WAIT_S = 100, 100
-"""Seconds from a signal to the end of a preempted job, and from SIGTERM to SIGKILL of any other that has to end. Long,
-so that nobody is killed because a machine is busy."""
+"""Seconds from the signal to the end of a preempted job, and from SIGTERM to SIGKILL of any other job. Long, so that a
+busy machine causes no kills."""
 CPUS = 4
-"""Of a node, as Slurm sees it."""
+"""CPUs of a node, as configured in Slurm."""
 COMMAND_TIMEOUT_S = 300.0
 ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
 
@@ -91,7 +91,7 @@ class NoSlurmError(ChaosError):
 
 
 def why_no_slurm() -> str | None:
-    """Return why no cluster can be started here; None if one can be."""
+    """Return why no cluster can be started here; None if one can."""
     if missing := [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]:
         return f"no Slurm here, {', '.join(missing)} not found: apt-get install --no-install-recommends {PACKAGES}"
     return why_no_machines()
@@ -99,16 +99,16 @@ def why_no_slurm() -> str | None:
 
 @contextlib.contextmanager
 def folder_of_a_cluster() -> Iterator[Path]:
-    """Make a folder for a cluster, and delete it; its name is short, since Slurm has sockets in it."""
+    """Yield a new folder for a cluster and delete it afterwards; its name is short, as it holds Slurm's sockets."""
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 class SlurmCluster:
-    """`with SlurmCluster(folder, 3) as cluster: cluster.run("srun", "-N3", "hostname")`, on nodes n1, n2 and n3.
+    """A cluster: `with SlurmCluster(folder, 3) as cluster: cluster.run("srun", "-N3", "hostname")`, nodes n1 to n3.
 
-    `folder` is the cluster's own. What of `shared` is below /tmp is seen by all nodes, as `folder` is; all else there
-    is a node's own.
+    `folder` is the cluster's own. It and any folders of `shared` below /tmp are visible to all nodes; everything else
+    in /tmp is private to each node.
     """
 
     def __init__(self, folder: Path, num_nodes: int = 3, *, shared: Sequence[Path] = ()) -> None:
@@ -121,25 +121,25 @@ class SlurmCluster:
         self._environ["PATH"] = PATH
 
     def start(self) -> None:
-        """Start the cluster, and return once all nodes are idle; raises NoSlurmError where that cannot be."""
+        """Start the cluster and return once all nodes are idle; raises NoSlurmError if it cannot be started."""
         if why := why_no_slurm():
             raise NoSlurmError(why)
         self._write_files()
         program = ("sh", "-c", _LOGIN_PROGRAM, "sh", str(self.folder))
         self.machines.switch_on_login(*program, environ=self._environ, log=self._log(LOGIN))
-        # A node's files are those that the controller's machine has when it is switched on: slurm.conf has to be there.
+        # Booting a node copies the files of the controller's machine, so slurm.conf must exist before.
         eventually(lambda: bool(self._try("sinfo", "-h")), f"a controller that answers; {self.folder}/log says why")
         for name in self.nodes:
             self.boot(name)
         self.await_idle(len(self.nodes))
 
     def boot(self, name: str) -> None:
-        """Switch a node on; it is idle some time after."""
+        """Boot a node; it becomes idle some time later."""
         program = ("tini", "-s", "--", "slurmd", "-D", "-N", name)
         self.machines.switch_on(name, *program, environ=self._environ, log=self._log(name))
 
     def restore(self, name: str) -> None:
-        """Let a node be as it was at first, whatever was done to it; it is idle once its jobs have ended."""
+        """Restore a node to its initial state after any fault; it becomes idle once its jobs have ended."""
         if not self.machines.is_on(name):
             self.boot(name)
         self.machines.plug(name, is_in=True)
@@ -148,12 +148,12 @@ class SlurmCluster:
             self._try("scontrol", "update", f"nodename={name}", "state=resume")
 
     def await_idle(self, num_nodes: int) -> None:
-        """Return once so many nodes have nothing to do."""
+        """Wait until this many nodes are idle."""
         eventually(lambda: len(self._try("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")) >= num_nodes,
                    f"{num_nodes} idle nodes; {self.folder}/log says why")  # fmt: skip
 
     def run(self, *command: str, **environ: str) -> str:
-        """Run a command where jobs are submitted, and return what it prints; raises RunError if it fails."""
+        """Run a command on the login node and return its output; raises RunError if it fails."""
         done = self._run(command, environ)
         if done.returncode:
             raise RunError(f"{' '.join(command)}: exit code {done.returncode}: {done.stdout}{done.stderr}")
@@ -164,7 +164,7 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *arguments, **environ).strip().partition(";")[0]
 
     def begin(self, *command: str, log: Path, node: str = LOGIN, **environ: str) -> subprocess.Popen[bytes]:
-        """Begin a command on a machine, in the background."""
+        """Start a command on a machine in the background."""
         with log.open("ab") as said:
             return subprocess.Popen(
                 self.machines[node].inside(*command),
@@ -175,7 +175,7 @@ class SlurmCluster:
             )
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Return what `scontrol show job` says of a job; of an array's element, if `job_id` is like 7_2."""
+        """Return the fields of `scontrol show job` for a job, or for an array element such as 7_2."""
         shown = self.run("scontrol", "-o", "show", "job", job_id).splitlines()
         return dict(pair.split("=", 1) for pair in shown[-1].split() if "=" in pair)
 
@@ -184,7 +184,7 @@ class SlurmCluster:
         return self.job(job_id)["JobState"]
 
     def await_state(self, job_id: str, *states: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-        """Return a job's state once it is one of these; raises RunError if it ended otherwise, or takes too long."""
+        """Wait until a job has one of these states and return it; raises RunError if it ends otherwise or too late."""
         deadline = time.monotonic() + timeout_s
         while (state := self.state(job_id)) not in states:
             if state in ENDED or time.monotonic() > deadline:
@@ -219,7 +219,7 @@ class SlurmCluster:
         )
 
     def _try(self, *command: str) -> list[str]:
-        """Return the lines that a command prints; none while the controller does not answer yet."""
+        """Return the output lines of a command; empty while the controller does not answer yet."""
         done = self._run(command, {})
         return [] if done.returncode else done.stdout.split()
 
