@@ -1,4 +1,4 @@
-"""The report on a run: report.html, one self-contained page beside verdict.json."""
+"""The report on a run: report.html, a self-contained page next to verdict.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos.report.page import render
 
 
 def write(folder: Path, verdict: Verdict) -> Path:
-    """Write the page on a run's folder; return its path."""
+    """Write the page into a run's folder; return its path."""
     path = folder / REPORT
     path.write_text(render(verdict), encoding="utf-8")
     return path

@@ -1,7 +1,7 @@
-"""Which faults met which moments, and which never did: kinds by what the job was doing, failpoints by kinds.
+"""Coverage of faults: which kinds hit which phases of the job and which failpoints, and which never did.
 
-What the executor could have done is in its `scenario` line (`kinds`, and `points` with `point_kinds`); where that
-does not say, only what it did is known. What the job was doing follows from the histories' times.
+The possible kinds and points are in the executor's `scenario` line (`kinds`, `points`, `point_kinds`); without them,
+only the faults that happened are known. The phase follows from the times in the histories.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from chaos.report.reading import Reader, is_number
 from chaos.report.story import Story, Struck
 
 MOMENTS = ("before the first world", "forming", "restoring", "computing", "committing", "recovering")
-"""What a job does when a fault comes; `recovering`: between another fault and the next applied step."""
+"""Phases of a job at the time of a fault; `recovering` is from an earlier fault to the next applied step."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """How often each (row, column) was hit; `is_listed` says whether the evidence names all that could have been."""
+    """Number of faults by (row, column); `is_listed` is True if the evidence names all possible rows and columns."""
 
     rows: Sequence[str]
     columns: Sequence[str]
@@ -36,7 +36,7 @@ class Grid:
 
 
 def moments_grid(reader: Reader, story: Story) -> Grid:
-    """Return what the job was doing when each kind of fault came; faults at failpoints are in the other grid."""
+    """Return the faults by kind and phase of the job, except those at failpoints, which are in the other grid."""
     listed = _listed(reader, "kinds")
     during = {"committing": _commits(reader), "restoring": _restores(reader), "forming": _forms(reader)}
     during["recovering"] = [(fault.at, fault.until) for fault in story.faults if fault.cost]
@@ -48,8 +48,8 @@ def moments_grid(reader: Reader, story: Story) -> Grid:
 
 
 def points_grid(reader: Reader, story: Story) -> Grid:
-    """Return which kinds of fault came at which failpoint."""
-    is_script = bool(reader.of("script"))  # a user's script has none of our failpoints
+    """Return the faults by failpoint and kind."""
+    is_script = bool(reader.of("script"))  # a user's script has no failpoints
     points, kinds = ([], []) if is_script else (_listed(reader, "points"), _listed(reader, "point_kinds"))
     hits = Counter((fault.point, fault.kind) for fault in story.faults if fault.point)
     rows = dict.fromkeys([*points, *sorted(point for point, _ in hits)])
@@ -64,13 +64,13 @@ def _moment(fault: Struck, story: Story, during: dict[str, list[Interval]]) -> s
 
 
 def _is_inside(time: float, intervals: list[Interval]) -> bool:
-    """Say whether a time is within one of several disjoint intervals; a fault is not within its own recovery."""
+    """Return True if a time is within one of several disjoint intervals; a fault is not within its own recovery."""
     place = bisect_left(intervals, (time, time))
     return place > 0 and time <= intervals[place - 1][1]
 
 
 def _merged(intervals: list[Interval]) -> list[Interval]:
-    """Return the same times as disjoint intervals, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     merged: list[Interval] = []
     for lo, hi in sorted(intervals):
         if merged and lo <= merged[-1][1]:
@@ -93,11 +93,11 @@ def _restores(reader: Reader) -> list[Interval]:
 
 def _forms(reader: Reader) -> list[Interval]:
     lines = [line for line in reader.of("form") if is_number(line.get("sealed_at"))]
-    # The leader's clock, by which a world was sealed, may be ahead.
+    # `sealed_at` is from the leader's clock, which may be ahead.
     return [(min(float(str(line["sealed_at"])) - reader.began, reader.at(line)), reader.at(line)) for line in lines]
 
 
 def _listed(reader: Reader, key: str) -> list[str]:
-    """Return a list that the executor's first line holds; none if it does not."""
+    """Return a list from the executor's first line; empty if it has none."""
     value = next((line.get(key) for line in reader.of("scenario")), None)
     return [str(item) for item in value] if isinstance(value, list) else []

@@ -1,7 +1,7 @@
-"""Which processes trained when: a lane for each node, in it a span for every process in every term's world.
+"""Training times of processes: one lane per node, with a span for each process in each term's world.
 
-On which node a process ran is recorded by the executor (`node` lines), or by a fault that hit it there. Processes
-without either share slots: each goes into the first that is free when it comes.
+The node of a process is recorded by the executor (`node` lines) or by a fault that hit it. Processes without a known
+node share slots: each gets the first slot that is free at its start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ON_ITS_NODE = ("_worker", "_node")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A process's time in one term's world, in seconds, from where it had formed to its last line."""
+    """A process's time in one term's world, in seconds, from its formation to the process's last line."""
 
     lo: float
     hi: float
@@ -29,7 +29,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One node's processes, or a slot; `tracks` are its spans, those of each track one after another."""
+    """The processes of one node or slot; each of `tracks` has spans that do not overlap."""
 
     name: str
     node: int | None
@@ -55,7 +55,7 @@ def lanes_of(reader: Reader) -> list[Lane]:
 
 
 def _pack(spans: list[Span]) -> list[list[Span]]:
-    """Put each process into the first track that is free when it comes, so that processes that follow share one."""
+    """Assign each process to the first track that is free at its start, so that successive processes share one."""
     per_pid: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         per_pid[span.pid].append(span)
@@ -70,14 +70,14 @@ def _pack(spans: list[Span]) -> list[list[Span]]:
 
 
 def _nodes(reader: Reader) -> dict[int, int]:
-    """Return the node of every process for which one is recorded."""
+    """Return the recorded nodes by process id."""
     hits = [line for line in reader.of("fault") if str(line.get("kind")).endswith(_ON_ITS_NODE)]
     placed = [*(line for line in hits if is_whole(line.get("node"))), *reader.of("node", "node")]
     return {pid: whole(line, "node") for line in placed for pid in pids_of(line)}
 
 
 def _last_seen(reader: Reader) -> dict[tuple[int, int, int], float]:
-    """Return the last time of each (term, rank, process): a history's lines after a `form` are of its process."""
+    """Return the last time of each (term, rank, process id); lines after a `form` line belong to its process."""
     seen: dict[tuple[int, int, int], float] = {}
     for process in reader.run.processes:
         pid = -1

@@ -1,7 +1,7 @@
-"""The page: every figure and table of a run's report in one HTML file that needs nothing but itself.
+"""Render all figures and tables of a run's report as one self-contained HTML page.
 
-A pure function of the verdict and the evidence that it was reached on: no clock, no network, no script. A figure whose
-evidence is torn says so in its place; the rest of the page stands.
+A pure function of the verdict and its evidence: no clock, network or script. A figure with torn evidence shows the
+reason in its place; the rest of the page is unaffected.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from elastic_train.drawing.page import Drawn, Fact, draw, fill
 
 _HERE = Path(__file__).parent
 MOST_FAULTS = 500
-"""Faults that the page lists one by one."""
+"""Number of faults that the page lists individually."""
 
 
 def render(verdict: Verdict) -> str:
@@ -88,7 +88,7 @@ def render(verdict: Verdict) -> str:
 
 
 def demand(finding: Finding, is_of_script: bool = False) -> str:
-    """Return what an invariant demands: the first sentence of its check's description."""
+    """Return an invariant's requirement: the first sentence of its check's description."""
     checks: dict[str, Callable[..., str]] = {
         **INVARIANTS,
         **COMPARED,

@@ -1,4 +1,4 @@
-"""Lines of a history that have what is asked of them; the rest is counted and left out, so a torn run can be drawn."""
+"""Read history lines that have the required fields; other lines are counted and skipped, so torn runs can be drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos.judge.evidence.run_files import Evidence, Line
 
 
 class Reader:
-    """Gives out lines whose time is finite and whose `keys` hold whole numbers; `num_left_out` counts the rest."""
+    """Yields lines with a finite time and integers for `keys`; `num_left_out` counts the others."""
 
     def __init__(self, run: Evidence) -> None:
         self.run = run
@@ -29,7 +29,7 @@ class Reader:
         return len(self._left_out)
 
     def of(self, op: str, *keys: str) -> list[Line]:
-        """Return an operation's lines in the order of their times."""
+        """Return an operation's lines in order of time."""
         sound = []
         for line in self._by_op[op]:
             if all(is_whole(line.get(key)) for key in keys):
@@ -39,28 +39,28 @@ class Reader:
         return sorted(sound, key=time_of)
 
     def at(self, line: Line) -> float:
-        """Return a line's time, in seconds since the run began."""
+        """Return a line's time in seconds since the run began."""
         return time_of(line) - self.began
 
 
 def is_number(value: object) -> bool:
-    """Say whether it is a finite number."""
+    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: object) -> bool:
-    """Say whether it is an integer."""
+    """Return True for an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def time_of(line: Line) -> float:
-    """Return the time of a line that has one, in unix seconds."""
+    """Return a line's time in unix seconds."""
     time = line["t"]
     assert isinstance(time, int | float), "only called for lines with a time"
     return time
 
 
 def pids_of(line: Line) -> list[int]:
-    """Return the processes that a line names."""
+    """Return the process ids in a line."""
     pids = line.get("pids")
     return [pid for pid in pids if isinstance(pid, int)] if isinstance(pids, list) else []

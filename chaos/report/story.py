@@ -1,6 +1,6 @@
-"""The story of a run, as its report draws it: what was applied and given up, what was published, what faults cost.
+"""The story of a run for its report: steps applied and rolled back, commits published, and the cost of faults.
 
-Everything is read from evidence and from the verdict on it; times are seconds since the run's first line.
+Everything is read from the evidence and the verdict; times are seconds since the run's first line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chaos.report.reading import Reader, is_number, time_of
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A step's first line in its term; its loss may be NaN."""
+    """A step's first line in its term; the loss may be NaN."""
 
     at: float
     step: int
@@ -29,7 +29,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What one term applied: steps (lo, hi]; those in (cut, hi] were given up by a later term."""
+    """The steps (lo, hi] that one term applied; a later term rolled back (cut, hi]."""
 
     term: int
     world: int
@@ -42,7 +42,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A commit: when, of which step, and whether the end of the run descends from it."""
+    """A commit: its time, its step, and if the final state descends from it."""
 
     at: float
     step: int
@@ -53,7 +53,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A fault: what was done, where, when, and what its recovery cost, if the run recovered from it."""
+    """A fault: kind, place and time, and the cost of its recovery if the run recovered."""
 
     at: float
     kind: str
@@ -74,7 +74,7 @@ class Struck:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """All of it; `began` in unix seconds."""
+    """The whole story; `began` is in unix seconds."""
 
     began: float
     until: float
@@ -91,7 +91,7 @@ class Story:
 
 
 def story_of(reader: Reader, recoveries: Sequence[Recovery] = ()) -> Story:
-    """Tell a run's story, whatever its histories lack."""
+    """Build a run's story, even from incomplete histories."""
     branches = _branches(reader)
     faults = _faults(reader, recoveries)
     lanes, commits = lanes_of(reader), _commits(reader, branches)
@@ -121,9 +121,9 @@ def _branches(reader: Reader) -> list[Branch]:
 
 
 def _kept(run: Evidence) -> dict[int, int] | None:
-    """Return the last step of each term in the lineage that the last term continues, as the judge follows it.
+    """Return the last step of each term in the lineage that the last term continues, by the judge's rules.
 
-    None if the histories are too torn for that: then each term is taken to cut off what comes after its first step.
+    None if the histories are too torn: then each term is assumed to roll back everything after its first step.
     """
     try:
         last = max(restored_at(run), default=None)

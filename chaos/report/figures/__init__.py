@@ -1,1 +1,1 @@
-"""One figure a room: each a function from a story, or from evidence, to SVG."""
+"""Figures of the report, one per module: functions from a story, or from evidence, to SVG."""

@@ -1,4 +1,4 @@
-"""What faults cost, kind by kind: a dot for every recovery, along the seconds to the next applied step."""
+"""The cost of faults by kind: one dot per recovery, at the seconds to the next applied step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TICKS = [factor * 10.0**power for power in range(-3, 6) for factor in (1, 2, 5)
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one kind of fault cost: how many there were, how many were recovered from, quantiles of RTO and RPO."""
+    """The cost of one kind of fault: numbers of faults and recoveries, quantiles of RTO and RPO."""
 
     kind: str
     num_faults: int
@@ -26,17 +26,17 @@ class Price:
     rpo_steps: list[int]
 
     def rto(self, quantile: float) -> float | None:
-        """Return an observed RTO, the nearest rank's; None if nothing was recovered from."""
+        """Return a quantile of the observed RTOs, by nearest rank; None without recoveries."""
         return self.rto_s[math.ceil(quantile * len(self.rto_s)) - 1] if self.rto_s else None
 
     @property
     def rpo(self) -> int | None:
-        """The largest RPO; None if nothing was recovered from."""
+        """The largest RPO; None without recoveries."""
         return max(self.rpo_steps, default=None)
 
 
 def prices(story: Story) -> list[Price]:
-    """Return what each kind cost, sorted by name; lists are sorted."""
+    """Return the cost of each kind, sorted by name; lists are sorted."""
     groups = defaultdict(list)
     for fault in story.faults:
         groups[f"{fault.kind}@{fault.point}" if fault.point else fault.kind].append(fault)
@@ -49,7 +49,7 @@ def prices(story: Story) -> list[Price]:
 
 
 def costs_figure(story: Story) -> Markup:
-    """Draw a row for each kind, a dot for each recovery, a bar at the median; the axis is logarithmic."""
+    """Draw a row per kind, a dot per recovery and a bar at the median, on a logarithmic axis."""
     rows = [price for price in prices(story) if price.rto_s]
     if not rows:
         raise ValueError("no fault was recovered from")
@@ -70,7 +70,7 @@ def costs_figure(story: Story) -> Markup:
 
 
 def _row(price: Price, axis: Axis, y: float) -> list[Markup]:
-    """Draw one kind; recoveries that took about as long share a dot."""
+    """Draw one kind; recoveries of similar duration share a dot."""
     together: dict[int, list[float]] = defaultdict(list)
     for rto in price.rto_s:
         together[int(_along(axis, rto) / _APART)].append(rto)

@@ -1,7 +1,7 @@
-"""Coverage strips: how often every place of every epoch was applied, and, with a witness, every sample.
+"""Coverage strips: how often each position of each epoch was applied and, with a witness, each sample.
 
-A strip is cut into cells; a cell shows the least and the most that any place in it was applied, so that a single
-repeat or gap among millions is seen.
+A strip consists of cells. A cell shows the minimum and the maximum over its positions, so that a single repeat or gap
+among millions is visible.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TOP, _ROW, _HEIGHT = 16.0, 22.0, 14.0
 _CELLS, _MOST_EPOCHS = 326, 16
 
 Row = tuple[str, npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[int, int]]
-"""A strip's name, the least and the most of each cell, and the range of counts that is right."""
+"""A strip's name, minimum and maximum of each cell, and the range of correct counts."""
 
 
 def coverage_figure(run: Evidence) -> Markup:
-    """Draw a strip for each epoch (or for several, if there are many), and one for the witness."""
+    """Draw one strip per epoch (or per group of epochs, if there are many), and one for the witness."""
     rows, along = list(_epochs(run)), "% of the epoch, in the order of its steps"
     if is_script(run):
         along = "% of the dataset, in the order of its rows"
@@ -79,7 +79,7 @@ def _strip(row: Row, top: float) -> list[Markup]:
         kind = "covered" if right[0] <= low and high <= right[1] else "missing" if low < right[0] else "repeated"
         times = f"{low}" if low == high else f"{low} to {high}"
         share = f"{100 * lo / len(least):.1f} to {100 * hi / len(least):.1f} %"
-        # A wrong cell is wide enough to be seen.
+        # A wrong cell is wide enough to be visible.
         end = max(axis(hi), axis(lo) + (0.0 if kind == "covered" else 4.0))
         box = ((axis(lo), top), (min(end, RIGHT), top + _HEIGHT))
         parts.append(rect(*box, f"{name}, {share}: each applied {times} times", class_=kind))

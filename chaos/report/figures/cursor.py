@@ -1,7 +1,7 @@
-"""The cursor over time: the step that each term has applied, commits on it, and what each fault cost.
+"""The cursor over time: the steps applied by each term, the commits, and the cost of each fault.
 
-A fault's price is a rectangle: as wide as its RTO (seconds to the next applied step), as high as its RPO (applied steps
-that the next world gave up and computed again).
+A fault's cost is a rectangle: its width is the RTO (seconds to the next applied step), its height the RPO (applied
+steps that the next world rolled back and recomputed).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _TOP, _BOTTOM = 30.0, 310.0
 _LABELLED = 12
 _APART = 4
 _LETTER = 7.0
-"""About how wide a letter is."""
+"""Approximate width of a letter."""
 
 
 def cursor_figure(story: Story) -> Markup:
-    """Draw steps against seconds."""
+    """Draw steps over seconds."""
     axis, unit = time_axis(story.until)
     unit_s, height = seconds_in(unit), Axis(0.0, float(story.furthest), _BOTTOM, _TOP, apart=1.0)
     restored = {branch.term: branch.lo for branch in story.branches}
@@ -67,7 +67,7 @@ def cursor_figure(story: Story) -> Markup:
 
 
 def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Stroke]:
-    """Draw what was kept in the term's colour, and what was given up after it."""
+    """Draw kept steps in the term's colour, and then the rolled-back ones."""
     began = (branch.formed_at, branch.lo)
     places = [began, *((applied.at, applied.step) for applied in branch.steps)]
     points = [(axis(time / unit_s), height(step), step) for time, step in places]
@@ -82,12 +82,12 @@ def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Str
 
 
 def _visible(points: list[Point]) -> list[Point]:
-    """Return a curve that can be seen though it may have one point only."""
+    """Return a curve that is visible even if it has only one point."""
     return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
 
 
 def _prices(story: Story, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
-    """Draw every recovery's rectangle: RTO wide, RPO high."""
+    """Draw each recovery as a rectangle, RTO wide and RPO high."""
     drawn: list[tuple[Point, Point, Struck, Recovery]] = []
     for fault in story.faults:
         if fault.cost is not None and fault.cost.term in restored:
@@ -117,7 +117,7 @@ def _say(cost: Recovery) -> str:
 
 
 def _commits(story: Story, axis: Axis, unit_s: float, height: Axis) -> list[Markup]:
-    """Draw commits as dots, hollow where nothing at the end descends from them; those that touch share a dot."""
+    """Draw commits as dots, hollow if the final state does not descend from them; touching commits share a dot."""
     together: dict[tuple[bool, int, int], list[str]] = defaultdict(list)
     places: dict[tuple[bool, int, int], Point] = {}
     for commit in story.commits:

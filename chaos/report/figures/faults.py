@@ -1,6 +1,6 @@
-"""Faults over time, as every figure with a time axis shows them: a band from the fault to the next applied step.
+"""Faults in every figure with a time axis: a band from each fault to the next applied step.
 
-Faults closer than two units of width share a band, which says how many they are: a long run stays small.
+Faults closer than two units of width share a band, whose title has their number, so that long runs stay small.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LABELLED, _NAME_ROWS = 24, 3
 
 
 def bands(faults: Sequence[Struck], axis: Axis, unit_s: float, top: float, bottom: float) -> list[Markup]:
-    """Return a band for every fault."""
+    """Return the bands of all faults."""
     together: dict[int, list[Struck]] = defaultdict(list)
     for fault in faults:
         together[int(axis(fault.at / unit_s) / 2)].append(fault)
@@ -31,7 +31,7 @@ def bands(faults: Sequence[Struck], axis: Axis, unit_s: float, top: float, botto
 
 
 def marks(faults: Sequence[Struck], axis: Axis, unit_s: float, y: float) -> list[Markup]:
-    """Return a pointer for every fault, with its kind beside it where there is room."""
+    """Return a pointer for every fault, labelled with its kind where there is room."""
     parts: list[Markup] = []
     ordered = sorted(faults, key=lambda fault: fault.at)
     free = [0.0] * _NAME_ROWS
@@ -48,14 +48,14 @@ def marks(faults: Sequence[Struck], axis: Axis, unit_s: float, y: float) -> list
 
 
 def say(group: Sequence[Struck]) -> str:
-    """Say what faults were, and what each cost."""
+    """Describe faults, with the cost of each."""
     described = [describe(fault) for fault in group[:_MOST_NAMED]]
     more = [f"and {len(group) - _MOST_NAMED} more"] if len(group) > _MOST_NAMED else []
     return "\n".join([*described, *more])
 
 
 def describe(fault: Struck) -> str:
-    """Say what a fault was, and what it cost."""
+    """Describe a fault and its cost."""
     when = f"{fault.at:.1f} s" + (f", step {fault.step}" if fault.step is not None else "")
     if fault.cost is None:
         return f"{fault.name} ({when}): no newer world has applied a step after it"

@@ -1,4 +1,4 @@
-"""Which nodes trained when: a row each, coloured by term; many nodes share rows, in which colour fades with fewer."""
+"""The training time of each node, one row each, coloured by term; many nodes share rows, shaded by their fraction."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _STRIP, _STRIP_ROWS, _MOST_HIGH, _COLUMNS = 288.0, 96, 14.0, 490
 _LEVELS = 4
 
 Cell = tuple[int, int]
-"""A term, and how many of the processes train in it, from 1 to _LEVELS."""
+"""A term, and the fraction of processes that train in it, as a level from 1 to _LEVELS."""
 
 
 def is_strip(story: Story) -> bool:
-    """Say whether there are too many lanes, or too many spans in them, to draw each by itself."""
+    """Return True if there are too many lanes, or spans in them, to draw each separately."""
     return len(story.lanes) > _MOST_ROWS or sum(len(lane.spans) for lane in story.lanes) > _MOST_SPANS
 
 
 def lanes_figure(story: Story) -> Markup:
-    """Draw every node's time in every term's world, and the faults."""
+    """Draw each node's time in each term's world, and the faults."""
     axis, unit = time_axis(story.until)
     unit_s = seconds_in(unit)
     if not is_strip(story):
@@ -127,7 +127,7 @@ def _strip(lanes: Sequence[Lane], axis: Axis, until: float) -> tuple[list[Markup
 
 
 def _cells(row: Sequence[Lane], until: float) -> list[Cell | None]:
-    """Return, for every column of time, the term in which most processes of a row train, and how large a part."""
+    """Return, per column of time, the term in which most processes of a row train, and their fraction as a level."""
     counts: dict[int, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(_COLUMNS, np.int64))
     for lane in row:
         for span in lane.spans:
@@ -142,7 +142,7 @@ def _cells(row: Sequence[Lane], until: float) -> list[Cell | None]:
 
 
 def _runs(cells: Sequence[Cell | None]) -> Iterator[tuple[Cell, int, int]]:
-    """Yield stretches [lo, hi) of equal cells."""
+    """Yield runs [lo, hi) of equal cells."""
     lo = 0
     for cell, group in groupby(cells):
         hi = lo + len(list(group))
@@ -152,7 +152,7 @@ def _runs(cells: Sequence[Cell | None]) -> Iterator[tuple[Cell, int, int]]:
 
 
 def _consecutive(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, how many) of each stretch of consecutive numbers."""
+    """Yield (first, length) of each run of consecutive numbers."""
     for _, group in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
         stretch = [number for _, number in group]
         yield stretch[0], len(stretch)

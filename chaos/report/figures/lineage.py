@@ -1,4 +1,4 @@
-"""The lineage: the steps that the end is made of, by the term that applied them, and the branches that died."""
+"""The lineage: the steps that led to the final state, by the term that applied them, and the discarded branches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _APART = 4
 
 
 def lineage_figure(story: Story) -> Markup:
-    """Draw the trunk from step 0 to the end, and below it what was applied and given up."""
+    """Draw the trunk from step 0 to the end, and below it the rolled-back branches."""
     axis = Axis(0.0, float(story.furthest), apart=1.0)
     dead = [branch for branch in story.branches if branch.hi > branch.cut]
     is_labelled = len(dead) <= _LABELLED
@@ -48,14 +48,14 @@ def _number(branch: Branch, axis: Axis) -> Markup:
 
 
 def _branch(branch: Branch, axis: Axis, y: float) -> Stroke:
-    """Draw what a term applied in vain, hanging from where the lineage left it."""
+    """Draw the rolled-back steps of a term, starting where they leave the lineage."""
     lo, hi = axis(branch.cut), max(axis(branch.hi), axis(branch.cut) + 3)
     drawn = f"M{num(lo)} {num(_TOP + _BAR)}V{num(y)}H{num(hi)}"
     return Stroke("dead-branch", drawn, f"{_say(branch)}, {branch.cut + 1} to {branch.hi}")
 
 
 def _label(branch: Branch, axis: Axis, y: float) -> Markup:
-    """Write beside a branch, or, where the figure ends, over it."""
+    """Draw a branch's label next to it or, at the figure's edge, above it."""
     what, end = _say(branch), max(axis(branch.hi), axis(branch.cut) + 3)
     if end + 7.0 * len(what) <= RIGHT:
         return text(end + 6, y + 4, what, class_="faint halo")
@@ -68,7 +68,7 @@ def _say(branch: Branch) -> str:
 
 
 def _pack(dead: list[Branch], axis: Axis, apart: float) -> dict[int, int]:
-    """Give every dead branch a row in which it touches no other, label and all; the last takes the rest."""
+    """Assign each discarded branch a row where it overlaps no other, including labels; the last row takes the rest."""
     ends: list[float] = []
     rows: dict[int, int] = {}
     for branch in dead:

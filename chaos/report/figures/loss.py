@@ -1,4 +1,4 @@
-"""The loss of the faulted run's lineage over that of the run without faults, and where the two differ."""
+"""The loss of the faulted run's lineage compared with the fault-free run, and the steps where they differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_MARKS = 300
 
 
 def loss_figure(story: Story, reference: Story | None) -> Markup:
-    """Draw the losses of kept and of given-up steps, over the reference's."""
+    """Draw the losses of kept and rolled-back steps over those of the reference."""
     kept, gone = losses_of(story), _given_up(story)
     expected = losses_of(reference) if reference else {}
     shown = [loss for losses in (kept, expected) for loss in losses.values() if math.isfinite(loss)]
@@ -35,7 +35,7 @@ def loss_figure(story: Story, reference: Story | None) -> Markup:
 
 
 def losses_of(story: Story) -> dict[int, float]:
-    """Return the loss of every step of the lineage that a history has."""
+    """Return the loss of each step of the lineage that a history records."""
     return {
         applied.step: applied.loss
         for branch in story.branches
@@ -45,7 +45,7 @@ def losses_of(story: Story) -> dict[int, float]:
 
 
 def compared(story: Story, reference: Story | None) -> str:
-    """Say in how many steps the losses differ."""
+    """Describe the number of steps whose losses differ."""
     if reference is None:
         return "There is no run without faults to compare with"
     kept, expected = losses_of(story), losses_of(reference)
@@ -63,7 +63,7 @@ def _given_up(story: Story) -> list[dict[int, float]]:
 
 
 def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
-    """Draw a curve, broken where a loss is not a number."""
+    """Draw a curve, interrupted where a loss is not a number."""
     parts = []
     for is_finite, group in groupby(losses.items(), key=lambda item: math.isfinite(item[1])):
         points: list[Point] = [(axis(step), height(loss)) for step, loss in group] if is_finite else []
