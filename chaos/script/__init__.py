@@ -1,1 +1,1 @@
-"""Scripts of others: any torchrun command as a job to break, watched from outside, judged by what its hook logs."""
+"""Test a user's own torchrun command under faults: watched from outside, judged by the log of a hook."""

@@ -1,8 +1,8 @@
-"""The nodes of a user's torchrun command: several agents on this machine, one command line for all of them.
+"""The nodes of a user's torchrun command: several agents on this machine with the same command line.
 
-What a node needs to know (how many there are, where they meet) reaches torchrun by its own environment variables
-PET_<OPTION>, which it takes for options that the command line leaves out: a command needs no placeholder, and what it
-says itself is left alone. `{dir}` stands for a folder of the run's own.
+Node settings (number of nodes, rendezvous) are passed in torchrun's environment variables PET_<OPTION>, which apply to
+options that the command line omits. So a command needs no placeholders, and its own options are kept. `{dir}` stands
+for a private folder of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.etcd.server import free_ports
 
 SPOOL = "ids"
-"""Where the hook of every process writes, below a run's folder."""
+"""Folder below a run's folder in which the hook of each process writes."""
 _BACKEND = re.compile(r"--rdzv[-_]backend[= ]+(\S+)")
 _ENDPOINT = re.compile(r"--rdzv[-_]endpoint\b|--master[-_]addr\b")
 _STANDALONE = re.compile(r"--standalone\b")
@@ -43,20 +43,20 @@ def check(command: str) -> None:
 
 
 def uses_etcd(command: str) -> bool:
-    """Say whether a command meets by `--rdzv-backend=etcd`, at an etcd that is not its own."""
+    """Return True if a command uses `--rdzv-backend=etcd` without its own endpoint."""
     return _meets_by_etcd(command) and not _ENDPOINT.search(command)
 
 
 def _meets_by_etcd(command: str) -> bool:
-    """Say whether a command meets by our rendezvous, whichever etcd that is."""
+    """Return True if a command uses our rendezvous, on any etcd."""
     backend = _BACKEND.search(command)
     return backend is not None and backend[1] == "etcd"
 
 
 def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surroundings) -> list[Node]:
-    """Describe the nodes, each the same command; logs, spool and `{dir}` are below `folder`, which is made.
+    """Describe the nodes, all with the same command; creates `folder`, which holds logs, spool and `{dir}`.
 
-    They meet at the etcd around them or, under c10d, at a free port, which the first of them opens.
+    Their rendezvous is the scenario's etcd or, with c10d, a free port that the first node opens.
     """
     (folder / SPOOL).mkdir(parents=True, exist_ok=True)
     (folder / "dir").mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
         if around.cable is not None:
             is_inside = number == shape.count - 1
             own["PET_LOCAL_ADDR"] = around.cable.address("inside" if is_inside else "nodes")
-            if not _meets_by_etcd(command):  # torchrun by itself leaves gloo to bind what the machine's name means
+            if not _meets_by_etcd(command):  # by default, torchrun lets gloo bind the host name's address
                 own["GLOO_SOCKET_IFNAME"] = around.cable.inside if is_inside else around.cable.outside
         placed = around.command(number, shape.count, line)
         described.append(Node(number, placed, folder / f"node-{number}.log", own))
@@ -82,7 +82,7 @@ def nodes_of(command: str, shape: Nodes, folder: Path, run_id: str, around: Surr
 
 
 def _environ(outer: Mapping[str, str], shape: Nodes, run_id: str) -> dict[str, str]:
-    """Return the environment of every node; the programs beside this Python come last on the path."""
+    """Return the environment shared by all nodes; the folder of this Python comes last on PATH."""
     environ = clean_environ(outer)
     beside = os.path.dirname(sys.executable)  # noqa: PTH120 - a venv's python is a link that must not be followed
     return {

@@ -1,6 +1,6 @@
-"""Runs a user's command with a scenario's faults, then without, and has the two runs judged.
+"""Run a user's command with a scenario's faults and without, and have both runs judged.
 
-The job is driven by the executor of our own runs; `watch` makes it look like one of them.
+The same executor as for our own runs drives the job; `watch` writes its histories in our format.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Say = Callable[[str], None]
 def execute(command: str, scenario: Scenario, seed: int, folder: Path, *, replay: str, say: Say) -> Verdict:
     """Run a command with the scenario's faults and, separately, without; write and return the verdict.
 
-    A job that does not come to its end is a finding here, and no error: it is not ours. Raises ScenarioError for a
-    command or a scenario that cannot be used.
+    A job that does not finish is a finding, not an error, as it is the user's. Raises ScenarioError for an unusable
+    command or scenario.
     """
     check(command)
     due = _settle(scenario, seed, uses_etcd(command))
@@ -61,7 +61,7 @@ def _settle(scenario: Scenario, seed: int, has_etcd: bool) -> list[Due]:
 
 
 def _unfit(kind: str, has_etcd: bool) -> str | None:
-    """Say why a kind cannot happen to a user's script; None if it can."""
+    """Return why a kind of fault cannot be applied to a user's script; None if it can."""
     if kind in BY_TASKS:
         return f"{kind} is for our own trainer: a task of chaos.tasks does it"
     if KINDS[kind].aim in ("point", "storage", "tracker", "data") or kind in ("start_twin", "readonly_dir"):

@@ -1,9 +1,10 @@
-"""Watches a job whose script knows nothing of us, and writes its histories in the format of our own.
+"""Watch a job whose script does not use our package, and write its histories in our format.
 
-A worker is a process to which torchrun has given a rank. Workers that share a world's size and store, and no rank, are
-one world: restarts start all of them again, so a rank that is taken, or a member that has died, begins the next; worlds
-are numbered as they come.
-What the hook has logged becomes steps; a world is taken to have continued from below the first step that it applied.
+A worker is a process with a rank from torchrun. Workers with the same world size and store, and distinct ranks, form
+one world. Restarts start all workers anew, so a duplicate rank or a dead member starts the next world; worlds are
+numbered in order.
+
+Lines of the hook become steps. A world is assumed to have resumed just below its first applied step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from chaos.services.torchrun_node import Node
 from rendezvous.process_table import environ_of, is_alive, stat_of
 
 SCAN_EVERY_S = 0.2
-"""Workers live much longer: a scan reads /proc of every process on the machine."""
+"""Workers live much longer than this; each scan reads /proc of every process on the machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that torchrun has started: where, as which rank of how many, and when (unix seconds)."""
+    """A process started by torchrun: its node, rank, world size and start time (unix seconds)."""
 
     pid: int
     node: int
@@ -40,7 +41,7 @@ class Worker:
 
 @dataclass(slots=True)
 class World:
-    """Workers that train together; `begun_at` is the step that it continued from, None before it has applied one."""
+    """Workers that train together; `begun_at` is the step they resumed from, None before the first applied step."""
 
     term: int
     size: int
@@ -50,13 +51,13 @@ class World:
     reached: int = 0
 
     def takes(self, worker: Worker) -> bool:
-        """Say whether a new worker is of this world: a place is free, and no worker of it has died meanwhile."""
+        """Return True if a new worker belongs to this world: its rank is free, and all workers are still alive."""
         is_alike = (worker.world, worker.store) == (self.size, self.store) and worker.rank not in self.workers
         return is_alike and all(is_alive(other.pid) for other in self.workers.values())
 
 
 class Watcher:
-    """Turns what is seen of a job's processes, and what their hooks have logged, into lines of history."""
+    """Converts the observed processes of a job and the lines of their hooks into history lines."""
 
     def __init__(self, folder: Path, nodes: Sequence[Node], command: str) -> None:
         self._folder, self._nodes = folder, nodes
@@ -69,7 +70,7 @@ class Watcher:
         self._append("script.jsonl", {"op": "script", "t": time.time(), "command": command})
 
     def look(self, _: Followed) -> None:
-        """Take in what happened since the last look; processes are looked for every SCAN_EVERY_S."""
+        """Process the events since the last call; scans for processes every SCAN_EVERY_S."""
         if time.monotonic() >= self._scan_at:
             for worker in sorted(self._new_workers(), key=lambda worker: worker.started_at):
                 self._place(worker)
@@ -77,7 +78,7 @@ class Watcher:
         self._take_lines()
 
     def finish(self) -> None:
-        """Write how the job ended: the ends of workers whose agent ended well, and the result."""
+        """Write the job's result, and the ends of workers whose agent exited with 0."""
         self._take_lines()
         good = {node.number for node in self._nodes if node.code == 0}
         for world in self._worlds[-1:]:
@@ -116,7 +117,7 @@ class Watcher:
             self._take(line, int(path.stem))
 
     def _take(self, line: Line, pid: int) -> None:
-        """Write a step that a hook has logged, and before a world's first what it continued from."""
+        """Write a step logged by a hook, preceded by a restore line if it is the world's first."""
         world, worker = self._placed[pid]
         step, epoch, at = int(str(line["step"])), line["epoch"], float(str(line["t"]))
         if world.begun_at is None:
@@ -132,7 +133,7 @@ class Watcher:
         self._write(world, worker, "step", at, step=step, epoch=epoch, world=world.size, **what)
 
     def _new_lines(self) -> Iterator[tuple[Line, Path]]:
-        """Yield whole lines of processes that have a place; a torn last one is left for the next look, or for ever."""
+        """Yield the complete lines of known workers; an incomplete last line is left for the next call."""
         for path in (self._folder / SPOOL).glob("*.jsonl"):
             if int(path.stem) not in self._placed:
                 continue
@@ -155,17 +156,17 @@ class Watcher:
 
 
 def worker_of(pid: int, node: int) -> Worker | None:
-    """Return what a process is, if torchrun has given it a rank; its own children, data loaders say, inherit that."""
+    """Return the worker with this process id; None without its own rank: data loaders inherit their parent's."""
     environ, stat = environ_of(pid), stat_of(pid)
     is_ranked = environ.keys() >= {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"}
     if stat is None or not is_ranked or "RANK" in environ_of(stat.parent):
         return None
-    # The tick that it was started in is over: rounded down, a process would be older than the fault that it came after.
+    # Rounded up to the next tick: rounded down, a process could seem older than the fault that it followed.
     started_at = booted_at() + (stat.born + 1) / os.sysconf("SC_CLK_TCK")
     store = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
     return Worker(pid, node, int(environ["RANK"]), int(environ["WORLD_SIZE"]), store, started_at)
 
 
 def booted_at() -> float:
-    """Return when this machine was booted, in unix seconds; a pause between the two clocks only makes it too early."""
+    """Return the boot time in unix seconds; a delay between reading the two clocks only makes it too early."""
     return max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(10))
