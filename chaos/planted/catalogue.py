@@ -1,7 +1,7 @@
-"""Planted bugs: what went wrong, the traces that it leaves in a run's files, and the invariant that must break.
+"""Planted bugs: the cause, the traces in a run's files, and the invariant that must be violated.
 
-A checker that has never failed has proved nothing. Planting an entry of `PLANTED` in a copy of a good run and judging
-the copy must give the named invariant the named truth; every invariant has at least one entry.
+A checker that has never failed proves nothing. Planting an entry of `PLANTED` in a copy of a good run and judging the
+copy must give the named invariant the named verdict; every invariant has at least one entry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chaos.planted import (
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A bug: what went wrong, how to leave its traces in a run's folder, and what the judge must say."""
+    """A bug: its cause, the function that leaves its traces in a run's folder, and the expected verdict."""
 
     name: str
     bug: str

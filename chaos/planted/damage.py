@@ -1,6 +1,6 @@
-"""Damage to a good recorded run, as bugs in the product would leave it: what `chaos.planted.catalogue` plants.
+"""Damage a good recorded run as bugs in the product would; used by `chaos.planted.catalogue`.
 
-Every function changes the files of one run's folder.
+Every function changes the files in one run's folder.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _HOURS_S = 36_000.0
 
 
 def _edit_step(folder: Path, change: Change) -> None:
-    """Change all ranks' lines of one step of the lineage, in the last term."""
+    """Change all ranks' lines of one step of the lineage in the last term."""
     run = collect(folder)
     last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: change(line) if _is_step(line, last, chosen) else line)
 
 
 def _later_step(run: Evidence) -> int:
-    """Return a step that the last term applied: not its first, and not an epoch's."""
+    """Return a step of the last term that is neither its first nor an epoch's first."""
     first = whole(restored_at(run)[later_term(run)], "step") + 1
     return next(step for step in (first + 1, first + 2) if (step - 1) % shape_of(run).steps_per_epoch)
 
@@ -61,19 +61,19 @@ def repeat(folder: Path) -> None:
 
 
 def skip(folder: Path) -> None:
-    """No rank has applied a step of the lineage."""
+    """A step of the lineage was applied by no rank."""
     _edit_step(folder, lambda _: None)
 
 
 def fetched_cursor(folder: Path) -> None:
-    """After a restore every offset is ahead by what was prefetched."""
+    """After a restore, all offsets are ahead by the prefetched samples."""
     run = collect(folder)
     last, shape = later_term(run), shape_of(run)
 
     def ahead(line: Line) -> Line:
         if line["op"] != "step" or line["term"] != last:
             return line
-        step = whole(line, "step")  # the next step's place
+        step = whole(line, "step")  # the position of the next step
         lo = step % shape.steps_per_epoch * shape.micro_batch
         return {**line, "epoch": step // shape.steps_per_epoch, "lo": lo, "hi": lo + shape.micro_batch}
 
@@ -87,17 +87,17 @@ def dropped_tail(folder: Path) -> None:
 
 
 def filtered_rows(folder: Path) -> None:
-    """A row was filtered at read time: a step holds one sample less."""
+    """A row was dropped at read time: a step has one sample less."""
     _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
 
 
 def unlisted_hole(folder: Path) -> None:
-    """A step says that it left a sample out, and no hole is listed."""
+    """A step reports a left-out sample, but no hole is listed."""
     _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
 
 
 def other_hole(folder: Path) -> None:
-    """A hole is listed of samples that the sums hold; counts agree with it."""
+    """A hole lists samples that the sums contain; the counts match the hole."""
     run = collect(folder)
     shape, coverage = shape_of(run), part(result_of(run), "coverage")
     hole = {"lo": 3, "hi": 5, "since": 0, "epoch": 0, "kept": []}
@@ -111,7 +111,7 @@ def other_hole(folder: Path) -> None:
 
 
 def disagreement(folder: Path) -> None:
-    """One rank's line of a step names another loss."""
+    """One rank's line of a step has another loss."""
     seen: list[Line] = []
 
     def once(line: Line) -> Line:
@@ -122,19 +122,19 @@ def disagreement(folder: Path) -> None:
 
 
 def different_losses(folder: Path) -> None:
-    """All ranks agree on a loss that the run without faults does not have."""
+    """All ranks agree on a loss that differs from the fault-free run's."""
     _edit_step(folder, lambda line: {**line, "loss": -1.5})
 
 
 def skipped_line(folder: Path) -> None:
-    """One rank goes from step s to s+2."""
+    """One rank skips from step s to s+2."""
     run = collect(folder)
     last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
 
 
 def stale_lanes(folder: Path) -> None:
-    """A rank keeps the lanes of a world of another size: some are computed twice."""
+    """A rank keeps its lanes from a world of another size: some lanes are computed twice."""
 
     def widened(line: Line) -> Line:
         lo, hi = items(line, "lanes")
@@ -156,13 +156,13 @@ def idle_lane(folder: Path) -> None:
 
 
 def wrong_sum(folder: Path) -> None:
-    """A sample was counted in place of another: the count is right, the mixed sum is not."""
+    """A sample was counted instead of another: the count is right, the mixed sum is wrong."""
     coverage = part(collect(folder).result or {}, "coverage")
     edit_result(folder, coverage={**coverage, "sum_a": whole(coverage, "sum_a") ^ 1})
 
 
 def miscounted_commit(folder: Path) -> None:
-    """A commit's coverage holds one sample more than its steps read."""
+    """A commit's coverage counts one sample more than its steps read."""
     forge(folder, lambda record: {**record, "coverage": _one_more(part(record, "coverage"))})
 
 
@@ -181,12 +181,12 @@ def witness_skip(folder: Path) -> None:
 
 
 def lost_witness(folder: Path) -> None:
-    """What the witness counted is not there."""
+    """The witness file is missing."""
     (folder / "witness.npy").unlink()
 
 
 def witness_swap(folder: Path) -> None:
-    """A sample was applied in place of another: the count is right."""
+    """A sample was applied instead of another: the count is right."""
     _edit_witness(folder, [(0, 1), (-1, -1)])
 
 
@@ -198,7 +198,7 @@ def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
 
 
 def extra_step(folder: Path) -> None:
-    """A term applied a step that no fault took away and no result holds."""
+    """A term applied a step that no fault rolled back and no result contains."""
     run = collect(folder)
     newest = furthest_of(run)
     last = later_term(run)
@@ -217,7 +217,7 @@ def other_weights(folder: Path) -> None:
 
 
 def other_commit(folder: Path) -> None:
-    """The first commit holds other weights than the run without faults had at its step; the end is right."""
+    """The first commit has weights that differ from the fault-free run's at its step; the final weights are right."""
     first = min(whole(line, "step") for line in collect(folder).of("commit"))
 
     def change(line: Line) -> Line:
@@ -251,27 +251,27 @@ def orphan(folder: Path) -> None:
 
 
 def unlooked(folder: Path) -> None:
-    """The executor itself was killed: what was left was not looked for."""
+    """The executor itself was killed, so nobody checked for orphans."""
     edit(folder, lambda line: None if line["op"] == "clean" else line)
 
 
 def no_result(folder: Path) -> None:
-    """The job did not come to its end."""
+    """The job did not finish."""
     (folder / "result.json").unlink()
 
 
 def preempted(folder: Path) -> None:
-    """The job was asked to leave, and was not started again."""
+    """The job was asked to leave and was not restarted."""
     edit_result(folder, status="preempted")
 
 
 def no_faults(folder: Path) -> None:
-    """Nothing was injected."""
+    """No fault was injected."""
     edit(folder, lambda line: None if line["op"] == "fault" else line)
 
 
 def harmless_kill(folder: Path) -> None:
-    """A kill at a drawn step came right after a commit, so nothing had to come back."""
+    """A kill at a random step came right after a commit, so no step had to be recomputed."""
     run = collect(folder)
     fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
     at = number(fault, "t")
@@ -280,7 +280,7 @@ def harmless_kill(folder: Path) -> None:
 
     def unlucky(line: Line) -> Line | None:
         if line["op"] == "commit" and line["step"] == start and number(line, "t") > at:
-            return {**line, "t": at}  # a survivor's, as it left
+            return {**line, "t": at}  # published by a survivor while leaving
         is_lost = line["op"] == "step" and whole(line, "term") < after and whole(line, "step") > start
         return None if is_lost else line
 
@@ -288,7 +288,7 @@ def harmless_kill(folder: Path) -> None:
 
 
 def vain_fault(folder: Path) -> None:
-    """The last fault came in the midst of the last world, which continued as if nothing had happened."""
+    """The last fault came in the middle of the last world, which continued unaffected."""
     run = collect(folder)
     last = max(number(line, "t") for line in run.of("fault"))
     newest = max(formed_at(run))
@@ -297,39 +297,39 @@ def vain_fault(folder: Path) -> None:
 
 
 def long_ago(folder: Path) -> None:
-    """The first fault was over hours before the world that follows it."""
+    """The first fault came hours before the world that follows it."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: {**line, "t": first - _HOURS_S} if line["op"] == "fault" and line["t"] == first else line)
 
 
 def standstill(folder: Path) -> None:
-    """Nothing was wrong, and no step was applied for hours."""
+    """No step was applied for hours without a fault."""
     steps = collect(folder).of("step")
     since = number(steps[-1], "t") - 0.01
     edit(folder, lambda line: {**line, "t": number(line, "t") + _HOURS_S} if number(line, "t") > since else line)
 
 
 def unexplained_term(folder: Path) -> None:
-    """A world broke although nothing had happened to it: its fault is missing."""
+    """A world broke up without a fault: the fault's line is missing."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: None if line["op"] == "fault" and line["t"] == first else line)
 
 
 def unexplained_death(folder: Path) -> None:
-    """A rank of the last world never said that it ended."""
+    """A rank of the last world recorded no end."""
     edit(folder, lambda line: None if line["op"] == "end" and line["status"] == "done" else line)
 
 
 def failed_node(folder: Path) -> None:
-    """A node failed that no fault had touched last."""
+    """A node failed although the last fault had not hit it."""
     edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
 
 
 def given_up(folder: Path) -> None:
-    """A node said that there was no progress, in a job that had made some."""
+    """A node gave up for lack of progress in a job that had progressed."""
     edit(folder, lambda line: {**line, "code": 93} if line["op"] == "exit" and line["node"] == 1 else line)
 
 
 def unreadable(folder: Path) -> None:
-    """Histories of another format: the check throws, so it has not checked."""
+    """Histories have another format: the check raises, so it has proved nothing."""
     edit(folder, lambda line: {key: value for key, value in line.items() if key != "lanes"})

@@ -1,4 +1,4 @@
-"""Damage to a good recorded run around its training: what was logged of it, what outlived it, how it healed."""
+"""Damage a good recorded run outside its training: the metrics logged, the leftovers, and the recovery."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STEP = 29
 
 
 def _edit_tracked(folder: Path, change: Callable[[list[list[float]]], list[list[float]]]) -> None:
-    """Change what the tracker holds of the loss."""
+    """Change the tracker's values of the loss."""
     path = folder / "tracked.json"
     held = json.loads(path.read_text())
     path.write_text(json.dumps({**held, "train/loss": change(held["train/loss"])}))
 
 
 def _edit_metrics(folder: Path, change: Callable[[Line], list[Line]]) -> None:
-    """Change the last term's lines of a step."""
+    """Change the last term's metric lines of a step."""
     path = sorted((folder / "metrics").glob("*.jsonl"))[-1]
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     changed = [new for line in lines for new in (change(line) if line.get("step") == STEP else [line])]
@@ -38,38 +38,38 @@ def _with_loss(line: Line, loss: float) -> Line:
 
 
 def sent_twice(folder: Path) -> None:
-    """A batch that reached the tracker, although its call failed, was sent again."""
+    """A batch was sent again although it had reached the tracker, since its call failed."""
     _edit_tracked(folder, lambda points: [*points, points[-1]])
 
 
 def sent_before_it_held(folder: Path) -> None:
-    """A value was sent before its step was in a commit, and the step was computed again with another."""
+    """A value was sent before its step was committed, and the step was recomputed with another value."""
     _edit_tracked(folder, lambda points: [[step, -1.5 if step == STEP else value] for step, value in points])
 
 
 def sent_of_nothing(folder: Path) -> None:
-    """A value of a step that was given up stayed in the tracker."""
+    """The value of a rolled-back step stayed in the tracker."""
     _edit_tracked(folder, lambda points: [*points, [1000, 0.5]])
 
 
 def not_sent(folder: Path) -> None:
-    """The tracker was down, and was not synchronised later."""
+    """The tracker was down, and the values were not sent later."""
     _edit_tracked(folder, lambda points: points[:-1])
 
 
 def logged_twice(folder: Path) -> None:
-    """One term logged two values of one step."""
+    """One term logged two values for the same step."""
     _edit_metrics(folder, lambda line: [line, _with_loss(line, -1.5)])
 
 
 def other_loss(folder: Path) -> None:
-    """What was logged as the loss is not what was trained on; the tracker holds the same."""
+    """The logged loss is not the training loss; the tracker has the logged one."""
     _edit_metrics(folder, lambda line: [_with_loss(line, -1.5)])
     sent_before_it_held(folder)
 
 
 def nobody_asked(folder: Path) -> None:
-    """Nobody looked at what the tracker holds."""
+    """The tracker's values were never checked."""
     (folder / "tracked.json").unlink()
 
 
@@ -84,17 +84,17 @@ def _looked(folder: Path, **found: object) -> None:
 
 
 def leaked_lease(folder: Path) -> None:
-    """A member's key outlived its lease: something renews it still."""
+    """A member's key outlived its process: something still renews its lease."""
     _looked(folder, leases=["/elastic/x/members/a"])
 
 
 def leaked_draft(folder: Path) -> None:
-    """A file was written and never given its name, with nothing wrong."""
+    """A file was written but never renamed, without any error."""
     _looked(folder, drafts=[["commits/x.json.ab.unfinished", 1.0]])
 
 
 def unseen_leases(folder: Path) -> None:
-    """Etcd did not say which leases were left."""
+    """etcd did not report the remaining leases."""
     _looked(folder, leases=None)
 
 
@@ -104,27 +104,27 @@ def leaked_memory(folder: Path) -> None:
 
 
 def never_healed(folder: Path) -> None:
-    """With all undone, the whole world did not train again."""
+    """After all faults were undone, the full world did not resume training."""
     _waited(folder, {"op": "stuck", "why": "training by the whole world did not come"})
 
 
 def unwatched(folder: Path) -> None:
-    """Nobody wrote how long it took to heal."""
+    """Nobody recorded the recovery time."""
     _waited(folder, {"op": "healed", "seconds": None})
 
 
 def never_came(folder: Path) -> None:
-    """A scenario that is not a soak planted a fault at a place that no process came to."""
+    """In a scenario other than a soak, a fault was armed at a failpoint that no process reached."""
     _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "no process came there"})
 
 
 def no_proof(folder: Path) -> None:
-    """Nobody has looked whether the faults had an effect."""
+    """Nobody checked that the faults had an effect."""
     edit(folder, lambda line: None if line["op"] == "effect" else line)
 
 
 def _waited(folder: Path, fields: Line) -> None:
-    """Put a line in the place of those that say how long was waited."""
+    """Replace the lines about the recovery time by one line."""
     last = max(number(line, "t") for line in collect(folder).of("step"))
     edit(folder, lambda line: None if line["op"] == "healed" else line)
     with (folder / "history" / "waited.jsonl").open("a") as file:

@@ -1,4 +1,4 @@
-"""Damage to a good recorded run that leaves its lineage alone: invented claims, deleted evidence, earlier commits."""
+"""Damage a good recorded run without changing its lineage: invented claims, deleted evidence, earlier commits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from chaos.planted.edits import edit, edit_result, forge, later_term
 
 
 def _first_attempt(folder: Path) -> tuple[Path, Line]:
-    """Return the folder of the oldest commit's files, and what its record lists of them."""
+    """Return the folder of the oldest commit's files, and the files listed in its record."""
     record = json.loads(record_files(folder)[0].read_text())
     return folder / str(record["attempt"]), part(record, "files")
 
 
 def earlier_flip(folder: Path) -> None:
-    """A bit of a commit changed that is not the last one, and no fault has changed it."""
+    """A bit of an earlier commit changed without a fault."""
     attempt, files = _first_attempt(folder)
     path = attempt / max(files)
     content = bytearray(path.read_bytes())
@@ -26,19 +26,19 @@ def earlier_flip(folder: Path) -> None:
 
 
 def earlier_files(folder: Path) -> None:
-    """All files are gone of a commit that is not the last one."""
+    """All files of an earlier commit are missing."""
     attempt, _ = _first_attempt(folder)
     for path in attempt.iterdir():
         path.unlink()
 
 
 def unsealed_record(folder: Path) -> None:
-    """A record was changed after it had been sealed; digests and parents were computed again."""
+    """A record was changed after it was sealed; digests and parents were recomputed."""
     forge(folder, lambda record: {**record, "world_size": 99}, seals=False)
 
 
 def _claim_everywhere(folder: Path, fields: Line, recorded: Line) -> None:
-    """Let the result and the records of both runs say the same."""
+    """Change the result and the records of both runs consistently."""
     for each in (folder, folder.parent / "reference"):
         if each.is_symlink() or not each.exists():
             continue
@@ -47,29 +47,29 @@ def _claim_everywhere(folder: Path, fields: Line, recorded: Line) -> None:
 
 
 def invented_metrics(folder: Path) -> None:
-    """Result and records agree on metrics that the weights do not have."""
+    """Result and records agree on metrics that the weights do not give."""
     metrics = {"loss": 0.125, "samples": 16.0}
     _claim_everywhere(folder, {"metrics": metrics}, {"metrics": metrics})
 
 
 def nan_metrics(folder: Path) -> None:
-    """Result and records agree that validation gave no number."""
+    """Result and records agree that validation gave NaN."""
     nothing: Line = {"loss": None, "samples": 16.0}
     _claim_everywhere(folder, {"metrics": {"loss": float("nan"), "samples": 16.0}}, {"metrics": nothing})
 
 
 def invented_skips(folder: Path) -> None:
-    """Result and records agree on steps without an update, whose losses were finite."""
+    """Result and records agree on steps without an update although their losses were finite."""
     _claim_everywhere(folder, {"skipped_steps": [[1, 3]]}, {"skipped_steps": [[1, 3]]})
 
 
 def invented_cuts(folder: Path) -> None:
-    """The result says that rows were cut which no record counts."""
+    """The result reports truncated rows that no record counts."""
     edit_result(folder, num_truncated=12)
 
 
 def invented_end(folder: Path) -> None:
-    """The result says that early stopping ended a job which has none."""
+    """The result reports early stopping in a job without it."""
     edit_result(folder, ended_by="early stopping")
 
 
@@ -81,7 +81,7 @@ no_validations, no_exits = _without("validate"), _without("exit")
 
 
 def no_terms(folder: Path) -> None:
-    """The claims of terms are gone."""
+    """The claims of terms are missing."""
     for path in (folder / "terms").iterdir():
         path.unlink()
     (folder / "terms").rmdir()
@@ -95,7 +95,7 @@ def another_claim(folder: Path) -> None:
 
 
 def empty_proof(folder: Path) -> None:
-    """What showed the effect of a fault is an empty text."""
+    """The proof of a fault's effect is an empty string."""
     edit(folder, lambda line: {**line, "proof": ""} if line["op"] == "effect" else line)
 
 
@@ -118,7 +118,7 @@ def empty_manifest(folder: Path) -> None:
 
 
 def broken_line(folder: Path) -> None:
-    """A line in the middle of a history is not whole."""
+    """A line in the middle of a history is incomplete."""
     path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))

@@ -1,4 +1,4 @@
-"""Damage to what a good recorded run delivers: a job that ended too soon, a last commit that is not what it says."""
+"""Damage the results of a good recorded run: a job that ended too early, a last commit with false contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chaos.planted.edits import edit, edit_result, forge
 
 
 def ended_early(folder: Path) -> None:
-    """The job applied 6 of 600 epochs, said that it was done, and all that it wrote agrees with that."""
+    """The job applied 6 of 600 epochs and reported success; its other files agree."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "epochs": 600, "max_steps": None}))
 
@@ -34,13 +34,13 @@ def _last(folder: Path) -> Line:
 
 
 def missing_file(folder: Path) -> None:
-    """A file that the last commit lists is gone, and no fault has taken it."""
+    """A file listed by the last commit is missing without a fault."""
     last = _last(folder)
     (folder / str(last["attempt"]) / min(part(last, "files"))).unlink()
 
 
 def flipped_byte(folder: Path) -> None:
-    """A byte of the last commit changed, and no fault has changed it."""
+    """A byte of the last commit changed without a fault."""
     last = _last(folder)
     path = folder / str(last["attempt"]) / max(part(last, "files"))
     content = bytearray(path.read_bytes())
@@ -49,7 +49,7 @@ def flipped_byte(folder: Path) -> None:
 
 
 def other_step_delivered(folder: Path) -> None:
-    """The last commit's record names the files, and the weights, of the commit before it."""
+    """The last commit's record names the files and weights of the commit before it."""
     *_, before, _ = [commit.fields for commit in collect(folder).commits]
     assert before is not None, "a good run"
     stored = {key: before[key] for key in ("attempt", "files", "weights_sha256")}
@@ -57,7 +57,7 @@ def other_step_delivered(folder: Path) -> None:
 
 
 def other_claim(folder: Path) -> None:
-    """Record, result and every rank agree on a hash that the files do not have."""
+    """Record, result and all ranks agree on a hash that does not match the files."""
     digest = "ab" * 32
     _change_last(folder, {"weights_sha256": digest})
     edit_result(folder, weights_sha256=digest)
@@ -65,7 +65,7 @@ def other_claim(folder: Path) -> None:
 
 
 def nan_weights(folder: Path) -> None:
-    """Training diverged: record, result and ranks agree on weights that are not numbers."""
+    """Training diverged: record, result and ranks agree on NaN weights."""
     import torch
 
     run = collect(folder)
@@ -78,7 +78,7 @@ def nan_weights(folder: Path) -> None:
 
 
 def other_state(folder: Path) -> None:
-    """An earlier commit holds another state of the optimizer, and its record has the digests of that."""
+    """An earlier commit has a different optimizer state, and its record has the matching digests."""
     import torch
 
     run = collect(folder)
@@ -89,7 +89,7 @@ def other_state(folder: Path) -> None:
 
 
 def _saved(folder: Path, state: dict[str, Any]) -> Line:
-    """Save a state below data/, and return what a record says of its files."""
+    """Save a state below data/, and return the record's fields for its files."""
     from blake3 import blake3
     from torch.distributed.checkpoint.state_dict_saver import save
 

@@ -1,4 +1,4 @@
-"""Damage to what the oldest commit that is left says, whose parent is gone, and to the small files of a run."""
+"""Damage the oldest remaining commit record, whose parent is deleted, and the small files of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from chaos.planted.edits import forge
 
 
 def _change_oldest(folder: Path, change: Callable[[Line], Line]) -> None:
-    """Change the oldest record; digests and parents are computed again."""
+    """Change the oldest record; digests and parents are recomputed."""
     oldest = json.loads(record_files(folder)[0].read_text())
     place = oldest["term"], oldest["step"]
     forge(folder, lambda record: change(record) if (record["term"], record["step"]) == place else record)
 
 
 def other_cursor(folder: Path) -> None:
-    """The oldest record continues four samples further than it had applied."""
+    """The oldest record's cursor is four samples ahead of its applied samples."""
     _change_oldest(
         folder,
         lambda record: {
@@ -29,7 +29,7 @@ def other_cursor(folder: Path) -> None:
 
 
 def other_sums(folder: Path) -> None:
-    """The oldest record counts right, and other samples."""
+    """The oldest record has the right count but the sums of other samples."""
     _change_oldest(
         folder,
         lambda record: {
@@ -40,7 +40,7 @@ def other_sums(folder: Path) -> None:
 
 
 def other_account(folder: Path) -> None:
-    """The oldest record has an epoch finished that is not."""
+    """The oldest record lists an unfinished epoch as finished."""
     _change_oldest(
         folder,
         lambda record: {
@@ -60,27 +60,27 @@ def other_improvement(folder: Path) -> None:
 
 
 def older_metrics(folder: Path) -> None:
-    """The oldest record has metrics of no validation."""
+    """The oldest record has metrics that no validation gave."""
     _change_oldest(folder, lambda record: {**record, "metrics": {"loss": 0.125, "samples": 16.0}})
 
 
 def other_skips(folder: Path) -> None:
-    """The oldest record says that its first step had no update."""
+    """The oldest record reports its first step as one without an update."""
     _change_oldest(folder, lambda record: {**record, "skipped_steps": [[0, 1]]})
 
 
 def other_head(folder: Path) -> None:
-    """The file that names the newest commit names one of another run."""
+    """The head file names a commit of another run."""
     (folder / "head.json").write_text(json.dumps({"commit": "commits/00000099-000000000099.json", "step": 99}))
 
 
 def other_tracked_run(folder: Path) -> None:
-    """The run in the tracker that the folder names is another job's."""
+    """The folder names a tracker run that belongs to another job."""
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**result, "mlflow_run_id": "one"}))
     (folder / "mlflow.json").write_text(json.dumps({"job": "job", "run_id": "another", "mlflow_uri": "sqlite:///x"}))
 
 
 def other_store(folder: Path) -> None:
-    """The store's word is none."""
+    """The store's id is not the run's."""
     (folder / "store-id").write_text("another store")

@@ -1,4 +1,4 @@
-"""Damage to a good recorded run after which each file is well formed: only other evidence contradicts what it says."""
+"""Damage a good recorded run such that each file stays well formed and only other evidence contradicts it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHAOS = "history/chaos.jsonl"
 
 
 def lanes_swapped(folder: Path) -> None:
-    """In one world two ranks compute each other's lanes, in every step."""
+    """In one world, two ranks compute each other's lanes in every step."""
     last = later_term(collect(folder))
     lanes: dict[object, object] = {}
     for line in collect(folder).in_term("step", last):
@@ -30,7 +30,7 @@ def lanes_swapped(folder: Path) -> None:
 
 
 def steps_swapped(folder: Path) -> None:
-    """Two neighbouring steps of an epoch applied each other's samples."""
+    """Two adjacent steps of an epoch applied each other's samples."""
 
     def swapped(line: Line) -> Line:
         if line["op"] != "step" or line["step"] not in (2, 3):
@@ -51,12 +51,12 @@ def line_twice(folder: Path) -> None:
 
 
 def no_commit_lines(folder: Path) -> None:
-    """No history says that a commit was published."""
+    """No history records a published commit."""
     edit(folder, lambda line: None if line["op"] == "commit" else line)
 
 
 def _claim_fault(folder: Path, change: Line) -> None:
-    """Add a fault like the first one, with its effect, but for some fields."""
+    """Add a fault like the first one, with its effect and some changed fields."""
     path = folder / _CHAOS
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     first = next(line for line in lines if line["op"] == "fault")
@@ -81,7 +81,7 @@ def kill_survived(folder: Path) -> None:
 
 
 def kill_elsewhere(folder: Path) -> None:
-    """The executor claims that a kill hit another node than the one on which the process ran."""
+    """The executor claims that a kill hit another node than the process's."""
 
     def moved(line: Line) -> Line:
         return {**line, "node": 0, "target": 0} if line["op"] == "fault" and line["kind"] == "kill_node" else line
@@ -90,7 +90,7 @@ def kill_elsewhere(folder: Path) -> None:
 
 
 def unclaimed_start(folder: Path) -> None:
-    """A node that was killed came back, and no fault says so."""
+    """A killed node came back without a line for its start."""
     starts = {line["number"] for line in collect(folder).of("fault") if line["kind"] == "start_node"}
 
     def without(line: Line) -> Line | None:
@@ -102,12 +102,12 @@ def unclaimed_start(folder: Path) -> None:
 
 
 def no_code(folder: Path) -> None:
-    """A node's exit code is no number."""
+    """A node's exit code is not a number."""
     edit(folder, lambda line: {**line, "code": False} if line["op"] == "exit" else line)
 
 
 def orphan_before(folder: Path) -> None:
-    """The executor looked twice, and saw an orphan the first time only."""
+    """The executor checked twice, and saw an orphan only the first time."""
     path = folder / _CHAOS
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     again = [
@@ -124,12 +124,12 @@ def other_seed(folder: Path) -> None:
 
 
 def other_draws(folder: Path) -> None:
-    """Records that were sealed say that random numbers were drawn in another way."""
+    """Sealed records claim another policy of random numbers."""
     forge(folder, lambda record: {**record, "rng": {"policy": "another", "seed": 99}})
 
 
 def files_elsewhere(folder: Path) -> None:
-    """A record names files that are not the run's."""
+    """A record names files outside the run."""
     first = json.loads(record_files(folder)[0].read_text())
     elsewhere = folder.parent / "elsewhere"
     shutil.move(folder / first["attempt"], elsewhere)
@@ -145,7 +145,7 @@ def linked_history(folder: Path) -> None:
 
 
 def nan_tracked(folder: Path) -> None:
-    """The tracker holds no number where one was logged."""
+    """The tracker has NaN where a number was logged."""
     path = folder / "tracked.json"
     held = json.loads(path.read_text())
     held["train/loss"][4][1] = float("nan")
@@ -153,11 +153,11 @@ def nan_tracked(folder: Path) -> None:
 
 
 def endless(folder: Path) -> None:
-    """The result names a step that no memory has room for the steps before."""
+    """The result has a step so large that no memory can hold the steps before it."""
     edit_result(folder, step=10**300)
 
 
 def extra_key(folder: Path) -> None:
-    """The result says what that of the run without faults does not."""
+    """The result has a metric that the fault-free run's result lacks."""
     assert part(json.loads((folder / "result.json").read_text()), "metrics"), "a good run"
     edit_result(folder, accuracy=1.0)

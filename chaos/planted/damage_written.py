@@ -1,4 +1,4 @@
-"""Damage to what is written in two places: one of them is changed, consistently as far as its own seal goes."""
+"""Damage facts that are recorded in two places, by changing one of them consistently with its own seal."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _newest(folder: Path) -> Line:
 
 
 def unwritten_commit(folder: Path) -> None:
-    """The line of the last commit is gone; its record, and the end of the rank that made it, are there."""
+    """The last commit's history line is missing; its record and the end line of its rank are present."""
     newest = _newest(folder)
     place = newest["term"], newest["step"]
     edit(folder, lambda line: None if line["op"] == "commit" and (line["term"], line["step"]) == place else line)
 
 
 def one_of_another_job(folder: Path) -> None:
-    """The oldest record that is left is of a job with another seed."""
+    """The oldest remaining record belongs to a job with another seed."""
     seal = _oldest(folder)["seal"]
     forge(
         folder,
@@ -36,7 +36,7 @@ def one_of_another_job(folder: Path) -> None:
 
 
 def other_credit(folder: Path) -> None:
-    """The oldest record that is left credits a step to a term that had not applied it."""
+    """The oldest remaining record credits a step to a term that did not apply it."""
     oldest = _oldest(folder)
     first = {"term": 0, "lo": 0, "hi": 1}
 
@@ -51,7 +51,7 @@ def other_credit(folder: Path) -> None:
 
 
 def unlisted_file(folder: Path) -> None:
-    """The oldest record that is left has no digest of a file that holds its weights."""
+    """The oldest remaining record has no digest for a file with its weights."""
     oldest = _oldest(folder)
     listed = sorted(name for name in part(oldest, "files") if name != ".metadata")[1:]
 
@@ -63,7 +63,7 @@ def unlisted_file(folder: Path) -> None:
 
 
 def other_digest(folder: Path) -> None:
-    """A line says another digest of a commit than the one that was made next names as its parent."""
+    """A commit's history line has another digest than the parent of the next commit."""
     parents = {line["parent"] for line in collect(folder).of("commit")}
     done = list[object]()
 
@@ -77,36 +77,36 @@ def other_digest(folder: Path) -> None:
 
 
 def headless(folder: Path) -> None:
-    """A history lacks its first lines: those of the world and of the state that it began with."""
+    """A history lacks its first lines, about the world and the restored state."""
     path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line)["op"] not in ("form", "restore")))
 
 
 def other_hour(folder: Path) -> None:
-    """A rank stamps its history an hour later than the others of its world."""
+    """A rank's times are an hour later than those of the other ranks in its world."""
     path = max((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "t": line["t"] + 3600}) + "\n" for line in lines))
 
 
 def quick_restore(folder: Path) -> None:
-    """A rank has read its state within less than no time."""
+    """A rank recorded a negative time for reading its state."""
     edit(folder, lambda line: {**line, "seconds": -1.0} if line["op"] == "restore" else line)
 
 
 def other_kind(folder: Path) -> None:
-    """A rank says its term in words."""
+    """A rank recorded its world's size as text."""
     edit(folder, lambda line: {**line, "world": str(line["world"])} if line["op"] == "form" else line)
 
 
 def other_end(folder: Path) -> None:
-    """A rank says that it was preempted in the term in which the job was done."""
+    """A rank recorded that it was preempted in the term that finished the job."""
     edit(folder, lambda line: {**line, "status": "preempted"} if line["op"] == "end" else line)
 
 
 def formed_twice(folder: Path) -> None:
-    """A history says a second later once more that its world has formed."""
+    """A history records a moment later once more that its world has formed."""
     path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     first, *rest = path.read_text().splitlines(keepends=True)
     again = {**json.loads(first), "t": json.loads(first)["t"] + 0.001}
@@ -114,10 +114,10 @@ def formed_twice(folder: Path) -> None:
 
 
 def unknown_operation(folder: Path) -> None:
-    """Lines of commits are of an operation that there is not."""
+    """Commit lines have an unknown operation."""
     edit(folder, lambda line: {**line, "op": "comit"} if line["op"] == "commit" else line)
 
 
 def nobody_killed(folder: Path) -> None:
-    """Kills name no process."""
+    """Kills list no process."""
     edit(folder, lambda line: {**line, "pids": []} if str(line.get("kind")).startswith("kill_") else line)

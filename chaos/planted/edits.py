@@ -1,7 +1,7 @@
-"""Edits of what a run has left: lines of its histories, its result, its commit records.
+"""Edit the files of a recorded run: history lines, result, commit records.
 
-An edit of a record is made consistent (`forge`: digests are computed again along the chain), so that damage is found
-for what it is, and not for a careless edit.
+Edits of a record are made consistent (`forge` recomputes digests along the chain), so that the judge finds the damage
+itself and not a wrong digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Change = Callable[[Line], Line | None]
 
 
 def edit(folder: Path, change: Change) -> None:
-    """Rewrite every line of every history; a line changed to None is dropped."""
+    """Rewrite every line of every history; lines changed to None are dropped."""
     for path in sorted((folder / "history").glob("*.jsonl")):
         lines = [change(json.loads(text)) for text in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
@@ -31,7 +31,7 @@ def edit_result(folder: Path, **fields: object) -> None:
 
 
 def forge(folder: Path, change: Change, *, seals: bool = True) -> None:
-    """Change commit records, oldest first; compute seals, digests and parents again, in records and histories."""
+    """Change commit records, oldest first; recompute seals, digests and parents in records and histories."""
     renamed: dict[object, str] = {}
     for path in record_files(folder):
         before = path.read_bytes()
@@ -47,5 +47,5 @@ def forge(folder: Path, change: Change, *, seals: bool = True) -> None:
 
 
 def later_term(run: Evidence) -> int:
-    """Return the last term, which has restored a commit of another."""
+    """Return the last term, which restored another term's commit."""
     return max(restored_at(run))
