@@ -1,1 +1,1 @@
-"""What soaks train: a text classifier that takes its time, and the same with a bug planted in the product."""
+"""Tasks for soak tests: a paced text classifier, and versions with bugs planted in the product."""

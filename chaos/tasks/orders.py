@@ -1,7 +1,7 @@
-"""What a task is to do to the process that it computes in: an order is a file in the failpoints of the process's node.
+"""Orders to a task to damage its own process; an order is a file in the folder of its node's failpoints.
 
-Whoever finds it first renames it to <name>.<pid>, does it, and writes into the file what that was. Some orders stand
-until they are withdrawn: every process that finds one does it.
+The first process that finds it renames it to <name>.<pid>, executes it, and writes a report into the file. Standing
+orders apply to every process until they are withdrawn.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from elastic_train.system.failpoints import VARIABLE
 
 
 def give(folder: Path, name: str) -> bool:
-    """Leave an order for the processes of a node; False if one of this name still waits there."""
+    """Leave an order for a node's processes; return False if one of this name is still waiting."""
     if (folder / name).exists():
         return False
-    for done in folder.glob(f"{name}.*"):  # before the order is there: it may be carried out at once
+    for done in folder.glob(f"{name}.*"):  # first, as the order may be executed at once
         done.unlink()
     (folder / name).touch(exist_ok=False)
     return True
 
 
 def withdraw(folder: Path, name: str) -> None:
-    """Take back an order that stands."""
+    """Withdraw a standing order."""
     (folder / name).unlink(missing_ok=True)
 
 
 def done_by(folder: Path, name: str) -> str | None:
-    """Return what the process that has found an order says that it did; None as long as none says it."""
+    """Return the report of the process that executed an order; None until there is one."""
     return next((text for path in folder.glob(f"{name}.*") if (text := path.read_text())), None)
 
 
@@ -39,7 +39,7 @@ class Orders:
         self._folder = Path(os.environ[VARIABLE]) if VARIABLE in os.environ else None
 
     def take(self, name: str) -> Path | None:
-        """Return the file into which to write what was done, if it is asked for and no other process was before."""
+        """Claim an order and return its report file; None if there is none or another process was first."""
         if self._folder is None:
             return None
         mine = self._folder / f"{name}.{os.getpid()}"
@@ -50,7 +50,7 @@ class Orders:
         return mine
 
     def heed(self, name: str) -> Path | None:
-        """Return the file into which to write what was done, if every process is asked for it at present."""
+        """Return the report file of a standing order; None if there is none at present."""
         if self._folder is None or not (self._folder / name).exists():
             return None
         return self._folder / f"{name}.{os.getpid()}"

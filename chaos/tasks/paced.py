@@ -1,8 +1,7 @@
-"""Tasks slow enough for faults to be placed between their steps; their numbers do not depend on the pace.
+"""Tasks slow enough that faults can be placed between steps; their results do not depend on the pace.
 
-They do to themselves what nobody could do to them from outside: a bit of their weights flips, products of matrices are
-wrong, or a lane's loss is not a number. Both classes are mixed into a task: `Paced`, and `PacedStages` where that runs
-in pieces, too.
+They inject faults that are impossible from outside: a flipped bit of a weight, wrong matrix products, or a NaN loss of
+a lane. Both classes are mixins: `Paced`, and `PacedStages` for tasks that also run in stages or parts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.task import Batch, LaneLoss
 
 _BIT = 1 << 20
-"""Of a float's fraction: the weight changes by less than half."""
+"""A fraction bit of a float: the weight changes by less than half."""
 _SPOILT = "has no loss"
 
 if TYPE_CHECKING:
@@ -44,9 +43,9 @@ else:
 
 
 class Paced(_Task):
-    """Takes `lane_ms` longer for every lane of every step; validation is as quick as ever.
+    """Adds `lane_ms` to each lane of each training step; validation is not slowed.
 
-    `spoilt` are samples, each with its epoch, whose lane's loss is not a number.
+    `spoilt` lists (epoch, sample) pairs for which the lane's loss becomes NaN.
     """
 
     def __init__(self, lane_ms: float = 0.0, spoilt: Sequence[tuple[int, int]] = (), **params: object) -> None:
@@ -69,7 +68,7 @@ class Paced(_Task):
         return found if (said := self._spoils(batch)) is None else _spoilt(found, said)
 
     def _begin_lane(self, model: nn.Module) -> None:
-        """Take one's time, and have a bit flip if that is asked for, now or in the lane's gradient."""
+        """Sleep `lane_ms`, and execute orders to flip a bit of a weight or of the lane's gradient."""
         if self._lane_ms:
             time.sleep(self._lane_ms / 1000)
         if (said := self._orders.take("flip_memory")) is not None:
@@ -79,14 +78,16 @@ class Paced(_Task):
             _flip_gradient(model, said)
 
     def _spoils(self, batch: Batch) -> list[Path] | None:
-        """Return None for a lane whose loss is left as it is, else where to say that it is not."""
+        """Return None to keep a lane's loss, else the files to report the NaN loss to."""
         said = self._orders.take("nan_loss")
         return [said] if said is not None else [] if _SPOILT in batch else None
 
 
 class PacedStages(Paced):
-    """Does the same where a model is run in stages, or rows in parts: each takes that long, and the loss of the last
-    stage, or of each part, can be spoilt."""
+    """The same for a model that runs in stages, or rows in parts.
+
+    Each piece is slowed, and the loss of the last stage, or of each part, can become NaN.
+    """
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         return super(Paced, self).loss(model, batch)  # calls `run`
@@ -108,13 +109,13 @@ def _spoilt(loss: LaneLoss, said: Sequence[Path]) -> LaneLoss:
 
 
 def _first_held(model: nn.Module) -> tuple[str, Tensor]:
-    """Return the first weights that are trained and held here, and their name."""
+    """Return the name and value of the first trained weight held by this rank."""
     held: Any = ((name, one) for name, one in model.named_parameters() if one.requires_grad and one.numel())
     return next(held)  # type: ignore[no-any-return]
 
 
 def _flip_gradient(model: nn.Module, said: Path) -> None:
-    """Have a bit flip of the first gradient that the next backward pass gives."""
+    """Flip a bit of the first gradient of the next backward pass."""
     name, weights = _first_held(model)
 
     def flip(gradient: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ def _flip_gradient(model: nn.Module, said: Path) -> None:
 
 
 def _flip_products(said: Path) -> None:
-    """Have a bit flip of the first element of each product of matrices of floats in this process, from now on."""
+    """Flip a bit of the first element of every float32 matrix product in this process from now on."""
     rightly = Tensor.__matmul__
 
     def wrongly(left: Tensor, right: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def _flip_products(said: Path) -> None:
 
 
 def _flip(name: str, values: Tensor) -> str:
-    """Flip a bit of the first of values; say of which, and what it was and is."""
+    """Flip a bit of the first value; return a description with the value before and after."""
     first = values.view(-1)[:1]
     before = float(first)
     first.view(torch.int32).bitwise_xor_(_BIT)

@@ -7,4 +7,4 @@ from elastic_train.tasks.text_classifier import TextClassifier
 
 
 class PacedClassifier(Paced, TextClassifier):  # type: ignore[misc]
-    """What a text classifier takes, and the pace."""
+    """The text classifier with its parameters, and the pace."""

@@ -1,4 +1,4 @@
-"""The language model, which cells can hold, slow enough for faults to be placed between its steps."""
+"""The language model, which supports model parallelism, slowed so that faults can be placed between its steps."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from elastic_train.tasks.causal_lm import CausalLM
 
 
 class PacedLanguage(PacedStages, CausalLM):  # type: ignore[misc]
-    """What a language model takes, and the pace."""
+    """The language model with its parameters, and the pace."""

@@ -1,8 +1,7 @@
-"""Bugs planted in the product itself, in the processes that train: what a real run of real nodes has to be judged by.
+"""Bugs planted in the product itself, in the training processes, to test the verdict on real runs.
 
-Each is invisible on one rank without faults, so that the run without faults, on one, is what the product should have
-computed. The first three are not visible to a model that counts, whose sums are whole numbers and whose optimizer has
-no memory either.
+Each is invisible on one rank without faults, so the fault-free run on one rank gives the correct result. The first
+three are also invisible to the counting model, whose sums are integers and whose optimizer has no state.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rendezvous.etcd import connection
 
 
 class BuggyClassifier(PacedClassifier):
-    """The paced classifier in a process whose product has the planted bug `plant`, a name in `BUGS`."""
+    """The paced classifier, in a process where the product has the planted bug `plant`, a name in `BUGS`."""
 
     def __init__(self, plant: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -38,7 +37,7 @@ class BuggyClassifier(PacedClassifier):
 
 
 def wrong_tree() -> None:
-    """With four ranks, or eight, partial sums meet in another order: distant ones first, siblings last."""
+    """Reduce partial sums of 4 or 8 ranks in another order: distant ranks first, siblings last."""
 
     def halve_in_another_order(flat: Tensor, group: PointToPoint, scratch: exchange.Scratch) -> None:
         all_of_it = [flat.clone() if rank == group.rank else torch.empty_like(flat) for rank in range(group.size)]
@@ -55,7 +54,7 @@ def wrong_tree() -> None:
 
 
 def rank_seeded_dropout() -> None:
-    """Random numbers of a forward pass are drawn from the rank, not from the lane."""
+    """Seed the random numbers of a forward pass by rank instead of by lane."""
     forward, rank = turns._forward, [0]
 
     def run_on_rank(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
@@ -70,7 +69,7 @@ def rank_seeded_dropout() -> None:
 
 
 def moments_not_handed_over() -> None:
-    """What a rank takes over, from another or from a commit, has weights and no moments: its AdamW begins again."""
+    """Restore only weights from a rank or a commit: AdamW's moments restart from zero."""
     restore = AppliedState.restore
 
     def restore_weights(
@@ -85,12 +84,12 @@ def moments_not_handed_over() -> None:
 
 
 def compares_nothing() -> None:
-    """Ranks take one another's weights for the same, whatever they are."""
+    """Skip the check that all ranks have the same weights."""
     vars(commits)["check_same_weights"] = lambda group, weights, step: None
 
 
 def applies_no_number() -> None:
-    """A step is applied although its loss is not a number, and so are all weights then."""
+    """Apply a step whose loss is NaN, which makes all weights NaN."""
     apply = AppliedState.apply
 
     def apply_all_the_same(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
@@ -101,12 +100,12 @@ def applies_no_number() -> None:
 
 
 def lets_the_unfit_in() -> None:
-    """A worker joins whatever the examination of its machine has found."""
+    """Let a worker join regardless of its machine's health check."""
     Proof.demand = lambda self, is_stopped: None  # type: ignore[method-assign]
 
 
 def reads_certificates_once() -> None:
-    """A process knows etcd by the certificates that it began with, for as long as it lives."""
+    """Read etcd's certificates only once per process, so that renewed ones are ignored."""
     vars(connection)["_read_from_disk"] = lru_cache(connection._read_from_disk)
 
 
