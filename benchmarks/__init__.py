@@ -1,1 +1,1 @@
-"""What the product costs and saves, beside its peers: each module or package is a command."""
+"""Costs and savings of the product compared with peers; each module or package is a command."""

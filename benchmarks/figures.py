@@ -1,4 +1,4 @@
-"""A benchmark of several figures, as a command: which to measure, how much of each, and how they are shown."""
+"""The command line of a benchmark with several figures: choose figures and effort, and print the results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to measure, and where to say how far it has come."""
+    """The amount to measure, and the function that reports progress."""
 
     is_quick: bool
     say: Callable[[str], None]
 
 
 Measure = Callable[[Effort], dict[str, object]]
-"""Returns figures by name; one that has cases has a mapping of them."""
+"""Returns figures by name; a figure with cases is a mapping of them."""
 
 
 def measure_chosen(program: str, explanation: str | None, figures: Mapping[str, Measure]) -> None:
-    """Measure what the command line asks for; print a table, then one JSON line.
+    """Measure the chosen figures; print a table, then one JSON line.
 
-    `explanation` has a paragraph for each figure. What comes with several figures is measured once.
+    `explanation` has a paragraph for each figure. A function that gives several figures runs once.
     """
     arguments = argparse.ArgumentParser(
         prog=f"python -m {program}", description=explanation, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -27,7 +27,7 @@ from elastic_train.tasks.text_classifier import TextClassifier
 
 
 def least_ms(act: Callable[[], object], tries: int = 5) -> float:
-    """Return the shortest of some runs, in milliseconds."""
+    """Return the shortest of several runs, in milliseconds."""
     times = []
     for _ in range(tries):
         started = time.perf_counter()
@@ -37,7 +37,7 @@ def least_ms(act: Callable[[], object], tries: int = 5) -> float:
 
 
 def measure_sums(num_elements: int) -> dict[str, float]:
-    """Return what norms, an update and digests of so many float32 elements take, in milliseconds."""
+    """Return the milliseconds of norms, an update and digests of `num_elements` float32 elements."""
     parameter = torch.nn.Parameter(torch.zeros(num_elements))
     parameter.grad = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW([parameter], foreach=True)
@@ -52,9 +52,9 @@ def measure_sums(num_elements: int) -> dict[str, float]:
 
 
 def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]:
-    """Return what clipping costs beside the rest of a text classifier's step: four lanes of eight texts, AdamW.
+    """Return the cost of clipping and of the rest of a text classifier's step: four lanes of eight texts, AdamW.
 
-    Everything is timed in turn, so that other work on the machine slows all of it alike; milliseconds.
+    All are timed in turn, so that other work on the machine affects them equally; milliseconds.
     """
     task = TextClassifier(num_tokens, dim, depth, label="label", numeric=[], categorical=[], vocabulary=32768)
     task.rows.num_classes = 4

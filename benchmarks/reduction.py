@@ -54,7 +54,7 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: what to run on how many ranks, and for how many rounds."""
+    """One measurement: the code to run, the number of ranks, and the rounds."""
 
     kind: str
     world_size: int
@@ -64,7 +64,7 @@ class Case:
 
 
 def main() -> None:
-    """Run all cases and print a table, then one JSON line."""
+    """Run all cases; print a table, then one JSON line."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.reduction", description=__doc__)
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--quick", action="store_true", help="fewer rounds, for a look")
@@ -165,7 +165,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _step_sides(case: Case, group: Group) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return our lane-wise step, and the loop that a good engineer writes by hand with DDP and accumulation."""
+    """Return our lane-wise step, and a well-written DDP loop with accumulation."""
     lanes = owned_lanes(group.rank, group.size, case.num_lanes)
     batches = {(lane, step): _batch(lane, step) for lane in lanes for step in range(7)}
     return _lane_step(case, group, lanes, batches), _ddp_step(case, lanes, batches)

@@ -1,8 +1,8 @@
-"""What a step pays for its lines in the history and the metrics, and what a folder that hangs costs it.
+"""The cost per step of lines in history and metrics, and of a folder that hangs.
 
-python -m benchmarks.run_files. A step computes for a millisecond and then says what it did, as rank 0 does. Lines that
-the call itself writes are compared with lines that a thread writes, to a folder that answers and to one that hangs (a
-FIFO that nobody reads, in place of the history).
+python -m benchmarks.run_files. A step computes for a millisecond and then writes its lines, as rank 0 does. Lines
+written by the call itself are compared with lines written by a thread, to a folder that answers and to one that hangs
+(a FIFO without a reader instead of the history).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class InTheCall(BackgroundFiles):
 
 
 def costs(files: BackgroundFiles, folder: Path, *, hangs: bool = False) -> tuple[list[float], float]:
-    """Return the seconds that each step spent on its lines, and those of the whole loop."""
+    """Return the seconds that each step spent on its lines, and the seconds of the whole loop."""
     history = History(files, folder, 1, 0)
     metrics = MetricsWriter(files.lines(metrics_path(folder, 1)), 1)
     if hangs:
@@ -52,7 +52,7 @@ def costs(files: BackgroundFiles, folder: Path, *, hangs: bool = False) -> tuple
 
 
 def main() -> int:
-    """Print a table: what a step's lines cost it, in microseconds, and the loop in milliseconds a step."""
+    """Print a table: the cost of a step's lines in microseconds, and the loop in milliseconds per step."""
     torch.set_num_threads(1)
     sys.stdout.write("lines are written        p50 us  p99 us  max us  loop ms/step\n")
     for name, files, hangs in (

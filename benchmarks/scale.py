@@ -32,13 +32,13 @@ from chaos.judge.evidence.run_files import Evidence
 from chaos.scenario.schedule import Due
 
 RANKS = 4
-"""Of a node."""
+"""Per node."""
 LANE_MS = 500.0
 PARTS = ("rto", "detect", "form", "restore", "step")
 
 
 def by_ranks(effort: Effort) -> dict[str, object]:
-    """Return medians of recoveries, what they grow by, and what a rank holds."""
+    """Return medians of recoveries, their growth with the number of ranks, and a rank's descriptors and threads."""
     sizes, num_kills = ((8, 32), 1) if effort.is_quick else ((8, 16, 32, 64), 3)
     found, held = dict[str, Mapping[str, float]](), dict[str, Mapping[str, int]]()
     for size in sizes:

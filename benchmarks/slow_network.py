@@ -1,7 +1,7 @@
-"""An HTTP server as if far away: every answer late, some requests refused or broken off, a few answered very late.
+"""An HTTP server that seems far away: all answers delayed, some requests refused or cut off, a few answered very late.
 
-As a program, `python -m benchmarks.slow_network`, it stands before a moto S3 server of its own with a bucket `rows`,
-prints its address, and ends with its input. Chance is seeded; what was done is counted in `counts`.
+As a program, `python -m benchmarks.slow_network`, it fronts its own moto S3 server with a bucket `rows`, prints its
+address, and ends when its input does. Faults are random with a seed, and counted in `counts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """How long an answer takes, and which share of requests is refused, broken off, or late."""
+    """The delay of an answer, and the shares of requests that are refused, cut off, or late."""
 
     delay_s: float = 0.05
     refused: float = 0.005
@@ -33,7 +33,7 @@ class Trouble:
     late_s: float = 1.0
 
     def draw(self, chance: random.Random) -> str:
-        """Return what happens to a request."""
+        """Return the fault of a request."""
         lot = chance.random()
         for what in ("refused", "broken", "late"):
             lot -= getattr(self, what)
@@ -43,13 +43,13 @@ class Trouble:
 
 
 def add_trouble(parser: argparse.ArgumentParser) -> None:
-    """Let a program configure its faults."""
+    """Add a program's options for faults."""
     for name in ("delay_s", "refused", "broken", "late", "late_s"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Trouble(), name))
 
 
 class SlowNetwork(ThreadingHTTPServer):
-    """Forwards requests to a server, late."""
+    """Forwards requests to a server with a delay."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -63,7 +63,7 @@ class SlowNetwork(ThreadingHTTPServer):
 
     @contextmanager
     def serving(self) -> Iterator[SlowNetwork]:
-        """Run until the context ends."""
+        """Serve until the context ends."""
         thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
@@ -74,13 +74,13 @@ class SlowNetwork(ThreadingHTTPServer):
             thread.join()
 
     def draw(self) -> str:
-        """Return what happens to a request, and count it."""
+        """Draw and count the fault of a request."""
         what = self.trouble.draw(self._chance)
         self.counts[what] += 1
         return what
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that go away."""
+        """Ignore clients that disconnect."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -123,7 +123,7 @@ class _Request(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _forward  # noqa: N815
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def main() -> None:

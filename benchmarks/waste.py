@@ -1,7 +1,7 @@
-"""Draw docs/waste.svg: what share of the time is no progress, against the interval between saves.
+"""Draw docs/waste.svg: the share of time without progress over the interval between saves.
 
-python -m benchmarks.waste. Nothing is measured here: the curves are those of `young_daly`, whose
-model a test compares with a simulation.
+python -m benchmarks.waste. Nothing is measured here: the curves are those of `young_daly`, whose model a test compares
+with a simulation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RPO_S = 900.0
 
 
 def draw() -> Figure:
-    """Return the picture: one curve for each fault rate, its optimum, and the RPO budget."""
+    """Return the figure: one curve per fault rate with its optimum, and the RPO budget."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for hours in MTBFS_H:
@@ -44,7 +44,7 @@ def draw() -> Figure:
 
 
 def main() -> int:
-    """Write the picture; the same input gives the same bytes."""
+    """Write the figure; the same input gives the same bytes."""
     mpl.rcParams["svg.hashsalt"] = "waste"
     mpl.rcParams["svg.fonttype"] = "none"
     draw().savefig(TARGET, metadata={"Date": None})

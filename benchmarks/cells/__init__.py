@@ -1,1 +1,1 @@
-"""What cells cost beside torch's own parts, and what shows of them in the weights."""
+"""The cost of model parallelism compared with torch's own, and its effect on the weights."""

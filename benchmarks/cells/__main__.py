@@ -55,7 +55,7 @@ from benchmarks.figures import Measure, measure_chosen
 
 
 def figures() -> dict[str, Measure]:
-    """Return what measures each figure."""
+    """Return the function that measures each figure."""
     beside = dict.fromkeys(tensor.NAMES, tensor.beside_torch)
     staged = dict.fromkeys((*pipeline.NAMES, "pp_1f1b_peak_lanes"), pipeline.beside_torch)
     at_points = ("rpo_steps_max", "model_rebuilt", "peer_killed_given_up_s", "kills_at_points")

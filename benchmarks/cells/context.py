@@ -1,4 +1,4 @@
-"""What a lane's forward pass keeps for its backward pass where a rank computes half of each row."""
+"""Activation memory of a lane's forward pass if each rank computes half of each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, QUICK_WIDTH = 2048, 512
 
 
 def kept_ratio(effort: Effort) -> dict[str, object]:
-    """Compare a part of one row with the whole row."""
+    """Compare part of one row with the whole row."""
     width = QUICK_WIDTH if effort.is_quick else WIDTH
     torch.manual_seed(0)
     model, task = Decoder(SHAPE), CausalLM(model={"dim": SHAPE.dim, "heads": SHAPE.heads})
@@ -33,7 +33,7 @@ def kept_ratio(effort: Effort) -> dict[str, object]:
 
 
 def _kept_bytes(model: Decoder, compute: Callable[[], LaneLoss]) -> int:
-    """Return how much memory is kept, besides the model's own."""
+    """Return the bytes kept for the backward pass, apart from the model's own."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -44,7 +44,7 @@ def _kept_bytes(model: Decoder, compute: Callable[[], LaneLoss]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = compute()  # alive, and with it all that it keeps, until it was counted
+        loss = compute()  # keeps the activations alive until they are counted
         total = sum(kept.values())
     assert loss.total.requires_grad, "there is a backward pass"
     return total

@@ -1,8 +1,8 @@
-"""Experts spread over ranks beside torch's own parts: the same decoder, the same lanes, a step of two ranks.
+"""Expert parallelism compared with torch's own parts: the same decoder and lanes, steps of two ranks.
 
-The peer is the loop that one writes of torch's parts: tokens go to experts and back by `all_to_all_single_autograd`, an
-expert's product is over the tokens of both ranks, and DistributedDataParallel sums the gradients of all else. Both run
-in the same processes, in turn.
+The peer is a loop of torch's parts: tokens go to experts and back by `all_to_all_single_autograd`, an expert's product
+is over the tokens of both ranks, and DistributedDataParallel sums all other gradients. Both sides run in the same
+processes, in turn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Step = Callable[[], None]
 
 
 def beside_torch(effort: Effort) -> dict[str, object]:
-    """Run both in turn, in two processes."""
+    """Run both sides in turn, in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 5 if effort.is_quick else 25
         spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def beside_torch(effort: Effort) -> dict[str, object]:
 
 
 def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
-    """Check that both make the same gradients, and time steps on rows of so many tokens."""
+    """Check that both sides compute the same gradients, and time steps on rows of `num_tokens` tokens."""
     group = meet(rank, DEGREE, folder)
     (ours, step), (theirs, peer) = _our_step(group, num_tokens), _torch_step(rank, num_tokens)
     times: list[list[Times]] = [[], []]
@@ -106,7 +106,7 @@ def _our_step(group: Group, num_tokens: int) -> tuple[nn.Module, Step]:
 
 
 class TorchExperts(nn.Module):
-    """A part of some experts, whose tokens come from all ranks."""
+    """One rank's share of the experts; their tokens come from all ranks."""
 
     def __init__(self, whole: Experts, rank: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class TorchExperts(nn.Module):
         dist.all_to_all_single(taken, given)
         leave, come = given.view(DEGREE, -1).sum(1).tolist(), taken.view(DEGREE, -1).sum(1).tolist()
         arrived = all_to_all_single_autograd(x, come, leave, world)
-        # By rank and expert as they come, by expert as they are multiplied.
+        # Tokens arrive by rank and expert; the products need them by expert.
         experts = torch.arange(self.each).repeat(DEGREE).repeat_interleave(taken)
         order = experts.argsort(stable=True)
         per_expert = taken.view(DEGREE, -1).sum(0).tolist()
@@ -157,7 +157,7 @@ def _torch_step(rank: int, num_tokens: int) -> tuple[nn.Module, Step]:
 
 
 def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Both have computed one gradient, to rounding; DistributedDataParallel's is a mean over the ranks."""
+    """Check that both gradients are equal up to rounding; DistributedDataParallel averages over the ranks."""
     for (name, one), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None, name
         times = 1 if ".experts." in name else DEGREE

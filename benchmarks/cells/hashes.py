@@ -1,7 +1,8 @@
-"""One hash: live jobs of several cells, of every kind of degree, and with a killed rank, which costs no applied step.
+"""Compare final weights of live jobs with several replicas, every kind of degree, and a killed rank.
 
-Stages and experts show in no bit, so they are compared with one rank; tensor ranks and rows in parts with one cell,
-since parts are added in another order than whole products, or the tokens of a row.
+The kill must cost no applied step. Stages and experts do not change any bit, so these jobs are compared with one rank;
+tensor and context ranks are compared with one replica, since they sum partial products or parts of a row in another
+order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 
 NUM_STEPS, KILLED_AT, TIMEOUT_S = 6, 20, 300.0
 Cases = Mapping[str, tuple[int, Sequence[str]]]
-"""Numbers of ranks, and what is set besides."""
+"""Numbers of ranks, and further settings."""
 TENSOR: Cases = {
     "2 cells": (4, ("tensor", "2")),
     "3 cells": (6, ("tensor", "2")),
@@ -80,51 +81,51 @@ EXPERT_TENSOR: Cases = {
 
 
 def of_tensor(effort: Effort) -> dict[str, object]:
-    """Say for each case of tensor ranks whether its weights are those of one cell."""
+    """Return, for each case of tensor ranks, True if its weights equal those of one replica."""
     return {"one_hash.tp2": compared(effort, TENSOR, {}, ("one cell", 2, ("tensor", "2")))}
 
 
 def of_tensor_stages(effort: Effort) -> dict[str, object]:
-    """Say for each case of tensor ranks in stages whether its weights are those of one cell without stages."""
+    """Return, for each case of tensor ranks in stages, True if its weights equal one replica's without stages."""
     one_cell = ("one cell", 2, ("tensor", "2"))
     return {"one_hash.tp2_pp2": compared(effort, TENSOR_STAGES, {"tied": False}, one_cell)}
 
 
 def of_stages(effort: Effort) -> dict[str, object]:
-    """Say for each case of stages whether its weights are those of one rank."""
+    """Return, for each case of stages, True if its weights equal those of one rank."""
     return {"one_hash.pp2": compared(effort, STAGES, {"tied": False})}
 
 
 def of_experts(effort: Effort) -> dict[str, object]:
-    """Say for each case of spread experts whether its weights are those of one rank."""
+    """Return, for each case of expert parallelism, True if its weights equal those of one rank."""
     return {"one_hash.ep2": compared(effort, EXPERTS, {"experts": 4})}
 
 
 def of_context(effort: Effort) -> dict[str, object]:
-    """Say for each case of rows in parts whether its weights are those of one cell."""
+    """Return, for each case of context parallelism, True if its weights equal those of one replica."""
     one_cell = ("one cell", 2, ("context", "2"))
     return {"one_hash.cp2": compared(effort, CONTEXT, {}, one_cell)}
 
 
 def of_context_stages(effort: Effort) -> dict[str, object]:
-    """Say for each case of rows in parts and stages whether its weights are those of one cell without stages."""
+    """Return, for each case of context ranks in stages, True if its weights equal one replica's without stages."""
     one_cell = ("one cell", 2, ("context", "2"))
     return {"one_hash.cp2_pp2": compared(effort, CONTEXT_STAGES, {"tied": False}, one_cell)}
 
 
 def of_context_tensor(effort: Effort) -> dict[str, object]:
-    """Say for each case of rows in parts and tensor ranks whether its weights are those of one cell of both."""
+    """Return, for each case of context and tensor ranks, True if its weights equal those of one replica of both."""
     one_cell = ("one cell", 4, ("context", "2", "tensor", "2"))
     return {"one_hash.cp2_tp2": compared(effort, CONTEXT_TENSOR, {"tied": False}, one_cell)}
 
 
 def of_expert_stages(effort: Effort) -> dict[str, object]:
-    """Say for each case of stages with experts whether its weights are those of one rank."""
+    """Return, for each case of stages with experts, True if its weights equal those of one rank."""
     return {"one_hash.ep2_pp2": compared(effort, EXPERT_STAGES, {"tied": False, "experts": 4})}
 
 
 def of_expert_tensor(effort: Effort) -> dict[str, object]:
-    """Say for each case of tensor ranks with experts whether its weights are those of one cell of tensor ranks."""
+    """Return, for each case of tensor ranks with experts, True if its weights equal one tensor-parallel replica's."""
     one_cell = ("one cell", 2, ("tensor", "2"))
     return {"one_hash.ep2_tp2": compared(effort, EXPERT_TENSOR, {"tied": False, "experts": 4}, one_cell)}
 
@@ -135,7 +136,7 @@ def compared(
     sizes: Mapping[str, object],
     first: tuple[str, int, Sequence[str]] = ("one rank", 1, ()),
 ) -> dict[str, bool]:
-    """Say for each case whether its job ends with the weights of the first one."""
+    """Return, for each case, True if its job ends with the weights of the first one."""
     job = JOBS["lm"]
     params = {**job.params, "model": {**job.params["model"], "dropout": 0.1, **sizes}}
     found: dict[str, str] = {}

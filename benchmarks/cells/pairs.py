@@ -1,4 +1,4 @@
-"""Two sides in the same processes, in turn: how ranks meet on gloo and on ours, and what a pass takes."""
+"""Run two sides in the same processes, in turn: their process groups, and the time of a pass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic_train.parallel.group import Group
 
 TIMEOUT_S = 120.0
 Times = tuple[float, float]
-"""Seconds of the clock, and of the processor."""
+"""Wall seconds and CPU seconds."""
 
 
 def meet(rank: int, size: int, folder: str) -> Group:
-    """Form torch's default group for the peer, and return ours; one thread computes."""
+    """Form torch's default group for the peer, and return ours; computes with one thread."""
     torch.set_num_threads(1)
     store = FileStore(f"{folder}/store", size)
     dist.init_process_group(
@@ -33,14 +33,14 @@ def meet(rank: int, size: int, folder: str) -> Group:
 
 
 def part_ways(group: Group) -> None:
-    """Leave both groups together."""
+    """Close both groups together on all ranks."""
     group.close()
     dist.barrier()
     dist.destroy_process_group()
 
 
 def medians(ranks: Sequence[Sequence[Times]]) -> Times:
-    """Return medians over turns, of what each rank took: a turn ends with its last, and all take the processor."""
+    """Return medians over turns: a turn's wall time is that of its slowest rank, its CPU time the sum over ranks."""
     turns = list(zip(*ranks, strict=True))
     clock = statistics.median(max(seconds for seconds, _ in turn) for turn in turns)
     return clock, statistics.median(sum(cpu for _, cpu in turn) for turn in turns)

@@ -1,8 +1,7 @@
-"""A pipeline beside torch's: the same decoder in two stages, the same micro-batches, the same schedule.
+"""Pipelining compared with torch's: the same decoder in two stages, the same micro-batches and schedule.
 
-The peer is a loop of `torch.distributed.pipelining`: a `PipelineStage` of the same modules for each chunk,
-`Schedule1F1B`, `ScheduleGPipe` and `ScheduleInterleaved1F1B`, on a process group of gloo. Both run in the same
-processes, in turn.
+The peer is a loop of `torch.distributed.pipelining` on gloo: a `PipelineStage` of the same modules for each chunk, with
+`Schedule1F1B`, `ScheduleGPipe` and `ScheduleInterleaved1F1B`. Both sides run in the same processes, in turn.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ ROWS, TOKENS, LANES, STAGES = 2, 256, 8, 2
 PEERS: Mapping[Kind, type] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 NAMES = ("pp2_vs_torch", "pp2_cpu_vs_torch")
 UNTIMED = 2
-"""Turns before those that count; the first compares what both sides have computed."""
+"""Warm-up turns; the first one compares the results of both sides."""
 
 
 def beside_torch(effort: Effort) -> dict[str, object]:
-    """Run both in turn, in two processes, by each schedule."""
+    """Run both sides in turn, in two processes, with each schedule."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 6 if effort.is_quick else 30
         spawn(in_turn, args=(rounds, folder), nprocs=STAGES)  # type: ignore[no-untyped-call]
@@ -61,7 +60,7 @@ def beside_torch(effort: Effort) -> dict[str, object]:
 
 
 def in_turn(rank: int, rounds: int, folder: str, tokens: int = TOKENS, untimed: int = UNTIMED) -> None:
-    """Be a stage of both sides, in turn; AssertionError if they make other gradients. Times go to a file."""
+    """Run one stage of both sides in turn and write the times to a file; raises AssertionError if gradients differ."""
     group = meet(rank, STAGES, folder)
     batches = [_batch(number, tokens) for number in range(LANES)]
     found: dict[str, object] = {}
@@ -104,7 +103,7 @@ def _our_stage(group: Group, kind: Kind) -> Stage:
 
 
 class _Lanes(Passes):
-    """The passes of our stage, without what training does around them."""
+    """The passes of our stage, without the rest of training."""
 
     def __init__(self, stage: Stage, batches: list[Batch]) -> None:
         self.stage, self._batches, self.peak = stage, batches, 0
@@ -125,7 +124,7 @@ class _Lanes(Passes):
 
 
 class _Part(nn.Module):
-    """What torch's documentation has one write: a module of a stage's own layers."""
+    """A module of a stage's own layers, as torch's documentation recommends."""
 
     def __init__(self, model: Decoder, names: list[str]) -> None:
         super().__init__()
@@ -160,7 +159,7 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _check_same(ours: nn.Module, theirs: nn.Module) -> None:
-    """Both have computed one gradient, to the last bit."""
+    """Check that both sides computed bit-identical gradients."""
     mine, others = ([one.grad for one in model.parameters() if one.numel()] for model in (ours, theirs))
     for one, other in zip(mine, others, strict=True):
         assert one is not None and other is not None and one.equal(other), "torch's schedule makes another gradient"

@@ -1,4 +1,4 @@
-"""What a lane's forward pass keeps of the blocks where two tensor ranks share out tokens, and where they do not."""
+"""Activation memory of the blocks on two tensor ranks, with and without sequence parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEGREE, TOKENS, TIMEOUT_S = 2, 512, 120.0
 
 
 def kept_ratio(effort: Effort) -> dict[str, object]:
-    """Compare ranks of a cell with one that holds the whole model."""
+    """Compare tensor ranks with a rank that holds the whole model."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(folder,), nprocs=DEGREE)  # type: ignore[no-untyped-call]
         whole, plain, shared = json.loads((Path(folder) / "0.json").read_text())
@@ -49,7 +49,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def _model(sequence: bool | None, group: Group) -> Decoder:
-    """Return a model that is cut, with tokens shared out or not, or None for a whole one."""
+    """Return a model that is sharded with or without sequence parallelism; the whole model for None."""
     torch.manual_seed(0)
     model = Decoder(SHAPE)
     if sequence is not None:
@@ -63,7 +63,7 @@ def _model(sequence: bool | None, group: Group) -> Decoder:
 
 
 def _kept_bytes(model: Decoder, num_own: int) -> int:
-    """Return how much memory the blocks keep, besides the model's own, of a row of which a rank has so many tokens."""
+    """Return the bytes that the blocks keep, without the model's own, for a row with `num_own` tokens on this rank."""
     own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, dict[int, int]()
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Jobs of cells on hundreds of ranks, in virtual time: what they take to simulate, and how much of their time counts.
+"""Simulate jobs with model parallelism on hundreds of ranks: the cost of the simulation, and the jobs' goodput.
 
-Goodput is the share of the time that goes into steps that count. What a fault costs is what the simulator says: seconds
-until the next applied step, and applied steps that are computed again. How often faults come is what is published:
-Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 GPUs (Grattafiori et al. 2024, section 3.3.4), and a
-job of fewer GPUs as many fewer.
+Goodput is the share of time in kept steps. The simulator gives the cost of a fault: seconds until the next applied
+step, and recomputed steps. The fault rate is published: Llama 3 405B had 419 unexpected interruptions in 54 days on
+16,384 GPUs (Grattafiori et al. 2024, section 3.3.4), and it is scaled down in proportion for fewer GPUs.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from elastic_train.checkpoint.interval.young_daly import optimum
 INTERRUPTIONS, DAYS, GPUS = 419, 54, 16_384
 PER_GPU_HOUR = INTERRUPTIONS / (DAYS * 24 * GPUS)
 JOBS = ((256, 256), (256, 1_024), (256, 16_384), (1_024, 1_024), (1_024, 16_384))
-"""Ranks that are simulated, and of how many GPUs they have the failures."""
+"""Number of simulated ranks, and number of GPUs that sets their failure rate."""
 STEP_S, START_S, STALL_S, LEASE_S, AWAY_S = 60.0, 60.0, 5.0, 10.0, 300.0
-"""What is assumed: a step, the start of a process, what training waits for a save, a lease, and until a lost node is
-back. A spare node takes its place at once."""
+"""Assumed seconds: a step, a process start, the stall of a save, a lease, and the absence of a lost node. A spare node
+replaces it at once."""
 NUM_FAULTS, FEW_FAULTS, COMMIT_EVERY = 4, 2, 6
 KINDS = ("kill_worker", "lose_node")
 RECOVERIES: tuple[Mode, ...] = ("live", "restart")
@@ -37,7 +36,7 @@ SIMULATED_STEP_S, FAULTS_PER_HOUR = 30.0, 4.0
 
 
 def cost_of_an_hour(effort: Effort) -> dict[str, object]:
-    """Return the seconds of a core that a virtual hour takes, of a job that is hit four times in it, and is valid."""
+    """Return the CPU seconds per virtual hour of a valid job with four faults."""
     found: dict[str, object] = {}
     for num_ranks in (256, 1_024):
         num_nodes = num_ranks // WORKERS
@@ -48,7 +47,7 @@ def cost_of_an_hour(effort: Effort) -> dict[str, object]:
         cpu_s = time.process_time() - began
         if outcome.violations:
             raise SystemExit(f"{num_ranks} ranks: {outcome.violations[0]}")
-        hours = outcome.virtual_s / 3600  # with what the faults have cost
+        hours = outcome.virtual_s / 3600  # including the cost of the faults
         found[f"sim_{num_ranks}_ranks_cpu_s_per_hour"] = round(cpu_s / hours, 1)
         effort.say(
             f"{num_ranks} ranks in cells of {outcome.case.shape.cell}: {hours:.2f} virtual hours, "
@@ -59,7 +58,7 @@ def cost_of_an_hour(effort: Effort) -> dict[str, object]:
 
 
 def goodput(effort: Effort) -> dict[str, object]:
-    """Return goodput by ranks, failures and mode of recovery, and what a fault costs in each."""
+    """Return goodput by ranks, failure rate and mode of recovery, and the cost of a fault in each."""
     found: dict[str, object] = {}
     for num_ranks in sorted({num_ranks for num_ranks, _ in JOBS}):
         for recovery in RECOVERIES:
@@ -71,10 +70,10 @@ def goodput(effort: Effort) -> dict[str, object]:
 
 
 def _row(costs: list[Recovery], recovery: Mode, num_gpus: int) -> dict[str, float]:
-    """Return what is left of the time, where faults come as often as so many GPUs have them.
+    """Return the goodput at the failure rate of `num_gpus` GPUs.
 
-    Without the fault the next step would have come after half a step, on average. Where steps are computed again, they
-    are those since the newest commit: on average half of what lies between two.
+    Without the fault, the next step would have come after half a step on average. Recomputed steps are those since the
+    newest commit, on average half of a commit interval.
     """
     mtbf_s = 3600 / (PER_GPU_HOUR * num_gpus)
     every_s = optimum(STALL_S, mtbf_s)
@@ -86,12 +85,12 @@ def _row(costs: list[Recovery], recovery: Mode, num_gpus: int) -> dict[str, floa
 
 
 def _costs(effort: Effort, num_ranks: int, recovery: Mode) -> list[Recovery]:
-    """Simulate a job that loses a worker, and a node, in turn, once between two commits each, at all times between."""
+    """Simulate a job that loses a worker and a node in turn, once per commit interval, at all its phases."""
     num_faults = FEW_FAULTS if effort.is_quick else NUM_FAULTS
     shape = _shape(num_ranks, recovery, (num_faults + 1) * COMMIT_EVERY)
     run = Job(shape, 0, tuple(_faults(shape.max_nodes, num_faults))).run()
     found = [one for one in recoveries(run) if one.kind in KINDS]
-    # One may have hit the node that waits.
+    # A fault may have hit the standby node.
     if len(found) < num_faults - 1 or run.result is None or run.result["status"] != "done":
         raise SystemExit(f"{num_ranks} ranks, {recovery}: {len(found)} of {num_faults} faults were recovered from")
     if recovery == "live" and any(one.rpo_steps for one in found):
@@ -107,7 +106,7 @@ def _faults(num_nodes: int, num_faults: int) -> Iterator[SimFault]:
 
 
 def _shape(num_ranks: int, recovery: Mode, num_steps: int) -> Shape:
-    """Return a job whose nodes are cells; each has one lane, so no step is slower with a spare's help."""
+    """Return a job whose nodes are replicas with one lane each, so that a spare's help slows no step."""
     num_nodes = num_ranks // WORKERS
     steps_per_epoch = 20
     num_rows = num_nodes * steps_per_epoch

@@ -1,4 +1,4 @@
-"""A tensor cut beside torch's: forward and backward passes of the package's decoder that two ranks hold together.
+"""Tensor parallelism compared with torch's: forward and backward passes of the package's decoder on two ranks.
 
 The peer is a loop of torch's own parts (`parallelize_module` with ColwiseParallel and RowwiseParallel, each block's
 inputs shared by PrepareModuleInput, on a process group of gloo), at the same degree and on the same tokens. Both run in
@@ -45,7 +45,7 @@ NAMES = ("tp2_vs_torch", "tp2_cpu_vs_torch")
 
 
 def beside_torch(effort: Effort) -> dict[str, object]:
-    """Run both in turn, in two processes."""
+    """Run both sides in turn, in two processes."""
     with tempfile.TemporaryDirectory() as folder:
         rounds = 8 if effort.is_quick else 40
         spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def beside_torch(effort: Effort) -> dict[str, object]:
 
 
 def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
-    """Check that both compute the same, and time passes of rows of so many tokens."""
+    """Check that both sides compute the same, and time passes of rows of `num_tokens` tokens."""
     group = meet(rank, DEGREE, folder)
     ours, peer = _our_model(group), _torch_model()
     tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, num_tokens), generator=torch.Generator().manual_seed(1))
@@ -86,7 +86,7 @@ def _our_model(group: Group) -> nn.Module:
 
 
 def _torch_model() -> nn.Module:
-    """Cut the same model as torch's documentation does."""
+    """Shard the same model as in torch's documentation."""
     model, mesh = _whole(), init_device_mesh("cpu", (DEGREE,))
     for block in model.blocks:
         plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in "qkv"}

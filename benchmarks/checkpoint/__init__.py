@@ -1,1 +1,1 @@
-"""What saves and loads cost, beside torch.save and torch.distributed.checkpoint."""
+"""The cost of saves and loads compared with torch.save and torch.distributed.checkpoint."""

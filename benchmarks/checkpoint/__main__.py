@@ -48,7 +48,7 @@ FEW_ROUNDS, LARGE_GB, HUGE_GB = 3, 1.0, 2.0
 
 @dataclass
 class Figures:
-    """What one size gave, in seconds, by side and in the order measured; `cold_loads` are read from the disk."""
+    """Measurements of one size in seconds, by side and in order; `cold_loads` are read from the disk."""
 
     num_bytes: int = 0
     steps: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Figures:
 
 
 def main() -> None:
-    """Run all sizes and print a table, then one JSON line."""
+    """Run all sizes; print a table, then one JSON line."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     arguments.add_argument("--json", action="store_true", help="print the last line only")
     arguments.add_argument("--sizes", default="0.1,1,4", help="sizes of the state in GB (default: 0.1,1,4)")
@@ -101,7 +101,7 @@ def _measure_steps(training: Training, figures: Figures, rounds: int) -> None:
 
 
 def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Path) -> None:
-    """Save with all sides in turn; the first round warms up, and is not counted."""
+    """Save with all sides in turn; the first round warms up and is not counted."""
     sides = dict(all_sides(training, can_stage_twice=figures.num_bytes <= HUGE_GB * 1e9))
     for number in range(rounds + 1):
         for name, prepare in sides.items():
@@ -125,9 +125,9 @@ def _measure_saves(training: Training, figures: Figures, rounds: int, folder: Pa
 
 
 def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, folder: Path) -> None:
-    """Write the state's bytes bare, and as a commit with nothing beside it, in turn; then load it, and with dcp.
+    """Write the state's bytes bare and as a commit without training, in turn; then load it with ours and with dcp.
 
-    The commits are those of one run: one after the other in one store, of which the newest is kept.
+    The commits belong to one run: they go to one store, one after the other, and only the newest is kept.
     """
     store, state = open_store(str(folder / "commits")), training.state.shards.held()
     saves = open_saves(store, SaveMemory())

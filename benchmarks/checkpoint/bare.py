@@ -1,8 +1,8 @@
-"""The disk's own rate, for `benchmarks.checkpoint`: as many bytes as a state has, made durable as a commit is.
+"""The disk's own rate, for `benchmarks.checkpoint`: write a state's bytes as durably as a commit does.
 
-Two ways, of which the quicker is the disk's: past the page cache (the disk alone), and through it, as `dd conv=fsync`
-writes (the disk idles while the bytes are copied). Both end as a commit must: the bytes and their name, two small
-files, and another name are made durable one after the other.
+There are two ways, and the faster one counts as the disk's rate: past the page cache (the disk alone), and through it,
+as `dd conv=fsync` does (the disk idles while bytes are copied). Both end like a commit: the bytes and their name, two
+small files, and another name become durable one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WAYS = ("direct", "cached")
 
 
 def write_bare(folder: Path, num_bytes: int, way: str) -> float:
-    """Write so many bytes to a file, in the way named; return the seconds until all is durable, and remove it."""
+    """Write `num_bytes` to a file in the given way; return the seconds until it is durable, and remove it."""
     chunk = mmap.mmap(-1, CHUNK_BYTES)  # aligned, as direct writes must be
     chunk.write(os.urandom(CHUNK_BYTES))
     place = folder / "bare"
@@ -32,12 +32,12 @@ def write_bare(folder: Path, num_bytes: int, way: str) -> float:
     for path in place.iterdir():
         path.unlink()
     place.rmdir()
-    _sync(folder)  # what the disk does about freed space is nobody else's time
+    _sync(folder)  # so that the disk's handling of freed space is not measured
     return seconds
 
 
 def _write(path: Path, chunk: memoryview, num_bytes: int, flags: int) -> None:
-    """Write a file and sync it with its folder; a direct one is rounded up to whole pages."""
+    """Write a file and sync it with its folder; a direct write is rounded up to whole pages."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags)
     for at in range(0, num_bytes, CHUNK_BYTES):
         os.write(file, chunk[: min(CHUNK_BYTES, -(-(num_bytes - at) // mmap.PAGESIZE) * mmap.PAGESIZE)])
@@ -53,7 +53,7 @@ def _sync(folder: Path) -> None:
 
 
 def evict(folder: Path) -> None:
-    """Take a folder's files, which are on the disk, out of the page cache."""
+    """Evict a folder's files, which are on the disk, from the page cache."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

@@ -38,14 +38,14 @@ MEASURES = ("save_s", "save_cpu_s", "restart_s", "restart_cpu_s", "cold_restart_
 
 
 class BufferedDisk(RealDisk):
-    """The same disk, written to through the page cache."""
+    """The same disk, written through the page cache."""
 
     def create(self, path: Path) -> BinaryIO:
         return path.open("xb")
 
 
 def main() -> None:
-    """Run all sizes and print a table for each, then one JSON line."""
+    """Run all sizes; print a table for each, then one JSON line."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint.page_cache", description=__doc__)
     arguments.add_argument("--sizes", default="0.25,1", help="sizes of the state in GB (default: 0.25,1)")
     arguments.add_argument("--rounds", type=int, default=7, help="saves of each side (default: 7)")
@@ -78,7 +78,7 @@ def _measure(size_gb: float, rounds: int, folder: Path) -> tuple[Figures, float]
 
 
 def _round(training: Training, store: Store, saves: Saves, folder: Path, number: int) -> dict[str, float]:
-    """Save, load as the page cache is, and load from the disk."""
+    """Save, load with the page cache as it is, and load from the disk."""
     state = training.state.shards.held()
     records: list[CommitRecord] = []
 
@@ -95,12 +95,12 @@ def _round(training: Training, store: Store, saves: Saves, folder: Path, number:
     evict(folder / records[0].attempt)
     cold_restart_s, _ = _timed(restart)
     prune(store, Retention.of(last=1), newest=records[0])
-    os.sync()  # freed space and dirty pages are not the next side's time
+    os.sync()  # so that freed space and dirty pages do not slow the next side
     return dict(zip(MEASURES, (save_s, save_cpu_s, restart_s, restart_cpu_s, cold_restart_s), strict=True))
 
 
 def _timed(act: Callable[[], object]) -> tuple[float, float]:
-    """Return the wall seconds and the CPU seconds (user + system, all threads) that something takes."""
+    """Return the wall seconds and CPU seconds (user + system, all threads) of a call."""
     cpu, started = _cpu_s(), time.perf_counter()
     act()
     return time.perf_counter() - started, _cpu_s() - cpu

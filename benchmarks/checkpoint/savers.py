@@ -1,4 +1,4 @@
-"""Who saves, for `benchmarks.checkpoint`: ours, torch.save, dcp.save and dcp.async_save, beside one training loop."""
+"""The savers of `benchmarks.checkpoint`: ours, torch.save, dcp.save and dcp.async_save, with one training loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BYTES_OF_LAYER = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 
 @dataclass
 class Training:
-    """A training loop to be stalled: AdamW over linear layers, one thread."""
+    """A training loop that saves may stall: AdamW over linear layers, one thread."""
 
     state: AppliedState
     batch: torch.Tensor
@@ -58,7 +58,10 @@ class Training:
 
 
 def train(size_gb: float) -> tuple[Training, int]:
-    """Build a loop whose state has about that size, and its exact size in bytes; two steps make all of it be there."""
+    """Build a loop with a state of about `size_gb`; return it with the exact size in bytes.
+
+    Two steps allocate all state.
+    """
     num_layers = max(1, round(size_gb * 1e9 / BYTES_OF_LAYER))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
@@ -72,13 +75,13 @@ def train(size_gb: float) -> tuple[Training, int]:
 
 
 Waits = tuple[Callable[[], None], Callable[[], None] | None]
-"""What waits until the state may change, and what waits for the end of the save; None if that is over already."""
+"""Functions that wait until the state may change, and until the save has ended; the latter is None if it has."""
 Side = Callable[[Path], Callable[[], Waits]]
-"""Prepares a folder for a save, and returns what begins it."""
+"""Prepares a folder for a save, and returns the function that starts it."""
 
 
 def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[str, Side]]:
-    """Yield every side by its name; with `can_stage_twice` also the one that takes fresh memory at every save."""
+    """Yield every side with its name; with `can_stage_twice`, also the one that allocates memory for each save."""
     memory = SaveMemory()
 
     def ours(target: Path) -> Callable[[], Waits]:

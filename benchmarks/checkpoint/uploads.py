@@ -33,7 +33,7 @@ SIDES = ("streamed", "staged")
 
 
 class Sink:
-    """As much of S3 as an upload needs; of the objects it remembers the sizes."""
+    """The part of S3 that an upload needs; keeps only the objects' sizes."""
 
     def __init__(self, delay_s: float, bytes_per_s: float) -> None:
         self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
@@ -84,7 +84,7 @@ def serve(delay_s: float, bytes_per_s: float, ready: Connection) -> None:
 
 
 def write(side: str, url: str, num_pieces: int) -> dict[str, float]:
-    """Write a file and return what that took, its process's memory included."""
+    """Write a file and return its cost, including its process's memory."""
     store = FsspecStore(f"s3://commits/{side}", {"endpoint_url": url, "key": "a", "secret": "b"})
     with store.write("small") as sink:
         sink.write(b"a first request opens the connection")
@@ -108,7 +108,7 @@ def _peak_mb() -> float:
 
 
 def main() -> None:
-    """Measure both sides in turn, each time in a process of its own, and print one JSON line."""
+    """Measure both sides in turn, each in its own process; print one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint.uploads", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--gb", type=float, default=0.5)

@@ -1,1 +1,1 @@
-"""What reading costs: our loader beside its peers, from the local disk and from S3."""
+"""The cost of reading data: our loader compared with peers, from the local disk and from S3."""

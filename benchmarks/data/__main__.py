@@ -49,7 +49,7 @@ Found = dict[str, float | int | str]
 
 @dataclass
 class Loader:
-    """One loader, and what was found out about it, measurement by measurement."""
+    """One loader, and its results by measurement."""
 
     name: str
     python: str
@@ -58,7 +58,7 @@ class Loader:
     cannot: str | None = None
 
     def run(self, module: str, *arguments: str) -> Found:
-        """Run a measurement in a process of its own; what it cannot do is noted, and the result empty."""
+        """Run a measurement in its own process; an unsupported one is noted and gives an empty result."""
         command = [self.python, "-m", f"benchmarks.data.peers.{module}", self.name, *arguments]
         quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
         try:
@@ -84,12 +84,12 @@ class Loader:
         return found
 
     def median(self, name: str) -> float | None:
-        """Return the median of what was found under a name."""
+        """Return the median of the results under a name."""
         return statistics.median(self.found[name]) if self.found.get(name) else None
 
 
 def main() -> None:
-    """Measure everything, print the tables, then one JSON line."""
+    """Measure everything; print the tables, then one JSON line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the last line only")
     parser.add_argument("--rows", type=int, default=200_000)
@@ -126,7 +126,7 @@ def _make_rows(folder: Path, num_rows: int) -> None:
 
 
 def _make_environment(folder: Path) -> str:
-    """Make the peers' virtual environment, torch first and at its pin; return its interpreter."""
+    """Create the peers' virtual environment, with the pinned torch first; return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -137,9 +137,9 @@ def _make_environment(folder: Path) -> str:
 
 
 def _measure(loaders: list[Loader], folder: Path, num_rows: int, rounds: int, seconds: float) -> None:
-    """Measure all loaders in turn, round after round, so that a busy minute of the machine hits all of them."""
+    """Measure all loaders in turn, round after round, so that disturbances affect all of them."""
     rows, numbered = str(folder / f"rows-{num_rows}"), str(folder / "numbered")
-    for name in (OURS, CACHED):  # what an earlier version of ours made and counted says nothing of this one
+    for name in (OURS, CACHED):  # results of an earlier version of our loader do not apply
         shutil.rmtree(folder / "converted" / name, ignore_errors=True)
     for loader in loaders:
         for source in (rows, numbered):
@@ -161,7 +161,7 @@ def _measure(loaders: list[Loader], folder: Path, num_rows: int, rounds: int, se
 
 
 def _resize(loader: Loader, out: Path, rows: str, name: str, stages: list[list[int]]) -> Found:
-    """Count a loader's repeats and skips, or take a peer's of an earlier run: it is the same every time."""
+    """Count a loader's repeats and skips; a peer's deterministic result may come from an earlier run."""
     earlier = out / f"resize-{name}.json"
     if earlier.exists():
         found: Found = json.loads(earlier.read_text())
@@ -177,7 +177,7 @@ def _out(folder: Path, loader: Loader, rows: str) -> Path:
 
 
 def _run_alone(folder: Path, num_rows: int) -> Found:
-    """Measure what concerns our own loader only."""
+    """Measure the figures that concern only our own loader."""
     found: Found = {}
     for what in ("scale", "decode"):
         rows = folder / ("full" if what == "scale" else f"rows-{num_rows}")

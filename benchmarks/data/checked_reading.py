@@ -56,7 +56,7 @@ class Whatever:
 
 
 def decoding(manifest: Manifest) -> Measure:
-    """Return what decodes all row groups, and says how much CPU time one took."""
+    """Return a function that decodes all row groups and returns the CPU time per group."""
     groups = RowGroups(manifest, COLUMNS)
 
     def measure() -> float:
@@ -69,7 +69,7 @@ def decoding(manifest: Manifest) -> Measure:
 
 
 def caching(manifest: Manifest, folder: Path, *, is_checked: bool) -> Measure:
-    """Return what takes all row groups from a cache, and says how long one took."""
+    """Return a function that reads all row groups from a cache and returns the CPU time per group."""
     cache, groups = RowCache(folder, manifest, COLUMNS), RowGroups(manifest, COLUMNS)
 
     def measure() -> float:
@@ -85,7 +85,7 @@ def caching(manifest: Manifest, folder: Path, *, is_checked: bool) -> Measure:
 
 
 def training(manifest: Manifest) -> Measure:
-    """Return what trains some steps from the beginning, and says how long one took."""
+    """Return a function that trains some steps from the start and returns the CPU time per step."""
     task = TextClassifier(**PARAMS)  # type: ignore[arg-type]
     task.prepare(manifest)
     model = task.build_model()
@@ -147,7 +147,7 @@ def main() -> int:
 
 
 def share_of_comparing(manifest: Manifest) -> float:
-    """Return the share of a training step's CPU time that is spent comparing."""
+    """Return the share of a training step's CPU time that is spent comparing checksums."""
     compare, spent_s = row_groups._damaged, list[float]()
 
     def timed(file: Fetched, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -163,7 +163,7 @@ def share_of_comparing(manifest: Manifest) -> float:
 
 
 def _compare(name: str, checked: Measure, unchecked: Measure, num_rounds: int) -> float:
-    """Measure both in turn, after once for nothing; return the median ratio."""
+    """Measure both in turn after one warm-up; return the median ratio."""
     checked(), unchecked()
     found = []
     for number in range(num_rounds):

@@ -1,7 +1,7 @@
-"""What concerns our loader alone, for `benchmarks.data`: at 42 million rows, and beside pyarrow on the same files.
+"""Figures of our loader alone, for `benchmarks.data`: at 42 million rows, and compared with pyarrow on the same files.
 
-`scale ROWS`: building the order, seeking, memory. `decode ROWS`: row groups decoded by a thread for each core, over
-what pyarrow alone does with the same threads, in turn; and what the loader costs over decoding, in CPU time.
+`scale ROWS`: building the order, seeking, memory. `decode ROWS`: the time of decoding row groups with one thread per
+core over that of pyarrow with the same threads, in turn; and the loader's CPU time over decoding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(what: str, rows: str) -> None:
 
 
 def scale(rows: str) -> dict[str, float]:
-    """Load a dataset of full size, and seek all over it, for any lane."""
+    """Load a dataset of full size, and seek all over it in various lanes."""
     before = _resident_mb()
     manifest, footers = load_manifest(rows), load_footers(rows)
     builds, seeks = [], []
@@ -61,7 +61,7 @@ def scale(rows: str) -> dict[str, float]:
 
 
 def decode(rows: str) -> dict[str, float]:
-    """Decode all row groups with ours and with pyarrow alone, in turn."""
+    """Decode all row groups with our reader and with pyarrow alone, in turn."""
     manifest, num_threads = load_manifest(rows), len(os.sched_getaffinity(0))
     reader = Reader(manifest, COLUMNS)
     paths = [f"{rows}/{file.path}" for file in manifest.files]
@@ -100,7 +100,7 @@ def decode(rows: str) -> dict[str, float]:
 
 
 def _load(reader: Reader, group_rows: npt.NDArray[np.int64]) -> int:
-    """Read an epoch through the loader, without making tensors of it."""
+    """Read an epoch through the loader without making tensors."""
     order = Order(group_rows, num_lanes=1, seed=1)
     loader = LaneLoader(
         reader, order, _nothing, lanes=range(1), micro_batch=32, cursor=Cursor(), num_steps=order.num_steps(32)

@@ -1,4 +1,4 @@
-"""Clients of S3 that fetch the same ranges, and do nothing with them: fsspec, Arrow's, and the source that we use."""
+"""S3 clients that fetch the same ranges and discard them: fsspec, Arrow's, and the source that we use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fetch = Callable[[Place], object]
 
 
 def compare(rows: Path, url: str, num_passes: int) -> dict[str, dict[str, float]]:
-    """Have each client fetch every row group's bytes, in turn; medians of MB/s, and of CPU ms for a MB."""
+    """Fetch every row group's bytes with each client in turn; return medians of MB/s and of CPU ms per MB."""
     places = _places(rows)
     num_mb = num_passes * sum(hi - lo for _, lo, hi in places) / 1e6
     clients = {"fsspec": _fsspec(url), "arrow": _arrow(rows, url), "ours": _ours(url)}

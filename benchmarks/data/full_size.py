@@ -1,7 +1,7 @@
-"""Datasets of full size on a small disk: Parquet files whose row groups all point at the bytes of one.
+"""Full-size datasets on a small disk: Parquet files whose row groups all point at the same bytes.
 
-Footers, row counts and fingerprints are those of a dataset of that size, and every row can be read; there is just
-little payload. For measuring what depends on the number of rows, and nothing that depends on their bytes.
+Footers, row counts and fingerprints are those of a full-size dataset, and every row can be read; only the payload is
+small. For measurements that depend on the number of rows and not on their bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ROWS_PER_FILE = 1 << 17
 
 
 def write_full_size(folder: Path, num_rows: int, rows_per_group: int, rows_per_file: int = ROWS_PER_FILE) -> Manifest:
-    """Write `num_rows` synthetic rows to a new folder, and their manifest; return it.
+    """Write `num_rows` synthetic rows and their manifest to a new folder; return the manifest.
 
-    All row groups hold the same rows; the last of a file may hold fewer. 42 million rows take some 80 MB.
+    All row groups hold the same rows; a file's last one may hold fewer. 42 million rows take about 80 MB.
     """
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -60,7 +60,7 @@ def file_of(rows: pa.Table, num_rows: int) -> bytes:
 
 
 def _written(*groups: pa.Table) -> bytes:
-    """Return a Parquet file of tables, each one row group."""
+    """Return a Parquet file with one row group per table."""
     content = io.BytesIO()
     with pq.ParquetWriter(content, groups[0].schema, compression="zstd") as writer:
         for group in groups:

@@ -1,9 +1,9 @@
-"""As much of S3 as readers need, for a folder, at little CPU time: GET and HEAD of objects and of their ranges.
+"""A minimal S3 for reading a folder with little CPU time: GET and HEAD of objects and of their ranges.
 
     python -m benchmarks.data.light_store FOLDER [--delay-s 0.05 ...]
 
-serves the folder as the bucket `rows`, with the same trouble as `benchmarks.slow_network`, prints its address, and ends
-with its input. Bytes go from the page cache into the socket, so that what is measured is the reader and not the store.
+Serves the folder as the bucket `rows`, with the same faults as `benchmarks.slow_network`, prints its address, and ends
+when its input does. Bytes go from the page cache into the socket, so that the reader is measured and not the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFIX = "/rows/"
 
 
 class LightStore:
-    """The objects of a folder; who may read them is not asked."""
+    """The objects of a folder, without access control."""
 
     def __init__(self, folder: Path, trouble: Trouble, seed: int = 0) -> None:
         self._folder, self._trouble, self._chance = folder, trouble, random.Random(seed)
@@ -39,7 +39,7 @@ class LightStore:
             writer.close()
 
     async def _answer(self, request: bytes, writer: asyncio.StreamWriter) -> bool:
-        """Answer a request; say whether the connection stays open."""
+        """Answer a request; return True if the connection stays open."""
         line, *headers = request.decode("latin-1").split("\r\n")
         method, target, _ = line.split(" ")
         range_ = next((header[6:].strip() for header in headers if header.lower().startswith("range:")), "")

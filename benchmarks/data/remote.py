@@ -77,14 +77,14 @@ def main() -> None:
 
 @contextmanager
 def _serving(program: str, *arguments: str) -> Iterator[int]:
-    """Run a store, and have all clients that are made from now on ask it."""
+    """Run a store, and make all clients created from now on use it."""
     command = [sys.executable, "-m", program, *arguments, *TROUBLE]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as store:
         assert store.stdin is not None and store.stdout is not None
         url = store.stdout.readline().strip()
-        if not url:  # else clients would ask AWS itself
+        if not url:  # otherwise, clients would contact AWS itself
             raise SystemExit(f"{program} did not start; `{shlex.join(command)}` says why")
         os.environ["AWS_ENDPOINT_URL"] = url
         fsspec.get_filesystem_class("s3").clear_instance_cache()
@@ -93,7 +93,7 @@ def _serving(program: str, *arguments: str) -> Iterator[int]:
 
 
 def _measure(local: str, store: int, pace: float, runs: list[Run]) -> Run:
-    """Read as fast as it goes, on all cores and on some, and paced; what was read is added to `runs`."""
+    """Read at full speed on all cores and on some, and paced; append the results to `runs`."""
     cores = sorted(os.sched_getaffinity(0))
     half = cores[: max(1, len(cores) // 2)]
     shared, own_s, store_s = _in_turn(local, store)
@@ -117,7 +117,7 @@ def _measure(local: str, store: int, pace: float, runs: list[Run]) -> Run:
 
 
 def _in_turn(local: str, store: int) -> tuple[dict[str, list[Run]], float, float]:
-    """Read local files and the store's in turn; and the CPU time that we and the store took for the store's."""
+    """Read local files and the store's in turn; return the runs, and our and the store's CPU time for the store's."""
     found: dict[str, list[Run]] = {local: [], S3_URL: []}
     own_s = store_s = 0.0
     for _ in range(ROUNDS):
@@ -129,7 +129,7 @@ def _in_turn(local: str, store: int) -> tuple[dict[str, list[Run]], float, float
 
 
 def _with_caches(local: str, folder: Path, runs: list[Run]) -> float:
-    """Read again and again what the node has decoded; the first time fills the caches."""
+    """Read repeatedly through a cache of decoded row groups; the first pass fills the cache."""
     found: dict[str, list[Run]] = {local: [], S3_URL: []}
     for number in range(ROUNDS + 1):
         for place, url in enumerate(found):
@@ -145,7 +145,7 @@ def _ratio(found: dict[str, list[Run]], local: str, name: str = "samples_per_s")
 
 
 def _read(url: str, *, num_epochs: int = EPOCHS, pace: float | None = None, cache: Path | None = None) -> Run:
-    """Read some epochs; samples/s and CPU time after their first fifth, and whether each id came once an epoch."""
+    """Read some epochs; return samples/s and CPU time after the first fifth, and if each id came once per epoch."""
     manifest = load_manifest(url)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, block_row_groups=BLOCK)
     reader = Reader(manifest, COLUMNS, cache=RowCache(cache, manifest, COLUMNS) if cache else None)
@@ -173,14 +173,14 @@ def _read(url: str, *, num_epochs: int = EPOCHS, pace: float | None = None, cach
 
 
 def _pin(process: int, cores: Sequence[int]) -> None:
-    """Keep all threads of a process, and those they start, on some cores."""
+    """Pin all threads of a process, and those they start, to some cores."""
     for thread in Path(f"/proc/{process}/task").iterdir():
         with suppress(ProcessLookupError):  # a thread that has ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def _cpu_s(process: int) -> float:
-    """Return the CPU time that a process has taken."""
+    """Return the CPU time of a process."""
     stat = stat_of(process)
     assert stat is not None, "it runs"
     return stat.cpu_ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""The rows that all loaders of `benchmarks.data` read, in Parquet, with our manifest beside them."""
+"""Write the rows that all loaders of `benchmarks.data` read, as Parquet with our manifest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_rows(folder: Path, num_rows: int, *, rows_per_group: int = ROWS_PER_GR
 
 
 def write_numbered_rows(folder: Path, num_rows: int) -> None:
-    """Write rows of one token, which is the row's number and 1."""
+    """Write rows of one token, the row's number plus 1."""
     _write(folder, num_rows, 100, lambda _, lo, hi: (np.ones(hi - lo, dtype=np.int64), np.arange(lo + 1, hi + 1)))
 
 

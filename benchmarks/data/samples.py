@@ -1,13 +1,13 @@
-"""What it costs to know which samples were applied, and what length bucketing saves.
+"""The cost of recording which samples were applied, and the savings by length bucketing.
 
     python -m benchmarks.data.samples
 
-* Coverage: the time that a step's coverage sums take, over the step's. The step is forward and backward of the text
+* Coverage: the time of a step's coverage sums over that of the step. The step is forward and backward of the text
   classifier (4 layers of 256) on 8 lanes of 8 rows of 128 tokens on one thread: small, so that the share is large.
 * Padding: lognormal lengths, 540 tokens on average up to 2,048, 64 lanes of 8 rows, padded to the micro-batch's
-  longest, as they come and in buckets of several windows. `padding` is the share of positions that are padding;
-  `imbalance` is how much more the busiest of 8 ranks has to compute in a step than the mean one: what seven wait for.
-* Order: what arranging adds to asking for a lane's next 4,096 ids.
+  longest, unsorted and in buckets of several windows. `padding` is the share of positions that are padding; `imbalance`
+  is the excess work of the busiest of 8 ranks in a step over the mean, for which the others wait.
+* Order: the extra cost of bucketing when asking for a lane's next 4,096 ids.
 
 All times are CPU times of one thread, so that other work on the machine does not count.
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
 
 
 def coverage_share() -> dict[str, float]:
-    """Time a small step's lanes, and their coverage sums, in turn."""
+    """Time a small step's lanes and their coverage sums, in turn."""
     shape = EncoderShape(
         vocabulary=4096,
         num_classes=2,
@@ -82,7 +82,7 @@ def coverage_share() -> dict[str, float]:
 
 
 def padding() -> dict[str, float]:
-    """Measure padding and imbalance of an epoch's steps, as they come and in buckets."""
+    """Measure padding and imbalance of an epoch's steps, unsorted and in buckets."""
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(6.03, 0.75, NUM_ROWS), 16, 2048).astype(np.int64)
     rows = [ROWS_PER_GROUP] * (NUM_ROWS // ROWS_PER_GROUP)
@@ -99,7 +99,7 @@ def padding() -> dict[str, float]:
 
 
 def widths_of(order: Order, lengths: Ints) -> tuple[Ints, int]:
-    """Return the width of every lane's micro-batches, shape (steps, lanes), of whole steps, and the values in them."""
+    """Return the widths of micro-batches in whole steps, shape (steps, lanes), and the number of values in them."""
     num_steps = order.num_samples // order.num_lanes // MICRO_BATCH
     widths, used = np.empty((num_steps, order.num_lanes), dtype=np.int64), 0
     for lane in range(order.num_lanes):
@@ -110,7 +110,7 @@ def widths_of(order: Order, lengths: Ints) -> tuple[Ints, int]:
 
 
 def imbalance(widths: Ints) -> float:
-    """Return how much more the busiest rank of a step has to compute than the mean one, over all steps."""
+    """Return the excess work of a step's busiest rank over the mean, over all steps."""
     ranks = [owned_lanes(rank, NUM_RANKS, NUM_LANES) for rank in range(NUM_RANKS)]
     work = np.stack([widths[:, lanes.start : lanes.stop].sum(axis=1) for lanes in ranks], axis=1)
     return float(work.max(axis=1).sum() / work.mean(axis=1).sum()) - 1

@@ -1,15 +1,16 @@
-"""How well a lane's blocks of K row groups shuffle, measured against a full shuffle.
+"""Quality of shuffling a lane's blocks of K row groups, compared with a full shuffle.
 
     python -m benchmarks.data.shuffle
 
-32,768 rows in 128 row groups, once sorted by label (16 of them) and once by source (64, each with labels and features
-of its own kind): the worst that a dataset's file order can be. 8 lanes of 8 rows, few for a job: lanes begin at other
-places, so more of them mix more (`--lanes 16 --groups 512`). What is measured is what our `Order` gives, without files.
+32,768 rows in 128 row groups, sorted either by label (16 of them) or by source (64, each with its own labels and
+features): the worst case of a dataset's file order. There are 8 lanes of 8 rows, few for a job: lanes start at
+different positions, so more lanes mix better (`--lanes 16 --groups 512`). The measured order is that of our `Order`,
+without files.
 
-* Composition: how unlike a step's 64 rows are to a draw from the whole dataset, as chi-square per degree of freedom
+* Composition: how much a step's 64 rows differ from a draw from the whole dataset, as chi-square per degree of freedom
   over labels (or sources). A full shuffle has 1; steps of one label each have 64.
-* Loss on 4,096 other rows after one epoch of a small classifier, over 5 seeds, each way from the same weights: the
-  difference to a full shuffle, in standard errors of that difference over the seeds.
+* Loss on 4,096 other rows after one epoch of a small classifier, over 5 seeds, with the same initial weights for each
+  order: the difference to a full shuffle, in standard errors of that difference over the seeds.
 
 `--json` prints one JSON object as the last line.
 """
@@ -66,7 +67,7 @@ def by_source(label: Ints, source: Ints) -> Ints:
 
 
 def measure(sort_by: Callable[[Ints, Ints], Ints], lanes: int, groups: int) -> dict[str, dict[str, float]]:
-    """Measure every way to make steps of a dataset that is sorted by something."""
+    """Measure every way of ordering a dataset that is sorted by some key."""
     compositions: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     for seed in SEEDS:
@@ -88,7 +89,7 @@ def measure(sort_by: Callable[[Ints, Ints], Ints], lanes: int, groups: int) -> d
 
 
 def ways(seed: int, lanes: int, groups: int) -> dict[str, Batches]:
-    """Return the steps of an epoch by a full shuffle (and by a second one, to see the noise), by K, and unshuffled."""
+    """Return an epoch's steps by a full shuffle (and a second one, to show the noise), by each K, and unshuffled."""
     rng = np.random.default_rng([seed, 1])
     found = {name: rng.permutation(NUM_ROWS).reshape(-1, BATCH) for name in ("full shuffle", "another full")}
     rows = [NUM_ROWS // groups] * groups
@@ -106,7 +107,7 @@ def steps_of(order: Order) -> Batches:
 
 
 def make_rows(seed: int) -> tuple[Floats, Ints, Ints]:
-    """Draw rows whose labels can be learned from features; a source shifts its rows, and prefers some labels."""
+    """Draw rows whose labels can be learned from features; each source shifts its rows and prefers some labels."""
     rng = np.random.default_rng([seed, 0])
     num_rows = NUM_ROWS + NUM_HELD_OUT
     source = rng.integers(0, NUM_SOURCES, num_rows)
@@ -127,7 +128,7 @@ def unlikeness(kinds: Ints) -> float:
 
 
 def train(features: Floats, label: Ints, batches: Batches, seed: int) -> float:
-    """Train for an epoch of the given steps; return the loss on the rows that are held out."""
+    """Train for an epoch of the given steps; return the loss on held-out rows."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(NUM_FEATURES, 64), nn.GELU(), nn.Linear(64, NUM_LABELS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -141,7 +142,7 @@ def train(features: Floats, label: Ints, batches: Batches, seed: int) -> float:
 
 
 def off(losses: list[float], full: list[float]) -> float:
-    """Return the mean difference to a full shuffle, seed by seed, in standard errors."""
+    """Return the mean difference to a full shuffle over the seeds, in standard errors."""
     differences = [loss - other for loss, other in zip(losses, full, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences) / spread if spread else 0.0

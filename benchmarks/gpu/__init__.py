@@ -1,1 +1,1 @@
-"""What the trainer reaches on a GPU, beside a plain loop of the same model."""
+"""The trainer's performance on a GPU, compared with a plain loop of the same model."""

@@ -61,18 +61,18 @@ GOALS = {
 GOALS |= {"peak_memory_vs_plain": "≤ 1.0", "save_stall_ms_per_gb": "≤ 30"}
 GOALS |= {"first_save_stall_ms_per_gb": "≤ 50", "killed_worker_s": "≤ 0.6"}
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12}
-"""FLOP a second in dense bf16, as makers state them, by a part of the device's name; the first that fits."""
+"""FLOP/s in dense bf16 as stated by the makers, by part of the device's name; the first match applies."""
 BEGIN, END = "<!-- gpu -->", "<!-- end of gpu -->"
 
 
 def peak_flops(name: str) -> float | None:
-    """Return a device's peak, None of one that is not known here."""
+    """Return a device's peak FLOP/s; None if it is not known here."""
     return next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is measured where: a size's name, "cuda" or "cpu", and whether a first look is enough."""
+    """The subject of a measurement: the name of a size, "cuda" or "cpu", and quick or full effort."""
 
     size: str
     device: str
@@ -87,7 +87,7 @@ class Machine:
         return 8 if self.is_quick else 24
 
     def beside_plain(self, end: str, **how: object) -> dict[str, object]:
-        """Return tokens a second, MFU, and a plain loop's time of a step over the trainer's."""
+        """Return tokens/s, MFU, and a plain loop's step time over the trainer's."""
         times = in_process(step_times, self.size, self.device, self.num_steps, "plain", **how)  # type: ignore[arg-type]
         tokens_per_s = NUM_LANES * SIZES[self.size].num_tokens / times["ours"]
         peak, flops = peak_flops(self.name), SIZES[self.size].flops_per_token
@@ -119,7 +119,7 @@ def saving(machine: Machine) -> dict[str, object]:
 
 
 def tests(machine: Machine) -> dict[str, object]:
-    """Run tests/gpu; what it prints goes to standard error as it comes."""
+    """Run tests/gpu; their output goes to standard error as it comes."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadgroup"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -135,7 +135,7 @@ def tests(machine: Machine) -> dict[str, object]:
 
 
 def kill(machine: Machine) -> dict[str, object]:
-    # not before: an environment without etcd still measures the rest
+    # not earlier: an environment without etcd can still measure the rest
     from benchmarks.recovery.jobs import write_live_job
     from benchmarks.recovery.live import LEAVE, repeat, run_job
     from chaos.judge.evidence.recovery_cost import recoveries
@@ -187,13 +187,13 @@ PARTS: Mapping[str, Callable[[Machine], dict[str, object]]] = {
     "deterministic": deterministic,
     "memory": memory,
 }
-"""In order of worth."""
+"""In order of importance."""
 
 
 def measure(
     machine: Machine, names: list[str], within_s: float, console: Console, note: Callable[[dict[str, object]], None]
 ) -> list[str]:
-    """Measure these parts; `note` is given each part's figures at once. Return what was not measured, and why."""
+    """Measure these parts, pass each part's figures to `note` at once, and return the failed parts with the reasons."""
     began, missing = time.monotonic(), []
     for name in names:
         took_s = time.monotonic() - began
@@ -216,7 +216,7 @@ def measure(
 
 
 def beside(key: str, without: Mapping[str, float], found: Mapping[str, float]) -> dict[str, object]:
-    """Return the time of a step and the most memory with a key over those without."""
+    """Return step time and peak memory with a key over those without it."""
     step, peak = found["seconds"] / without["seconds"], found["peak"] / without["peak"] if without["peak"] else None
     return {f"{key}_step": round(step, 3), f"{key}_peak_memory": None if peak is None else round(peak, 3)}
 
@@ -225,7 +225,7 @@ ROW = re.compile(r"\| `(\w+)`(?: \*)? \| (.*?) \| .*? \|(?: (\d{4}-\d\d-\d\d) \|
 
 
 def section(found: Mapping[str, object], name: str, before: str = "") -> str:
-    """Return the figures as the documentation has them; those that it had `before` of the same device stay."""
+    """Return the documentation's text of the figures; figures `before` of the same device are kept."""
     date = f"{datetime.datetime.now(datetime.UTC).date()}"
     rows: dict[str, tuple[str, str]] = {}
     if f"· {name} ·" in before:
@@ -238,7 +238,7 @@ def section(found: Mapping[str, object], name: str, before: str = "") -> str:
 
 
 def write(path: Path, found: Mapping[str, object], name: str) -> None:
-    """Put the figures of a device where a document has its marks."""
+    """Write a device's figures between the marks of a document."""
     text = path.read_text()
     before, mark, rest = text.partition(BEGIN)
     old, end, after = rest.partition(END)
@@ -248,7 +248,7 @@ def write(path: Path, found: Mapping[str, object], name: str) -> None:
 
 
 def main() -> None:
-    """Measure, print a table and a JSON line, and write the documentation's section if asked to."""
+    """Measure; print a table and a JSON line, and write the documentation's section if asked to."""
     arguments = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

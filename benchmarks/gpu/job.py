@@ -1,4 +1,4 @@
-"""The job that is measured: a decoder on rows of drawn tokens, and the same in a plain loop."""
+"""The job to measure: a decoder on rows of random tokens, and the same in a plain loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A decoder, the tokens of a row, and the memory of a device on which it trains with a lane of one row."""
+    """A decoder, the tokens per row, and the device memory needed to train it with a lane of one row."""
 
     shape: DecoderShape
     num_tokens: int
@@ -39,8 +39,11 @@ class Size:
 
     @property
     def flops_per_token(self) -> float:
-        """6 for each parameter, the tied embedding once, as the output layer; 12 · depth · dim · tokens for attention
-        (PaLM, Chowdhery et al. 2022, appendix B)."""
+        """FLOPs per token, forward and backward.
+
+        6 per parameter, with the tied embedding counted once, as the output layer; 12 · depth · dim · tokens for
+        attention (PaLM, Chowdhery et al. 2022, appendix B).
+        """
         return 6.0 * self.num_parameters + 12.0 * self.shape.depth * self.shape.dim * self.num_tokens
 
 
@@ -50,18 +53,18 @@ SIZES: Mapping[str, Size] = {
     "100m": Size(DecoderShape(vocabulary=32_000, dim=768, depth=11, heads=12), 2048, 0),
     "tiny": Size(DecoderShape(vocabulary=512, dim=64, depth=2, heads=4), 64, 1 << 62),
 }
-"""The first that fits is measured; the last one, by its name alone, tries out the program."""
+"""The first one that fits is measured; the last one, available only by name, is for trying out the program."""
 
 
 def size_for(num_bytes: int) -> str:
-    """Return the largest size that a device of so much memory trains."""
+    """Return the largest size that can be trained with `num_bytes` of device memory."""
     return next(name for name, size in SIZES.items() if num_bytes >= size.least_bytes)
 
 
 def write_job(folder: Path, size: Size, device: str, *, num_steps: int, **changes: object) -> str:
-    """Write rows of one length and a configuration, which commits at its end alone; return the configuration's path.
+    """Write rows of one length and a configuration that commits only at the end; return the configuration's path.
 
-    `changes` are sections, or keys of the top, that take the place of those written here.
+    `changes` are sections or top-level keys that replace those written here.
     """
     rows, shape = folder / "rows", size.shape
     rows.mkdir(parents=True)
@@ -94,11 +97,11 @@ def write_job(folder: Path, size: Size, device: str, *, num_steps: int, **change
 
 
 class PlainLoop:
-    """A loop in plain PyTorch: bf16 by autocast, gradients added up over the micro-batches, clipping, fused AdamW."""
+    """A loop in plain PyTorch: bf16 autocast, gradient accumulation over micro-batches, clipping, fused AdamW."""
 
     def __init__(self, model: nn.Module, device: torch.device, *, compile: bool = False) -> None:
         self._model, self._device = model.to(device).train(), device
-        if compile:  # block by block, as the trainer does
+        if compile:  # block by block, as in the trainer
             torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096
             for block in model.modules():
                 if isinstance(block, Block):
@@ -106,7 +109,7 @@ class PlainLoop:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=device.type == "cuda")
 
     def step(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        """Take one step; read the loss, as every loop does that logs it."""
+        """Take one step and read the loss, as any loop that logs it does."""
         total = torch.zeros((), device=self._device)
         for batch in batches:
             tokens = batch["tokens"].to(self._device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is measured of the job: each function runs in a process of its own, with a device that nobody else uses."""
+"""Measurements of the job; each function runs in its own process, with exclusive use of the device."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ Lanes = Sequence[LaneBatch]
 
 
 class Enough(BaseException):
-    """Ends a job whose last commit nobody needs."""
+    """Ends a job without its last commit."""
 
 
 def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Measure in a process that has done nothing else."""
+    """Run a measurement in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(measure, *args, **named).result()
 
 
 def scratch(size: Size) -> str | None:
-    """Return a folder in memory if that has room for three commits, else None: disks say nothing of a trainer."""
+    """Return a folder in memory if it has room for three commits, else None, as a disk would distort the figures."""
     needed = 3 * 12 * size.num_parameters
     return str(MEMORY) if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > needed else None
 
 
 def train_while(config: str, between: Callable[[Session, Iterator[Lanes]], Iterator[Lanes]]) -> None:
-    """Train a job whose steps pass through a generator, until that raises Enough."""
+    """Train a job whose steps pass through the generator `between`, until that raises Enough."""
     steps = Session.steps
     with mock.patch.object(Session, "steps", lambda session: between(session, steps(session))):
         try:
@@ -59,14 +59,14 @@ def train_while(config: str, between: Callable[[Session, Iterator[Lanes]], Itera
 
 
 class Watch:
-    """Times a job's steps, with the device at rest, and after each the same step of other loops."""
+    """Times a job's steps on a synchronized device, and after each the same step of other loops."""
 
     def __init__(self, device: torch.device, loops: Mapping[str, Callable[[Lanes], None]], num_steps: int) -> None:
         self._device, self._loops, self._num_steps = device, loops, num_steps
         self.times: dict[str, list[float]] = {name: [] for name in ("ours", *loops)}
 
     def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
-        """Yield the steps of a job; the time of each goes on to the request for the next one."""
+        """Yield the steps of a job; each is timed until the next one is requested."""
         began = self._now()
         for lanes in steps:
             yield lanes
@@ -80,7 +80,7 @@ class Watch:
             began = self._now()
 
     def medians(self) -> dict[str, float]:
-        """Return seconds a step, and of each loop the median of its time over the job's, step by step."""
+        """Return the median seconds per step, and for each loop the median ratio of its step time to the job's."""
         timed = {name: times[WARM_TURNS:] for name, times in self.times.items()}
         ratios = {
             f"over {name}": statistics.median(theirs / mine for mine, theirs in zip(timed["ours"], times, strict=True))
@@ -94,7 +94,7 @@ class Watch:
 
 
 def now_of(device: torch.device) -> float:
-    """Return the time at which a device has done all that it was asked for."""
+    """Return the time at which a device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -103,9 +103,9 @@ def now_of(device: torch.device) -> float:
 def step_times(
     name: str, device: str, num_steps: int, beside: str, *, compile: bool = False, reduction: str = "canonical"
 ) -> dict[str, float]:
-    """Return what `Watch` does of a job and a loop: "plain", which asks for nothing, or "deterministic".
+    """Return the medians of `Watch` for a job and one loop: "plain" (default settings) or "deterministic".
 
-    Not of both: what is compiled for one is looked at in calls of the other.
+    Only one of them, because code compiled for one would be checked in calls of the other.
     """
     size = SIZES[name]
     with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
@@ -126,7 +126,7 @@ def step_times(
 
 
 def alone(name: str, device: str, num_steps: int, **changes: object) -> dict[str, float]:
-    """Return seconds a step, and the most bytes of the device, of a job with other keys and nothing beside it."""
+    """Return seconds per step and peak device bytes of a job with changed keys, without a second loop."""
     size = SIZES[name]
     with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
         config = write_job(Path(folder), size, device, num_steps=10_000, **changes)
@@ -136,12 +136,12 @@ def alone(name: str, device: str, num_steps: int, **changes: object) -> dict[str
 
 
 def batches_of(lanes: Lanes) -> list[Mapping[str, torch.Tensor]]:
-    """Return what a plain loop is given of a step."""
+    """Return a plain loop's inputs for a step."""
     return [lane.tensors for lane in lanes if lane.tensors is not None]
 
 
 def plain_peak(name: str, device: str) -> int:
-    """Return the most bytes of the device that the plain loop has had, with lanes of one row."""
+    """Return the peak device bytes of the plain loop, with lanes of one row."""
     with tempfile.TemporaryDirectory(dir=scratch(SIZES[name])) as folder:
         plan = make_plan(load_config(write_job(Path(folder), SIZES[name], device, num_steps=4)))
         loop = PlainLoop(plan.task.build_model(), plan.device)
@@ -151,12 +151,12 @@ def plain_peak(name: str, device: str) -> int:
 
 
 def peak_of(device: str) -> int:
-    """Return the most bytes of the device that this process has had."""
+    """Return the peak device bytes of this process."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
 class Saving:
-    """Asks a job for saves, one after another, and times its steps while one is being written, and alone."""
+    """Requests one save after another from a job, and times its steps during saves and without."""
 
     def __init__(self, device: torch.device, num_saves: int) -> None:
         self._device, self._num_saves = device, num_saves
@@ -164,7 +164,7 @@ class Saving:
         self.beside: list[list[float]] = []
 
     def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
-        """Yield the steps of a job; a save begins at the end of the step at which it is asked for."""
+        """Yield the steps of a job; a save begins at the end of the step in which it is requested."""
         for turn in itertools.count(1):
             is_asked = turn > WARM_TURNS and turn % BETWEEN_SAVES == 0 and len(self.beside) < self._num_saves
             for kind in ("save", "alone") if is_asked else ("alone",):
@@ -182,13 +182,13 @@ class Saving:
                 raise Enough
 
     def stalls(self) -> list[float]:
-        """Return the seconds that each save has cost: what the steps beside it took longer than steps alone do."""
+        """Return the cost of each save in seconds: the excess time of steps during it over steps without."""
         alone = statistics.median(self.alone[WARM_TURNS:])
         return [sum(times) - alone * len(times) for times in self.beside]
 
 
 def saves(name: str, device: str, num_saves: int) -> dict[str, float]:
-    """Return the milliseconds that training loses to a save, for each GB of state, and the most memory in bytes."""
+    """Return the milliseconds that a save costs training per GB of state, and the peak memory in bytes."""
     size = SIZES[name]
     with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
         checkpoint = {"every_steps": None, "every_s": None, "keep_last": 1}

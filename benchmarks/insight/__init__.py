@@ -1,1 +1,1 @@
-"""What a run sees of itself and what that costs, one module for each part."""
+"""A run's self-observation and its cost, one module per part."""

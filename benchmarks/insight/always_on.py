@@ -1,7 +1,7 @@
-"""What measuring phases and memory costs a step, in CPU time: the machine may be shared, and the work is the same.
+"""The cost of measuring phases and memory, in CPU time per step, which is robust on a shared machine.
 
-The work that phases add to a step is done alone, as often as the loop does it, and so is a step of a small encoder's
-lanes. The two alternate, so that a clock that changes its frequency changes both.
+The extra work of phases is done alone, as often as in the loop, alternating with a step of a small encoder's lanes, so
+that changes of the clock frequency affect both.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from elastic_train.training.watch import Watch
 RANKS = LANES = 8
 BATCH, TOKENS, DIM = 8, 128, 96
 EVERY_STEPS, STEPS = 50, 200
-"""Of what phases add, for each step of the model: it takes microseconds."""
+"""Repetitions of the extra work per step of the model, as it takes only microseconds."""
 
 
 class _Peers(PointToPoint):
-    """A group's counters, without a group."""
+    """The counters of a group, without a group."""
 
     def round_trip_s(self) -> float:
         return 0.0
@@ -49,7 +49,7 @@ class _Peers(PointToPoint):
 
 
 def overhead(effort: Effort) -> dict[str, object]:
-    """Return the share of a step's CPU time, the median of rounds."""
+    """Return the overhead as a share of a step's CPU time, the median of several rounds."""
     step, watched = _model_step(), _watched_step()
     step()
     rounds = [(_cpu_s(watched, STEPS), _cpu_s(step, 1)) for _ in range(3 if effort.is_quick else 15)]
@@ -61,7 +61,7 @@ def overhead(effort: Effort) -> dict[str, object]:
 
 
 def _watched_step() -> Callable[[], None]:
-    """Return what phases add to one step."""
+    """Return a function that does the extra work of phases in one step."""
     clock = StepClock(_Peers())
     watch = Watch(MagicMock(), None, PhaseTotals(), EVERY_STEPS, [LANES] * RANKS, {}, lambda rank: None, str)
     state = build_state(_model(), OptimizerConfig(), STEPS, "cpu", is_fp16=False)
@@ -88,7 +88,7 @@ def _watched_step() -> Callable[[], None]:
 
 
 def _model_step() -> Callable[[], None]:
-    """Return one step of an encoder's lanes: forward and backward, without an optimizer."""
+    """Return a function that runs one step of an encoder's lanes: forward and backward, without an optimizer."""
     torch.set_num_threads(1)
     model = _model()
     rows = torch.randn(BATCH, TOKENS, DIM)

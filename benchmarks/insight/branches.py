@@ -1,8 +1,8 @@
-"""Does a job that scales badly for a known reason look as the guide on scaling says? Jobs of real processes.
+"""Check the guide on scaling against real jobs that scale badly for a known reason.
 
-The branches of `docs/guides/scaling.md` that concern all ranks, D to H. Each job is made to have one cause, and is
-compared with the same job without it: the phase whose share of a step grew most, over the mean of the ranks, has to be
-the one from which the guide goes to that branch; where it is an event, that has to be said, too.
+Covers the branches of `docs/guides/scaling.md` that concern all ranks, D to H. Each job has one cause and is compared
+with the same job without it. The phase whose share of a step grew most, averaged over ranks, must be the one that leads
+to that branch in the guide; if the guide names an event, it must be reported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A cause, the phases that it may show in, and the event that says it; `keys` are a job's that has it all along."""
+    """A cause, the phases it may show in, and its event; `keys` configure a job with a permanent cause."""
 
     name: str
     cause: str
@@ -61,7 +61,7 @@ BRANCHES = (
 
 
 def branches(effort: Effort) -> dict[str, object]:
-    """Return each branch's phases, in milliseconds, which of them grew most, and whether all are as the guide says."""
+    """Return each branch's phases in milliseconds, the phase that grew most, and if all match the guide."""
     steps, found = QUICK_STEPS if effort.is_quick else STEPS, dict[str, object]()
     wrong = list[str]()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
@@ -98,7 +98,7 @@ def _laid(effort: Effort, undo: contextlib.ExitStack) -> Cable | None:
 
 @contextlib.contextmanager
 def _caused(job: Running, branch: Branch) -> Iterator[None]:
-    """Let the cause of a branch be there while the context lasts."""
+    """Apply the cause of a branch during this context."""
     if branch.how == "rows":
         for point in job.points:
             (point / ORDER).write_text(str(1e3 * LATE_S))
@@ -111,7 +111,7 @@ def _caused(job: Running, branch: Branch) -> Iterator[None]:
 
 
 def _await_event(job: Running, branch: Branch) -> None:
-    """Wait until the cause is said, if it is to be: what was read ahead hides late rows until it is used up."""
+    """Wait until the branch's event is reported, if it has one: read-ahead hides late rows until it is used up."""
     tail, began = job.tail, job.tail.step
     if branch.event is not None:
         tail.until(
@@ -121,7 +121,7 @@ def _await_event(job: Running, branch: Branch) -> None:
 
 
 def _phases(job: Running, steps: int) -> dict[str, float]:
-    """Return the mean seconds that a rank spends in each phase, over so many steps from now on."""
+    """Return a rank's mean seconds per phase over the next `steps` steps."""
     tail, began = job.tail, job.tail.step + 1
     tail.until(lambda: tail.step >= began + steps, STEP_S)
     rows = np.array([tail.rows[step] for step in range(began + 1, tail.step + 1) if step in tail.rows])

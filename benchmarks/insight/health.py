@@ -1,4 +1,4 @@
-"""What it takes a worker to examine its machine before it joins: alone, and where everything else is busy."""
+"""The duration of a worker's health check before it joins: on an idle machine and on a busy one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPIN = "while True: pass"
 
 
 def examination(effort: Effort) -> dict[str, object]:
-    """Return seconds and CPU seconds of a whole examination, the median of rounds, and the longest beside others."""
+    """Return wall and CPU seconds of a complete check, the median of rounds, and the longest on a busy machine."""
     torch.set_num_threads(1)
     rounds = 3 if effort.is_quick else 15
     with EtcdServer() as etcd, tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def _examined(config: Config, context: LiveContext) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _busy() -> Iterator[None]:
-    """Have several processes compute on every core."""
+    """Keep every core busy with several processes."""
     number = BUSY_PER_CORE * len(os.sched_getaffinity(0))
     processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(number)]
     try:

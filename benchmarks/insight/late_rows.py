@@ -1,4 +1,4 @@
-"""The paced classifier, whose rows come late in the processes of a node that a file in its failpoints says so of."""
+"""The paced classifier with late rows on nodes where a file in the failpoints folder orders them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDER = "late_rows"
 
 
 class LateRows(PacedClassifier):
-    """Waits before it makes a micro-batch, as for a disk, for so many milliseconds as the order says."""
+    """Waits before it builds a micro-batch, as for a slow disk, for the milliseconds in the order."""
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> Batch:  # type: ignore[override]
         with contextlib.suppress(FileNotFoundError, KeyError, ValueError):

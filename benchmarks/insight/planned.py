@@ -1,8 +1,8 @@
-"""Plans beside what was measured: seconds of a step and memory of a rank, of three models, with 1, 2 and 4 ranks.
+"""Plans compared with measurements: step time and memory per rank, of three models with 1, 2 and 4 ranks.
 
-The network is a wire of known alpha and beta (`benchmarks.sharding.overlap`). Each round times a rank's lanes while all
-ranks compute theirs, which is what the plan is calibrated by, and then a whole step, which is what it has to foresee:
-so whatever else the machine does meets both alike.
+The network is a wire of known alpha and beta (`benchmarks.sharding.overlap`). Each round first times a rank's lanes
+while all ranks compute theirs, which calibrates the plan, and then a whole step, which the plan has to predict, so that
+disturbances affect both equally.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MODELS: Mapping[str, Description] = {
         8,
     ),
 }
-"""What a step is timed of; a step's memory is that of four times the samples, or it would be that of Python."""
+"""Models for step times; memory is measured with four times the samples, or Python's own would dominate."""
 MORE = 4
 CASES: tuple[tuple[str, Mode, int], ...] = (
     *((name, "none", world) for name in MODELS for world in WORLDS),
@@ -68,7 +68,7 @@ CASES: tuple[tuple[str, Mode, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class OfTask:
-    """What a configured task's lanes compute, over the first micro-batches of its data."""
+    """A configured task's lanes over the first micro-batches of its data."""
 
     plan: Plan
     batches: Mapping[int, dict[str, Tensor]]
@@ -91,7 +91,7 @@ class OfTask:
 
 
 def errors(effort: Effort) -> dict[str, object]:
-    """Return by how much plans are off, at the most and case by case."""
+    """Return the plans' relative errors, the largest and by case."""
     rounds = 3 if effort.is_quick else 9
     steps, memories = dict[str, float](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +135,7 @@ def _slowest(timed: list[dict[str, float]]) -> float:
 
 
 def _foreseen_s(read: Read, shards: Mode, world: int, timed: list[dict[str, float]]) -> float:
-    """Return the seconds of a step by plan, on devices that compute as these ranks did while all of them computed."""
+    """Return the planned step time on devices as fast as these ranks were while all of them computed."""
     slowest = max(timed, key=lambda one: one["lane_s"])
     device = replace(
         shipped().device("CPU"),
@@ -154,7 +154,7 @@ def _foreseen_s(read: Read, shards: Mode, world: int, timed: list[dict[str, floa
 
 
 def _foreseen_bytes(read: Read, shards: Mode, world: int) -> float:
-    """Return the bytes of a rank by plan; these ranks save nothing."""
+    """Return the planned bytes of a rank, without saves."""
     link = shipped().link("Loopback")
     cluster = Cluster(shipped().device("CPU"), link, link, 1, world)
     memory = memory_of(read.facts, replace(read.layout, shards=shards, copies=1), read.batch, cluster)
@@ -192,26 +192,26 @@ def _steps(meeting: Meeting, path: str, shards: Mode, rounds: int) -> dict[str, 
 
 
 def _all_pass(meeting: Meeting, work: OfTask, model: nn.Module, lanes: range) -> None:
-    """Compute lanes until all ranks have: a step, too, takes what its slowest rank does."""
+    """Compute lanes until all ranks are done, since a step takes as long as its slowest rank."""
     _passes(work, model, lanes)
     meeting.group.barrier()
 
 
 def _passes(work: OfTask, model: nn.Module, lanes: range) -> None:
-    """Compute lanes as a step does, and exchange nothing; gradients stay where they are, as in flat ones."""
+    """Compute lanes as in a step, without exchanges; gradients accumulate in place, as in flat buffers."""
     for lane in lanes:
         torch.autograd.backward(work.loss(model, 0, lane))
 
 
 def _peak(meeting: Meeting, path: str, shards: Mode) -> dict[str, float]:
-    """Return the most resident bytes of a rank in some steps, above what it had before it built its model."""
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed is given back: resident is what is in use
+    """Return a rank's peak resident bytes during some steps, above those before it built its model."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # free memory at once, so that resident is in use
     work = _work(path)
-    _passes(work, work.build(), range(1))  # kernels, their tables and threads are of any process, whatever it trains
+    _passes(work, work.build(), range(1))  # excludes kernels, tables and threads of any process
     gc.collect()
     meeting.group.barrier()
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     job = Job(meeting.group, work, shards, 1)
     for _ in range(3):
         job.step()

@@ -1,4 +1,4 @@
-"""Prometheus's own tool on what is shipped for it: rules, their tests, and the configuration that loads them."""
+"""Check the shipped Prometheus rules, their tests and the configuration with Prometheus's own tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = (
 
 
 def promtool(effort: Effort) -> dict[str, object]:
-    """Ask it; SystemExit where it is not installed."""
+    """Run promtool; raises SystemExit if it is not installed."""
     if (program := shutil.which("promtool")) is None:
         raise SystemExit("promtool is not installed: apt-get install prometheus")
     found = []

@@ -1,12 +1,13 @@
-"""Does the detector name the process that is really slowed? Jobs of real processes, in which one after another is.
+"""Check that the detector names processes that are really slowed, one after another, in real jobs.
 
-What slows them is chaos': busy programs on a rank's core, SIGSTOP for a part of the time, a cable on which packets are
-late; rows that come late are the task's. Two jobs, since neither can have all of it: one whose two ranks compute with
-a core each, and one of three ranks, more than a small machine has cores: they wait for most of a lane, as for a device,
-and the last of them has a cable of its own. What is drawn of a
-case is what is slow, whose, how much, and after how many quiet steps. The slowness begins with the first step whose row
-shows it: read-ahead hides late rows for a while. It is right to name the rank and what is slow of it, and everything
-else that is said of a rank, or said while nothing is slowed, is a false alarm.
+The causes are those of chaos: busy programs on a rank's core, SIGSTOP for part of the time, a cable with late packets;
+late rows come from the task. There are two jobs, as no single one allows all causes: one with two ranks that compute on
+a core each, and one with three ranks, more than a small machine has cores, which sleep for most of a lane, as if
+waiting for a device; its last rank has its own cable. A case draws the kind of slowness, the rank, the amount, and the
+number of quiet steps before.
+
+The slowness begins with the first step whose row shows it, since read-ahead hides late rows for a while. A report is
+right if it names the slow rank and the kind; any other report about a rank, or during quiet steps, is a false alarm.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from rendezvous.etcd.server import EtcdServer
 
 CASES, QUICK_CASES = 100, 8
 QUIET_STEPS = 30
-"""After a case: the detector has to have forgotten it."""
+"""Steps after a case in which the detector has to forget it."""
 QUIET_S, QUICK_QUIET_S = 600.0, 20.0
 WITHIN_STEPS = 60
-"""What is not named so many steps after it began is missed."""
+"""Steps from the start of a slowness after which it counts as missed."""
 SEEN_WITHIN_STEPS = 300
-"""By then what was read ahead is used up."""
+"""Steps after which read-ahead is used up."""
 START_S, STEP_S, LOOK_EVERY_S = 120.0, 30.0, 0.01
 PERIOD_S = 0.02
 TWO: dict[str, object] = {"max_tokens": 16, "dim": 64, "depth": 1, "heads": 2, "dropout": 0.1}
@@ -60,7 +61,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A job of so many nodes of one rank, whose last one may be at the other end of a cable; `keys` are its own."""
+    """A job of `num_nodes` nodes with one rank each; `laid` is the last one's cable, `keys` are its own settings."""
 
     name: str
     num_nodes: int
@@ -71,7 +72,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Slowing:
-    """What is done to a node: the kind of event that it is to be, how, and how much of it."""
+    """A slowdown of a node: the expected kind of event, the method and the amount."""
 
     kind: str
     how: str
@@ -81,16 +82,16 @@ class Slowing:
 
 @dataclass(slots=True)
 class Tail:
-    """What the histories of a job have said: of steps every rank's row, and events, as rank 0 writes them."""
+    """The facts read from a job's histories: every rank's row per step, and the events, as rank 0 writes them."""
 
     folder: Path
     pids: dict[int, int] = field(default_factory=dict)
     rows: dict[int, list[RankFacts]] = field(default_factory=dict)
     events: list[Line] = field(default_factory=list)
     said_of_all: list[Line] = field(default_factory=list)
-    """Events that concern no rank more than others; those of `events` do."""
+    """Events that concern no particular rank; `events` has the others."""
     standing: set[tuple[str, int]] = field(default_factory=set)
-    """What was said of ranks, and is not over."""
+    """Reported slownesses of ranks that are not over."""
     step: int = 0
     _places: dict[Path, int] = field(default_factory=dict)
 
@@ -117,7 +118,7 @@ class Tail:
             (self.standing.discard if line["over"] else self.standing.add)((line["kind"], line["of_rank"]))
 
     def until(self, what: Callable[[], bool], timeout_s: float) -> None:
-        """Read on until something is so; SystemExit if no step comes for so long."""
+        """Read on until `what` returns True; raises SystemExit if no step comes for `timeout_s` seconds."""
         last, deadline = self.step, time.monotonic() + timeout_s
         while not what():
             time.sleep(LOOK_EVERY_S)
@@ -130,7 +131,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A job that trains, and what its nodes are slowed by."""
+    """A running job, with the means to slow down its nodes."""
 
     tail: Tail
     nodes: Sequence[Node]
@@ -173,7 +174,7 @@ def running(folder: Path, shape: Shape) -> Iterator[Running]:
 
 @contextlib.contextmanager
 def slowed(job: Running, what: Slowing) -> Iterator[None]:
-    """Slow a node down while the context lasts."""
+    """Slow down a node during this context."""
     with contextlib.ExitStack() as undo:
         worker = job.tail.pids[job.rank_of(what.node)]
         if what.how == "crowd":
@@ -193,7 +194,7 @@ def slowed(job: Running, what: Slowing) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stopping(pid: int, share: float) -> Iterator[None]:
-    """Stop a process for a share of every short while, as a quota of CPU time does."""
+    """Stop a process for a share of each short period, like a CPU quota."""
     is_over = threading.Event()
 
     def stop() -> None:
@@ -212,7 +213,7 @@ def _stopping(pid: int, share: float) -> Iterator[None]:
 
 
 def drawn(draws: random.Random, shape: Shape) -> Slowing:
-    """Draw what is slowed in a case: by so much that a step takes a good part longer."""
+    """Draw a case's slowdown, large enough to make a step notably longer."""
     how = draws.choice(["link", "rows"] if shape.laid else ["crowd", "stops", "rows"])
     node = shape.num_nodes - 1 if how == "link" else draws.randrange(shape.num_nodes)
     kinds = {"crowd": "slow_compute", "stops": "slow_compute", "link": "slow_link", "rows": "slow_data"}
@@ -227,7 +228,7 @@ def drawn(draws: random.Random, shape: Shape) -> Slowing:
 
 @dataclass(slots=True)
 class Found:
-    """What the cases have come to."""
+    """The results of the cases."""
 
     slow: int = 0
     right: int = 0
@@ -235,7 +236,7 @@ class Found:
     latencies: list[int] = field(default_factory=list)
 
     def judge(self, job: Running, what: Slowing, struck_at: int, seen_at: int | None, before: int) -> str:
-        """Take what was said since a case began; return it in words."""
+        """Judge the reports since a case began; return the result in words."""
         rank = job.rank_of(what.node)
         said = [line for line in job.tail.events[before:] if not line["over"]]
         good = [e for e in said if (e["kind"], e["of_rank"]) == (what.kind, rank) and e["step"] >= struck_at]
@@ -249,7 +250,7 @@ class Found:
 
 
 def _case(job: Running, found: Found, what: Slowing, quiet_steps: int) -> str:
-    """Wait, slow a node until that is said or missed, and let go."""
+    """Wait, slow down a node until that is reported or missed, and undo it."""
     tail, before = job.tail, len(job.tail.events)
     began = tail.step
     tail.until(lambda: tail.step >= began + quiet_steps, STEP_S)
@@ -275,7 +276,7 @@ def _case(job: Running, found: Found, what: Slowing, quiet_steps: int) -> str:
 
 
 def _forget(job: Running) -> None:
-    """Wait until what was said is over, and quiet rows have filled the detector's window; not for ever, though."""
+    """Wait, with a limit, until all reports are over and quiet rows have filled the detector's window."""
     tail = job.tail
     let_go = tail.step
 
@@ -287,7 +288,7 @@ def _forget(job: Running) -> None:
 
 
 def _shows(tail: Tail, step: int, usual: dict[int, list[RankFacts]], what: Slowing, rank: int) -> bool:
-    """Say whether a step's row has a good part more of what was slowed than that rank usually has."""
+    """Return True if a step's row shows notably more of the slowed quantity than usual for that rank."""
     if step not in tail.rows or not usual:
         return False
     column = COLUMNS[what.kind]
@@ -297,7 +298,7 @@ def _shows(tail: Tail, step: int, usual: dict[int, list[RankFacts]], what: Slowi
 
 
 def shapes(effort: Effort, undo: contextlib.ExitStack) -> list[Shape]:
-    """Return both jobs; without namespaces the one of three nodes has no link that can be slow, and is left out."""
+    """Return both jobs; without namespaces, the job of three nodes has no slow link and is left out."""
     found = [Shape("two", 2, TWO, None)]
     try:
         laid = undo.enter_context(cable())
@@ -330,7 +331,7 @@ def figures(effort: Effort) -> dict[str, object]:
 
 
 def quiet_minutes(effort: Effort) -> dict[str, object]:
-    """Return how often something was said of a rank while nothing was slowed."""
+    """Return the number of reports about ranks while nothing was slowed."""
     seconds, num_said, num_steps = QUICK_QUIET_S if effort.is_quick else QUIET_S, 0, 0
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         of = shapes(effort, undo)

@@ -1,9 +1,9 @@
-"""Does the detector name the slow rank, and nobody else? Drawn cases of rows, as ranks of a synchronous step give them.
+"""Check that the detector names only the slow rank, on simulated rows of the ranks of synchronous steps.
 
-Every rank's phases have a mean, noise and rare hiccups; in two cases of three one rank becomes slow, from some step
-on: its lanes, its data, or its link. Who is ready first waits for who is last, as in the product. A case is right if
-the first thing that is said of any rank is of the slow one, of what is slow of it, and after it has begun; nothing may
-be said where nothing is slow.
+Every rank's phases have a mean, noise and rare hiccups. In two of three cases, one rank becomes slow at some step, in
+its lanes, its data, or its link. Ranks that are ready early wait for the last one, as in the product. A case is right
+if the first report about a rank names the slow one and its kind of slowness, after it began; without slowness, there
+must be no report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OF_RANKS: tuple[Kind, ...] = ("slow_compute", "slow_data", "slow_link")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job whose `rank` is slow by `factor` from `begins` on, in one way; None if nothing is."""
+    """A job whose `rank` is slow by `factor` from step `begins` on, in one way; None if nothing is slow."""
 
     num_ranks: int
     step_s: float
@@ -35,11 +35,11 @@ class Case:
     factor: float
     begins: int
     held: float
-    """At which part of its steps a rank's peers begin to hold back what they acknowledge, for a few steps."""
+    """Fraction of steps at which a rank's peers start to delay their acknowledgements for a few steps."""
 
 
 def drawn(seed: int) -> Case:
-    """Draw a case; what is slow is so by enough to cost a step 15 % or more."""
+    """Draw a case; a slowness costs a step 15 % or more."""
     draws = random.Random(f"straggler/{seed}")
     kind = draws.choice([None, *OF_RANKS]) if seed % 3 else None
     num_ranks = draws.randint(3 if kind == "slow_link" else 2, 16)
@@ -71,7 +71,7 @@ def rows(case: Case, seed: int) -> Iterator[list[RankFacts]]:
 
 
 def _held(case: Case, draws: random.Random) -> Iterator[float]:
-    """Yield by how many seconds a rank's shortest round trip is longer, step by step: a busy peer answers late."""
+    """Yield the extra seconds of a rank's shortest round trip per step, from busy peers that answer late."""
     while True:
         if draws.random() < case.held:
             yield from [draws.uniform(*HELD_S)] * draws.randint(1, MOST_HELD_STEPS)
@@ -95,7 +95,7 @@ def _of(case: Case, is_slow: bool, draws: random.Random) -> RankFacts:
 
 
 def said(case: Case, seed: int) -> list[Event]:
-    """Return what the detector says of ranks."""
+    """Return the detector's reports about ranks."""
     detector, found = Detector([1] * case.num_ranks), list[Event]()
     for step, ranks in enumerate(rows(case, seed)):
         found += [event for event in detector.step(step, ranks, 1.0, 1.0) if event.rank is not None]

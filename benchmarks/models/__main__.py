@@ -92,7 +92,7 @@ def key_one_hash(effort: Effort) -> dict[str, object]:
 
 
 def in_chunks(effort: Effort) -> dict[str, object]:
-    """Compare passes whose loss is computed by chunks with those that keep all logits."""
+    """Compare passes whose loss is computed in chunks with those that keep all logits."""
     peaks, times = dict[str, float](), dict[str, float]()
     for num_tokens in (2048,) if effort.is_quick else (2048, 4096):
         peak, seconds = in_process(passes_of, num_tokens, in_chunks=True)
@@ -106,7 +106,7 @@ def in_chunks(effort: Effort) -> dict[str, object]:
 
 
 def on_slow_wire(effort: Effort) -> dict[str, object]:
-    """Compare with DDP, and with no overlap, where half of a step without overlap is communication."""
+    """Compare with DDP and with no overlap, where communication is half of a step without overlap."""
     over_ddp, gained = dict[str, float](), dict[str, float]()
     for name in LARGE:
         overlapped, after, rate = beside_ddp(name, 2 if effort.is_quick else 6)

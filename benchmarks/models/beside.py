@@ -1,7 +1,7 @@
-"""The trainer and a plain loop in turn, in one process and on one rank: steps a second, and the most memory.
+"""Run the trainer and a plain loop in turn, in one process on one rank: steps/s, and peak memory.
 
-The trainer is the whole one (`train`), with its reading, histories and tables; in between its steps the plain loop
-takes as many with the same tensors. What the trainer's threads compute meanwhile counts for the trainer.
+The trainer is complete (`train`), with its reading, histories and tables. Between its steps, the plain loop takes as
+many with the same tensors. CPU time of the trainer's threads during the plain loop's steps is charged to the trainer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEMORY_STEPS = 6
 
 
 def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Measure in a process that has imported what it needs, and has done nothing else."""
+    """Run a measurement in a fresh process that has only imported what it needs."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -53,7 +53,7 @@ def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds since the epoch of a clock: on the wall, of this thread's processor time, and of the whole process's."""
+    """Seconds on three clocks: wall time, this thread's CPU time, and the process's CPU time."""
 
     wall_s: float
     thread_s: float
@@ -68,12 +68,12 @@ class Spent:
 
     @property
     def beside_s(self) -> float:
-        """What other threads have computed."""
+        """CPU seconds of other threads."""
         return max(0.0, self.process_s - self.thread_s)
 
 
 class Turns:
-    """Lets a plain loop take every few steps that the trainer has taken."""
+    """Lets a plain loop repeat every few steps of the trainer."""
 
     def __init__(self, name: str, steps_a_turn: int) -> None:
         self._name, self._steps_a_turn = name, steps_a_turn
@@ -82,7 +82,7 @@ class Turns:
         self.plain_s: list[float] = []
 
     def between(self, session: Session, steps: Iterator[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
-        """Yield the trainer's steps, and have the plain loop take them afterwards: not the last one, which ends all."""
+        """Yield the trainer's steps, and let the plain loop repeat them, except the last one, which ends the job."""
         plain = self.plain = plain_loop(self._name, session.plan, session.state.model)
         taken, began = list[Sequence[LaneBatch]](), Spent.now()
         for lanes in steps:
@@ -103,7 +103,7 @@ class Turns:
 
 
 class as_by_default:  # noqa: N801 - a context, which reads as one
-    """Let torch choose any algorithm, as in a loop that asks for none."""
+    """Let torch choose any algorithm, as in a loop with default settings."""
 
     def __enter__(self) -> None:
         self._mode = torch.get_deterministic_debug_mode()
@@ -121,21 +121,21 @@ def plain_loop(name: str, plan: Plan, model: nn.Module) -> PlainLoop:
 
 
 class Between(Protocol):
-    """What takes turns with the trainer."""
+    """An object that runs between the trainer's steps."""
 
     def between(self, session: Session, steps: Iterator[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
-        """Yield the trainer's steps, and do something else after some."""
+        """Yield the trainer's steps, and do other work after some of them."""
 
 
 def train_beside(config: str, turns: Between, overrides: Mapping[str, object]) -> None:
-    """Train a job to its end, a plain loop beside it."""
+    """Train a job to its end, with a plain loop in turn."""
     steps = Session.steps
     with mock.patch.object(Session, "steps", lambda session: turns.between(session, steps(session))):
         train(load_config(config, dict(overrides)))
 
 
 def throughput(name: str, num_turns: int, steps_a_turn: int, overrides: Mapping[str, object]) -> float:
-    """Return the trainer's samples a second over those of the plain loop: the median over the turns after the first."""
+    """Return the ratio of the trainer's samples/s to the plain loop's: the median over turns after the first."""
     with tempfile.TemporaryDirectory() as folder:
         num_steps = (num_turns + 1) * steps_a_turn + 1
         config = write_job(Path(folder), JOBS[name], max_steps=num_steps)
@@ -146,7 +146,7 @@ def throughput(name: str, num_turns: int, steps_a_turn: int, overrides: Mapping[
 
 
 def peak_of_ours(name: str, overrides: Mapping[str, object]) -> int:
-    """Return the bytes that the trainer needs at most, with one lane, above what its process had before."""
+    """Return the trainer's peak bytes with one lane, above those of its process before."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_job(Path(folder), LARGE[name], num_lanes=1, max_steps=MEMORY_STEPS)
         base = resident("VmRSS")
@@ -155,7 +155,7 @@ def peak_of_ours(name: str, overrides: Mapping[str, object]) -> int:
 
 
 def peak_of_plain(name: str) -> int:
-    """Return the same of a plain loop, whose tensors are there before."""
+    """Return the same for a plain loop, whose tensors are allocated before."""
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(write_job(Path(folder), LARGE[name], num_lanes=1, max_steps=MEMORY_STEPS))
         torch.set_num_threads(1)
@@ -170,7 +170,7 @@ def peak_of_plain(name: str) -> int:
 
 
 def resident(name: str) -> int:
-    """Return a figure of this process's memory in bytes."""
+    """Return one of this process's memory figures, in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, f"Linux says {name}"
     return 1024 * int(found[1])

@@ -1,4 +1,4 @@
-"""Beside transformers' own: the loss of a run's first step, and what is exported after it."""
+"""Comparison with transformers: the loss of a run's first step, and the export after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_APART = 1e-6
 
 
 def tokens(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss that transformers computes of all tokens."""
+    """Return transformers' loss over all tokens."""
     return model(input_ids=batch["tokens"], labels=batch["tokens"]).loss  # type: ignore[no-any-return]
 
 
@@ -44,13 +44,13 @@ CASES: Mapping[str, tuple[Job, str, Loss]] = {
     "classifier": (JOBS["classifier"], "AutoModelForSequenceClassification", classes),
     "resnet": (JOBS["resnet"], "AutoModelForImageClassification", images),
 }
-"""Jobs, how transformers loads their models, and its own loss. The first is the package's own decoder."""
+"""Jobs, the transformers class that loads their models, and its loss. The first is the package's own decoder."""
 
 
 def beside_transformers(name: str) -> tuple[float, bool]:
-    """Take one step; return how far its loss is from transformers' own, and whether what is exported is equal.
+    """Take one step; return the difference of its loss from transformers', and if the export equals the weights.
 
-    Theirs is computed of a model that begins with the same weights, and draws the same random numbers.
+    The transformers model starts from the same weights and draws the same random numbers.
     """
     import transformers
 
@@ -70,7 +70,7 @@ def beside_transformers(name: str) -> tuple[float, bool]:
 
 
 def first_loss(plan: Plan, auto: Any, loss: Loss, folder: Path) -> float:
-    """Return the mean over the first step's lanes of the loss of transformers' own model."""
+    """Return transformers' mean loss over the first step's lanes."""
     folder.mkdir()
     task = plan.task
     assert isinstance(task, Exporting), "all of these can be exported"
@@ -86,7 +86,7 @@ def first_loss(plan: Plan, auto: Any, loss: Loss, folder: Path) -> float:
 
 
 def has_equal_weights(trained: nn.Module, loaded: nn.Module) -> bool:
-    """Say whether all weights and buffers that were trained are loaded to the last bit."""
+    """Return True if all trained weights and buffers are loaded bit-identically."""
     names = llama_name if isinstance(trained, Decoder) else str
     found = loaded.state_dict()
     return all(torch.equal(tensor, found[names(name)]) for name, tensor in trained.state_dict().items())

@@ -1,4 +1,4 @@
-"""One hash of the weights: of live jobs of one to four ranks, and of one of whose four a worker is killed."""
+"""Compare the final weights of live jobs of one to four ranks, and of a job of four with a killed worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 300.0
 
 
 def hashes_of(name: str, worlds: Sequence[int], overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Return the hash of the weights by the number of ranks, and of the job of which a worker was killed."""
+    """Return the weights' hash by number of ranks, and that of the job with a killed worker."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = write_job(folder, _job(name, folder / "base"), max_steps=NUM_STEPS)
@@ -36,7 +36,7 @@ def hashes_of(name: str, worlds: Sequence[int], overrides: Sequence[str] = ()) -
 
 
 def _job(name: str, base: Path) -> Job:
-    """Return a job by its name; `lora` trains adapters of a model that is drawn into a folder."""
+    """Return a job by its name; `lora` trains adapters of a random model that is written to a folder."""
     if name != "lora":
         return JOBS[name]
     from transformers import AutoConfig, AutoModelForCausalLM

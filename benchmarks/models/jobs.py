@@ -1,6 +1,6 @@
-"""The jobs that are measured: a language model, a classifier and a ResNet, and adapters, each on rows of one shape.
+"""The jobs to measure: a language model, a classifier, a ResNet, and adapters, each on rows of one shape.
 
-All rows of a job are alike in shape, so that a step is one amount of work; their content is drawn.
+All rows of a job have the same shape, so that every step is the same amount of work; their content is random.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RESNET_18: Params = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task, its parameters, and the samples of a micro-batch."""
+    """A task, its parameters, and the samples per micro-batch."""
 
     task: str
     params: Params
@@ -79,7 +79,7 @@ JOBS: Mapping[str, Job] = {
         8,
     ),
 }
-"""Models of 1.2, 1.1 and 11 million parameters: dropout where transformers has it by default."""
+"""Models of 1.2, 1.1 and 11 million parameters, with dropout where transformers has it by default."""
 
 LARGE: Mapping[str, Job] = {
     "lm": Job(
@@ -95,19 +95,19 @@ LARGE: Mapping[str, Job] = {
     ),
     "resnet": JOBS["resnet"],
 }
-"""Models of 30, 27 and 11 million parameters, large enough that what they need is most of a process's memory."""
+"""Models of 30, 27 and 11 million parameters, large enough to dominate a process's memory."""
 
 
 def adapters(base: Path) -> Job:
-    """Return a job that trains adapters on a folder of transformers."""
+    """Return a job that trains adapters on a transformers folder."""
     params = {"max_tokens": NUM_TOKENS, "hf": {"path": str(base)}, "lora": {"r": 8, "lora_dropout": 0.1}}
     return Job(JOBS["lm"].task, params, 8)
 
 
 def write_job(folder: Path, job: Job, *, num_lanes: int = NUM_LANES, **changes: object) -> str:
-    """Write rows and the configuration of a job, which commits at its end alone; return the configuration's path.
+    """Write the rows and configuration of a job that commits only at its end; return the configuration's path.
 
-    `changes` are sections, or keys of the top, that take the place of those written here.
+    `changes` are sections or top-level keys that replace those written here.
     """
     write_rows(folder / "rows", has_images="image_classifier" in job.task)
     tree: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary by chunks of tokens, and from the logits of all tokens at once."""
+"""The loss of a large vocabulary in chunks of tokens, compared with the logits of all tokens at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ VOCABULARY, DIM, NUM_PASSES = 50_304, 512, 3
 
 
 def passes_of(num_tokens: int, *, in_chunks: bool) -> tuple[int, float]:
-    """Return the bytes that forward and backward passes of a row need at most, above weights and gradients, and the
-    least processor seconds of one."""
+    """Return the peak bytes of a row's passes above weights and gradients, and the fewest CPU seconds of one pass."""
     torch.set_num_threads(1)
     task = CausalLM(model={"dim": DIM, "depth": 2, "heads": 8, "vocabulary": VOCABULARY}, max_tokens=num_tokens)
     model = task.build_model().train()

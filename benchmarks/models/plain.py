@@ -1,4 +1,4 @@
-"""The peer: a training loop in plain PyTorch as one writes it, of the same model, optimizer and tensors."""
+"""The peer: a usual training loop in plain PyTorch with the same model, optimizer and tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ WARMUP_STEPS = 10
 
 
 def next_tokens(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean loss of every token but the first of its row."""
+    """Return the mean loss of all tokens except the first of each row."""
     tokens = batch["tokens"]
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def classes(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that transformers computes of a classifier."""
+    """Return transformers' loss of a classifier."""
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     return model(**given, labels=batch["label"]).loss  # type: ignore[no-any-return]
 
 
 def images(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that transformers computes of images."""
+    """Return transformers' loss of images."""
     pixels = (batch["pixels"].float() / 255 - MEAN) / STD
     return model(pixel_values=pixels, labels=batch["label"]).loss  # type: ignore[no-any-return]
 
@@ -42,7 +42,7 @@ LOSSES: Mapping[str, Loss] = {
 
 
 class PlainLoop:
-    """Gradients of some micro-batches are added up, clipped and applied by AdamW, whose rate warms up."""
+    """A loop that accumulates gradients over micro-batches, clips, and applies AdamW with a warm-up."""
 
     def __init__(self, name: str, model: nn.Module, options: Mapping[str, Any]) -> None:
         self.model, self._loss, self._clip_norm = model, LOSSES[name], options["clip_norm"]

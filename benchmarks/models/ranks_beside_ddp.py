@@ -1,4 +1,4 @@
-"""A rank of a job, and of a DDP loop over the same tensors that takes turns with it; a program of `slow_wire`."""
+"""A rank of a job and of a DDP loop that takes turns with it on the same tensors; a program of `slow_wire`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_train.training.session import Session
 
 
 class RanksInTurn:
-    """Lets DDP take every few steps that the trainer's ranks have taken; all ranks begin a turn together."""
+    """Lets DDP repeat every few steps of the trainer's ranks; all ranks begin a turn together."""
 
     def __init__(self, name: str, steps_a_turn: int, port: str) -> None:
         self._name, self._steps_a_turn, self._port = name, steps_a_turn, port
@@ -29,7 +29,7 @@ class RanksInTurn:
         self.ddp: PlainLoop | None = None
 
     def between(self, session: Session, steps: Iterator[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
-        """Yield the trainer's steps, and have DDP take them afterwards: not the last one, which ends all."""
+        """Yield the trainer's steps, and let DDP repeat them, except the last one, which ends the job."""
         with as_by_default():
             ddp = self.ddp = self._ddp(session)
         taken, began = list[Sequence[LaneBatch]](), self._now()
@@ -63,7 +63,7 @@ class RanksInTurn:
 
 
 def main() -> None:
-    """Take part in a job, and leave the seconds of all turns in a file."""
+    """Take part in a job, and write the seconds of all turns to a file."""
     _, name, path, out, steps_a_turn, port, overrides = sys.argv
     turns = RanksInTurn(name, int(steps_a_turn), port)
     train_beside(path, turns, json.loads(overrides))
@@ -71,7 +71,7 @@ def main() -> None:
         found = {"ours_s": turns.ours_s, "ddp_s": turns.ddp_s, "num_bytes": turns.num_bytes}
         Path(out).write_text(json.dumps(found))
     sys.stdout.flush()
-    os._exit(0)  # threads of two gangs of collectives need not end in order
+    os._exit(0)  # threads of two process groups need not end in order
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Throughput beside DDP's where two ranks exchange gradients over a slow network, and what the overlap gains there.
+"""Throughput compared with DDP's on two ranks with a slow network, and the gain by overlap.
 
-The network is a namespace whose loopback lets so many bytes a second through (tc's token bucket filter), both ways
-together; both sides use it, in turn, in the same two processes. Needs root and iproute2.
+The network is a namespace with a loopback of limited bandwidth (tc's token bucket filter), both directions together.
+Both sides use it in turn, in the same two processes. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from benchmarks.models.jobs import LARGE, write_job
 NUM_RANKS, STEPS_A_TURN = 2, 1
 FAST_BYTES_PER_S = 4e9
 PORTS = ("29500", "29501")
-"""Of the trainer and of DDP; nobody else is in the namespace."""
+"""Ports of the trainer and of DDP; nothing else runs in the namespace."""
 TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Medians over the turns of a job of two ranks: seconds of a step of the trainer, and of DDP over the trainer's."""
+    """Medians over a two-rank job's turns: seconds of the trainer's step, and the ratio of DDP's step time to it."""
 
     step_s: float
     over_ddp: float
     num_bytes: int
-    """Of the gradient."""
+    """Bytes of the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A namespace of one slow loopback."""
+    """A namespace with a slow loopback."""
 
     name: str
 
     def let_through(self, bytes_per_s: float) -> None:
-        """Change how fast it is."""
+        """Change the bandwidth."""
         rate = f"{max(1, round(8 * bytes_per_s / 1e3))}kbit"
         run("tc", "-n", self.name, "qdisc", "replace", "dev", "lo", "root", "tbf", "rate", rate, "burst", "256kb",
             "latency", "400ms")  # fmt: skip
@@ -54,7 +54,7 @@ class Network:
 
 @contextmanager
 def slow_network() -> Iterator[Network]:
-    """Make a namespace, and take it away again; SystemExit where that is not allowed."""
+    """Create a namespace and remove it afterwards; raises SystemExit if not permitted."""
     network = Network(f"slow-{os.getpid()}")
     try:
         run("ip", "netns", "add", network.name)
@@ -74,9 +74,9 @@ def run(*command: str) -> None:
 
 
 def beside_ddp(name: str, num_turns: int) -> tuple[Beside, Beside, float]:
-    """Return a job beside DDP, with the exchange beside the backward pass and after it, and the network's bytes/s.
+    """Return comparisons with DDP, with and without overlap of exchange and backward pass, and the network's bytes/s.
 
-    The network is as fast as makes an exchange last as long as what a step computes.
+    The bandwidth is chosen so that an exchange takes as long as a step's computation.
     """
     with slow_network() as network, tempfile.TemporaryDirectory() as folder:
         alone = _beside(network, Path(folder) / "fast", name, 2, {"parallel.bucket_mb": None})

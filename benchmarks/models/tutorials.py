@@ -1,4 +1,4 @@
-"""Tutorials on a language model, a classifier of a CSV and images, command by command as their pages have them."""
+"""Tutorials on a language model, a classifier of a CSV, and images, run command by command from their pages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TUTORIALS: Mapping[str, tuple[str, str]] = {
     "csv": ("models.md", "From a CSV to a classifier"),
     "images": ("images.md", "1. Ten digits"),
 }
-"""Pages below docs, and their sections, whose blocks of code are one tutorial."""
+"""Pages below docs and their sections, whose code blocks form one tutorial."""
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(cd |(PYTHONPATH=\. )?elastic-train )")
 
 
 def commands_of(name: str) -> Iterator[str]:
-    """Yield a tutorial's commands for a shell, and its Python as one of them; what commands print is left out."""
+    """Yield a tutorial's shell commands, and its Python code as one command; printed output is left out."""
     page, title = TUTORIALS[name]
     section = (ROOT / "docs" / page).read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
     for language, block in _BLOCK.findall(section):
@@ -34,7 +34,7 @@ def commands_of(name: str) -> Iterator[str]:
 
 
 def seconds_of(name: str, say: Callable[[str], None]) -> float:
-    """Follow a tutorial in an empty folder beside the shipped configurations; return how long its commands took."""
+    """Run a tutorial in an empty folder next to the shipped configurations; return its commands' total seconds."""
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     total = 0.0
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,1 +1,1 @@
-"""What a fault costs: from it to the next applied step, and in throughput, beside stock torchrun."""
+"""The cost of a fault: time to the next applied step, and throughput, compared with stock torchrun."""

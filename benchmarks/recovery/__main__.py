@@ -69,7 +69,7 @@ NAMES = (
 
 @dataclass
 class Figures:
-    """Seconds to the next step, fault by fault, and what else was found."""
+    """Seconds to the next step by fault, and further results."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def _parts(given: str) -> list[str]:
 
 
 def main() -> None:
-    """Run what is asked for; print a table and one JSON line."""
+    """Run the chosen measurements; print a table and one JSON line."""
     arguments = argparse.ArgumentParser(
         prog="python -m benchmarks.recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -157,7 +157,7 @@ def _foreign(folder: Path, flags: list[str], endpoint: str, console: Console) ->
 
 
 def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> None:
-    """Hit one live job with every kind of fault in turn, then repeat its steps without."""
+    """Inject every kind of fault into one live job in turn, then repeat its steps without faults."""
     due: list[Due] = []
     for _ in range(num_faults):
         due += [
@@ -188,7 +188,7 @@ def _live(folder: Path, num_faults: int, figures: Figures, console: Console) -> 
 
 
 def _cut(folder: Path, num_faults: int, figures: Figures, console: Console, name: str, kind: str) -> None:
-    """Cut one node of two off again and again."""
+    """Disconnect one node of two repeatedly."""
     due = [Due(kind, 1, None, CUT_EVERY_S, for_s=3 * TTL_S, is_healed=True) for _ in range(num_faults)]
     config, timeout_s = write_live_job(folder, ranks=2), 3 * CUT_EVERY_S * (num_faults + 1)
     try:

@@ -56,7 +56,7 @@ _ERROR = re.compile(r"\b\w+Error: .+")
 
 @dataclass
 class Tally:
-    """The tries of one case in one mode."""
+    """The attempts of one case in one mode."""
 
     passed: int = 0
     turns: int = 0
@@ -64,7 +64,7 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
     def take(self, outcome: float | str) -> None:
-        """Count a try: the seconds until training continued, or why it did not."""
+        """Count an attempt: the seconds until training continued, or the reason why it did not."""
         self.turns += 1
         if isinstance(outcome, str):
             self.failures.append(outcome)
@@ -74,14 +74,14 @@ class Tally:
 
 
 class Running:
-    """A job of at most two nodes of one rank each, what its ranks log, and the three things that are done to it."""
+    """A job of at most two nodes with one rank each, the steps its ranks log, and the three changes to test."""
 
     def __init__(self, nodes: list[Node], steps: Steps, host: str | None = None) -> None:
         """`host` is the endpoint that the first node opens before the second is started."""
         self._nodes, self._steps, self._host = nodes, steps, host
 
     def prepare(self, size: int) -> str | None:
-        """Have `size` nodes train together; return why they do not, None if they do."""
+        """Bring up a job of `size` nodes; return None if they train together, else the reason."""
         down = [node for node in self._nodes if not node.is_up]
         num_up = len(self._nodes) - len(down)
         assert num_up <= size, "tries leave as many nodes as the next one needs, or fewer"
@@ -95,7 +95,7 @@ class Running:
         return None
 
     def restart_worker(self, turn: int) -> float | str:
-        """SIGKILL one worker, rank 0 and rank 1 in turn: both nodes train on, one of them in a new process."""
+        """SIGKILL one worker, rank 0 and rank 1 in turn; both nodes must continue, one of them with a new process."""
         before = self._pids()
         victim = self._steps.newest[turn % 2].pid
         since = time.time()
@@ -103,13 +103,13 @@ class Running:
         return self._judge(2, since, before)
 
     def join(self, turn: int) -> float | str:
-        """Start a second node beside the one that trains: both train together."""
+        """Start a second node of a running job; both must train together."""
         before, since = self._pids(), time.time()
         next(node for node in self._nodes if not node.is_up).start()
         return self._judge(2, since, before)
 
     def lose_rank_0(self, turn: int) -> float | str:
-        """SIGKILL the node of rank 0, agent and worker: the other trains on alone."""
+        """SIGKILL the node of rank 0, agent and worker; the other node must continue alone."""
         first = self._steps.newest[0].pid
         since = time.time()
         next(node for node in self._nodes if first in node.pids()).kill()
@@ -120,12 +120,12 @@ class Running:
             node.kill()
 
     def _judge(self, size: int, since: float, before: set[int]) -> float | str:
-        """Return the seconds until the job continues in a world of `size`, or why it does not."""
+        """Return the seconds until the job continues in a world of `size`, or the reason why it does not."""
         first = self._continues(size, since, before, BOUND_S)
         return self._state(since) if first is None else first - since
 
     def _continues(self, size: int, since: float, before: set[int], timeout_s: float) -> float | None:
-        """Return when a world of `size` took its first step after `since`; it has a process that is not in `before`."""
+        """Return when a world of `size`, with a process not in `before`, took its first step after `since`."""
         first = self._steps.first(
             lambda step: step.world == size and step.t > since and step.pid not in before,
             of=ENOUGH_STEPS,
@@ -139,7 +139,7 @@ class Running:
         return {step.pid for step in self._steps.newest.values()}
 
     def _state(self, since: float) -> str:
-        """Say in a few words what a job that does not continue is doing."""
+        """Describe briefly the state of a job that does not continue."""
         started = [node for node in self._nodes if node.agent is not None and node.code != -signal.SIGKILL]
         ended = [node for node in started if not node.is_up]
         words = [f"{len(ended)} of {len(started)} agents ended" if ended else "no agent ended"]
@@ -157,7 +157,7 @@ CASES: dict[str, tuple[int, Case]] = {
 
 
 def main() -> None:
-    """Run what is asked for; print a table and one JSON line."""
+    """Run the chosen modes; print a table and one JSON line."""
     arguments = argparse.ArgumentParser(
         prog="python -m benchmarks.recovery.elasticity",
         description=__doc__,
@@ -189,7 +189,7 @@ Start = Callable[[int], Running]
 
 @contextlib.contextmanager
 def _starter(mode: str, folder: Path) -> Iterator[Start]:
-    """Yield what describes the n-th job of a mode, with a rendezvous store that outlives its nodes."""
+    """Yield a function that describes the n-th job of a mode, whose rendezvous store outlives its nodes."""
     flags = ["--rdzv_backend=c10d"]
     if mode == "stock":
         yield lambda number: _plain(folder / f"{mode}-{number}", flags, free_endpoint(), is_host=True)
@@ -222,7 +222,7 @@ def _live(folder: Path, endpoint: str) -> Running:
 
 
 def _tries(start: Start, turns: int, *, is_fresh: bool, show: Callable[[str], None]) -> dict[str, Tally]:
-    """Try every case `turns` times, one after another; a job in which one failed, or a fresh one, ends there."""
+    """Attempt every case `turns` times in turn; a job ends after a failed attempt, or after each one if `is_fresh`."""
     tallies = {name: Tally() for name in CASES}
     job: Running | None = None
     num_jobs = 0
@@ -244,7 +244,7 @@ def _tries(start: Start, turns: int, *, is_fresh: bool, show: Callable[[str], No
 
 
 def _await_listener(endpoint: str) -> None:
-    """Return once somebody listens at an endpoint."""
+    """Wait until an endpoint accepts connections."""
     host, port = endpoint.split(":")
     deadline = time.monotonic() + START_S
     while True:
@@ -259,7 +259,7 @@ def _await_listener(endpoint: str) -> None:
 
 
 def _errors(log: str) -> set[str]:
-    """Return the last error that a log names, shortened."""
+    """Return the last error in a log, shortened."""
     found = _ERROR.findall(log)
     return {found[-1][:100]} if found else set()
 

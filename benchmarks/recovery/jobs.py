@@ -1,6 +1,6 @@
-"""Jobs to break: plain DDP under any rendezvous, our trainer in live mode, and the steps that their ranks log.
+"""Jobs for fault tests: plain DDP under any rendezvous, our trainer in live mode, and the steps their ranks log.
 
-Both log a line of JSON a step and rank, so that both are followed, and judged, alike.
+Both log one JSON line per step and rank, so that both are followed and judged in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step that a rank has taken; `t` in seconds since the epoch, `world` in ranks."""
+    """A step of a rank; `t` is in seconds since the epoch, `world` in ranks."""
 
     t: float
     world: int
@@ -49,7 +49,7 @@ class Steps:
         """The last step of each rank."""
 
     def read(self) -> list[Step]:
-        """Return what was logged since the last look."""
+        """Return the steps logged since the last call."""
         steps = [step for path in sorted(self._folder.glob(self._logs)) for step in self._read(path)]
         self.newest |= {step.rank: step for step in sorted(steps, key=lambda step: step.t)}
         return steps
@@ -62,7 +62,7 @@ class Steps:
         timeout_s: float,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Step | None:
-        """Return the first of `of` such steps; None if there are not as many in time, or nobody to take them."""
+        """Return the earliest of `of` matching steps; None if fewer come in time or the job is over."""
         deadline = time.monotonic() + timeout_s
         found: list[Step] = []
         while len(found) < of:
@@ -97,9 +97,9 @@ def plain_nodes(folder: Path, flags: list[str], endpoint: str, *, max_restarts: 
 
 
 def write_live_job(folder: Path, ranks: int, changes: Mapping[str, object] | None = None) -> str:
-    """Make data and a configuration that trains until it is asked to leave; return the configuration's path.
+    """Write data and a configuration that trains until asked to leave; return the configuration's path.
 
-    `changes` are sections that take the place of those written here.
+    `changes` are sections that replace those written here.
     """
     folder.mkdir(parents=True)
     synthesise(str(folder / "data"), 20_000, "quality", seed=1)
@@ -121,13 +121,13 @@ def write_live_job(folder: Path, ranks: int, changes: Mapping[str, object] | Non
 
 
 def free_endpoint() -> str:
-    """Return an endpoint of this machine at which nobody listens."""
+    """Return a free endpoint of this machine."""
     return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 @contextlib.contextmanager
 def folder_for(keep: Path | None) -> Iterator[Path]:
-    """Yield a folder for the files of a benchmark's jobs: the one to keep, which must be new, or a temporary one."""
+    """Yield a folder for the files of a benchmark's jobs: `keep`, which must be new, or a temporary one."""
     if keep is None:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)

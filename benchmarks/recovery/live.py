@@ -1,7 +1,7 @@
-"""Live jobs with faults: one is run, asked to leave after its last fault, and repeated without any.
+"""Run live jobs with faults, ask them to leave after the last fault, and repeat the steps without faults.
 
-A job has no end of its own: how many steps fit between its faults is the machine's affair, so nothing here counts them
-beforehand. The nodes are asked to leave, and the last of them commits and leaves a result.
+A job has no fixed end: the number of steps between its faults depends on the machine and is not known beforehand. When
+asked to leave, the last node commits and writes a result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rendezvous.etcd.server import EtcdServer
 
 LEAVE = "stop_node"
 COME_WITHIN_S = 30.0
-"""How long a process may take to come to a failpoint, on a machine that is busy with other things, too."""
+"""Seconds that a process may need to reach a failpoint, even on a busy machine."""
 
 
 def run_job(
@@ -41,13 +41,12 @@ def run_job(
     forked: bool = False,
     cell_size: int = 1,
 ) -> Evidence:
-    """Run a live job through its faults, ask its nodes to leave so many seconds later, and return what it left.
+    """Run a live job through its faults, ask its nodes to leave `leave_after_s` seconds later, and return its evidence.
 
-    Without a fault the seconds count from the first step. Nodes are asked once all train again: one waiting for a
-    world has no result to leave.
-    With `forked`, nodes are forks of a process that has imported what they need, where only their end counts.
-    The last node is put at the other end of a cable, if one is laid. A fault at a failpoint to which no process comes
-    is recorded as missed. All train again once there are as many cells as the nodes' ranks make.
+    Without faults, the seconds count from the first step. Nodes are asked once all of them train again, as a node that
+    waits for a world has no result. With `forked`, nodes are forks of a process with all imports, for cases where only
+    their end counts. With a cable, the last node is at its other end. A fault at a failpoint that no process reaches is
+    recorded as missed. All train again once there are as many replicas as the nodes' ranks can form.
     """
     nodes = Nodes(
         count=num_nodes, ranks=ranks, min=1, max_restarts=1000, lease_ttl_s=TTL_S, recovery="live", forked=forked
@@ -68,7 +67,7 @@ def run_job(
             job = Job(folder, started, scenario, faults, 0, lambda _: None, lambda _: None, around=around)
             job.cell_size, job.come_within_s = cell_size, COME_WITHIN_S
             job.run()
-        except RunError as error:  # expected: asked to leave, no node ends with 0
+        except RunError as error:  # expected: nodes that are asked to leave do not exit with 0
             ending = str(error)
     run = collect(folder)
     if run.result is None or len(run.of("fault")) + len(run.of("missed")) <= len(due):
@@ -77,9 +76,9 @@ def run_job(
 
 
 def repeat(folder: Path, config: str, run: Evidence, *overrides: str, ranks: int = 1) -> Mapping[str, object]:
-    """Take as many steps as a run has, without a fault and in one process, or in a cell of several ranks.
+    """Repeat a run's number of steps without faults, in one process or in one replica of several ranks.
 
-    Returns the result, hash and all. `overrides` are options for what must not change it, such as the pace of a task.
+    Returns the result with its hash. `overrides` are options that must not change it, such as the pace of a task.
     """
     assert run.result is not None, "every run leaves one"
     how = ["elastic_train"] if ranks == 1 else ["elastic_train.cli.main", "launch", "--ranks", str(ranks)]

@@ -1,4 +1,4 @@
-"""A minimal DDP script that knows nothing of this package: what the benchmarks put under every rendezvous.
+"""A minimal DDP script without this package, which the benchmarks run under every rendezvous.
 
 Arguments: a file to which every rank appends a line of JSON for every step.
 """

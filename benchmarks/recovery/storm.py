@@ -1,7 +1,7 @@
-"""Faults in quick succession, several at a time and during recovery too, each sparing one node.
+"""Faults in quick succession, several at a time and also during recovery; each burst spares one node.
 
-Kills, freezes shorter and longer than a lease, nodes that leave and come back. The third node is cut off where others
-freeze, from all or from the other nodes alone; that needs root and `ip`.
+Kills, freezes shorter and longer than a lease, and nodes that leave and come back. Instead of a freeze, the third node
+is disconnected, from everything or only from the other nodes; that needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAVE_AFTER_S = 20.0
 
 
 def measure(folder: Path, num_faults: int, seed: int) -> dict[str, object]:
-    """Send three nodes through faults in quick succession, ask them to leave, and repeat the same steps without."""
+    """Run three nodes through faults in quick succession, ask them to leave, and repeat the steps without faults."""
     config, laid = write_live_job(folder, ranks=3), None
     with contextlib.ExitStack() as undo:
         with contextlib.suppress(NoNamespacesError):
@@ -52,9 +52,10 @@ def measure(folder: Path, num_faults: int, seed: int) -> dict[str, object]:
 
 
 def storm(num_faults: int, seed: int, *, has_cable: bool) -> list[Due]:
-    """Draw faults in bursts; each spares one node, so that a replica lives, and the next waits until all are back.
+    """Draw bursts of faults; each spares one node, so that a replica survives, and the next waits until all are back.
 
-    With a cable the node at its end is not frozen but cut off, from all and from the other nodes alone in turn.
+    With a cable, the node at its end is disconnected instead of frozen, alternating between all and only the other
+    nodes.
     """
     rng, cuts = random.Random(seed), itertools.cycle(("cut_node", "cut_link"))
     due: list[Due] = []

@@ -1,4 +1,4 @@
-"""The throughput that a job keeps under faults: four workers, one of them killed or stopped every 29 s, in turn."""
+"""Throughput under faults: a job of four workers, one of which is killed or stopped every 29 s, in turn."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chaos.scenario.schedule import Due
 FAULT_EVERY_S = 29.0
 FROZEN_S = 6.0
 QUIET_FROM = 0.6
-"""After this share of the time between two faults the traces of the first are gone: who was frozen is back."""
+"""Share of a fault's period after which its effects are over: frozen processes are back."""
 
 
 def measure(folder: Path, seconds: float) -> dict[str, object]:
-    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without.
+    """Run a job of four workers with a fault every 29 s, kills and freezes in turn, and without faults.
 
-    It has no end of its own, and is asked to leave a period after the last fault: no quiet time dilutes the rate.
+    It has no fixed end, and is asked to leave one period after the last fault, so that no quiet time dilutes the rate.
     """
     kinds = [("kill_worker", None), ("freeze_worker", FROZEN_S)]
     due = [
@@ -56,10 +56,10 @@ def measure(folder: Path, seconds: float) -> dict[str, object]:
 
 
 def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
-    """Return, by kind of fault, the steps from each fault to the next, and those that quiet time would have brought.
+    """Return, by kind of fault, the steps from each fault to the next, and those expected at the quiet rate.
 
-    A machine's speed drifts by more than a fault costs. So the measure is the speed when all is well again, at the end
-    of the same period and of the one before.
+    A machine's speed drifts by more than a fault costs. The reference is therefore the undisturbed speed at the end of
+    the same period and of the one before.
     """
     times = _applied_at(run)
     faults = [(number(fault, "t"), str(fault["kind"])) for fault in run.of("fault")]
@@ -69,7 +69,7 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
     kept: dict[str, tuple[float, float]] = {}
     for turn, ((at, end), (_, kind)) in enumerate(zip(periods, hits, strict=True)):
         if turn == 0:
-            continue  # nothing quiet was measured before it
+            continue  # no quiet rate before it
         steps, expected = kept.get(kind, (0.0, 0.0))
         done = sum(at < t <= end for t in times)
         kept[kind] = (steps + done, expected + (end - at) * (quiet[turn - 1] + quiet[turn]) / 2)
@@ -77,7 +77,7 @@ def kept_beside_quiet(run: Evidence) -> dict[str, tuple[float, float]]:
 
 
 def _applied_at(run: Evidence) -> list[float]:
-    """Return when each step was applied first, in order, until the nodes were asked to leave."""
+    """Return when each step was first applied, in order, until the nodes were asked to leave."""
     until = _asked_at(run)
     first: dict[int, float] = {}
     for line in run.of("step"):
@@ -92,12 +92,12 @@ def _asked_at(run: Evidence) -> float:
 
 
 def _rate(times: list[float]) -> float:
-    """Return steps per second from the first of some steps to the last."""
+    """Return steps/s from the first to the last of these times."""
     return (len(times) - 1) / (times[-1] - times[0])
 
 
 def _start_cpu_s(config: str) -> tuple[float, float]:
-    """Return the seconds of processor time that a worker's imports take, and that it takes to be ready after them."""
+    """Return the CPU seconds of a worker's imports, and of its remaining start until it is ready."""
     made = subprocess.run([sys.executable, "-c", _START, config], check=True, capture_output=True, text=True)
     imports_s, ready_s = made.stdout.split()
     return float(imports_s), float(ready_s)

@@ -1,6 +1,6 @@
-"""Paced tasks that note what their process lives through: how many models it has trained, and each peer that it lost.
+"""Paced tasks that record how many models their process has trained, and each peer that it lost.
 
-A process that lives through faults has one model. Lines go to a file that all processes share.
+A process that survives faults has one model. Lines go to a file that all processes share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_train.parallel.point_to_point import PointToPoint
 
 
 class _Watched(Paced):
-    """A paced task, watched: `seen` is the file."""
+    """A paced task with a watch; `seen` is the file."""
 
     def __init__(self, seen: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -35,16 +35,16 @@ class _Watched(Paced):
 
 
 class WatchedClassifier(_Watched, PacedClassifier):  # type: ignore[misc]
-    """The paced classifier, watched."""
+    """The paced classifier with a watch."""
 
 
 class WatchedLanguage(_Watched, PacedLanguage):  # type: ignore[misc]
-    """The paced language model, watched."""
+    """The paced language model with a watch."""
 
 
 @dataclass(slots=True)
 class _Watch:
-    """This process's: `trained` are all models that it has trained, held on to, so that none is taken for another."""
+    """This process's watch; `trained` keeps references to all its models, so that no two are confused."""
 
     path: Path
     trained: list[nn.Module] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Watch:
 
 @lru_cache(1)
 def _watch(path: Path) -> _Watch:
-    """Return this process's watch, which from then on hears of every wait that ends because a peer is lost."""
+    """Return this process's watch; from then on it records every wait that ends with a lost peer."""
     watch, lost = _Watch(path), PointToPoint.lost
 
     def say(group: PointToPoint, why: str) -> PeerLostError:
@@ -73,12 +73,12 @@ def _watch(path: Path) -> _Watch:
 
 
 def num_models(seen: Path) -> Counter[int]:
-    """Return how many models each process has trained, by its pid."""
+    """Return the number of models that each process has trained, by process id."""
     return Counter(pid for pid, what, _ in _lines(seen) if what == "model")
 
 
 def given_up_at(seen: Path) -> list[tuple[int, float]]:
-    """Return by which process, and when, a wait was given up because a peer was lost."""
+    """Return the process id and time of each wait that ended with a lost peer."""
     return [(pid, t) for pid, what, t in _lines(seen) if what == "lost"]
 
 

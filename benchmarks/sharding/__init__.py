@@ -1,1 +1,1 @@
-"""What sharded state costs and saves, beside the replicated one, FSDP2 and dcp."""
+"""Costs and savings of sharded state, compared with replicated state, FSDP2 and dcp."""

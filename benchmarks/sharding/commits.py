@@ -1,4 +1,4 @@
-"""Commits of shards: what a save costs a rank, how fast pieces are read, and whether stock torch reads the files."""
+"""Commits of shards: the cost of a save, the speed of reading pieces, and compatibility with stock torch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WORLDS = (1, 3, 4, 7)
 
 
 class SavingJob:
-    """A job and its saves in the background, one world's, in a folder that all of its ranks see."""
+    """A job and its background saves in one world, in a folder that all its ranks see."""
 
     def __init__(self, job: Job, folder: str) -> None:
         group = job.group
@@ -56,12 +56,12 @@ class SavingJob:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes this rank writes."""
+        """Number of bytes that this rank writes."""
         plan = plan_attempt(self.job.state.pieces.tree(), len(self.writers))
         return plan.parts[self.job.group.rank].num_bytes
 
     def save(self) -> tuple[float, CommitRecord]:
-        """Save the state beside a step; return the seconds that this rank's training waited, and the commit."""
+        """Save the state during a step; return the seconds that this rank's training waited, and the commit."""
         state, pieces = self.job.state, self.job.state.pieces
         started = time.perf_counter()
         self.saves.begin(pieces.tree(), _facts(self.job), state.reached.intervals, pieces.only_update_changes())
@@ -97,9 +97,9 @@ def _facts(job: Job) -> CommitFacts:
 
 
 def save_stall(effort: Effort) -> dict[str, object]:
-    """Return the milliseconds that a rank's training waits for a save, for each GB that this rank writes.
+    """Return the milliseconds that a rank's training waits for a save, per GB that this rank writes.
 
-    `vs_copy` is that time over a bare copy's of as many bytes, to memory that is kept, on every rank at once.
+    `vs_copy` is that time over a bare copy of as many bytes to allocated memory, on every rank at once.
     """
     stalls = dict[str, float]()
     for shards in MODES:
@@ -129,7 +129,7 @@ def _stall(meeting: Meeting, shards: Mode, folder: str, rounds: int) -> dict[str
 
 
 def load_times(effort: Effort) -> dict[str, object]:
-    """Return the time of dcp.load over ours, each rank reading its rows of every tensor of a commit in pieces."""
+    """Return the time of dcp.load over ours, where each rank reads its rows of every tensor from a commit in pieces."""
     ratios = dict[str, float]()
     for size in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +165,7 @@ def _loads(meeting: Meeting, folder: str, rounds: int) -> dict[str, list[float]]
 
 
 def rows_of(tensor: Tensor, rank: int, size: int) -> Pieces:
-    """Return the pieces of a tensor that a rank holds where it is sharded by rows, as `fully_shard` does."""
+    """Return a rank's pieces of a tensor that is sharded by rows, as by `fully_shard`."""
     num_rows, row = len(tensor), tensor[0].numel()
     each = -(-num_rows // size)
     lo, hi = (row * min(num_rows, (rank + turn) * each) for turn in (0, 1))
@@ -186,7 +186,7 @@ def _have_the_same(ours: State, theirs: State) -> bool:
 
 
 def dcp_equal(effort: Effort) -> dict[str, object]:
-    """Say whether stock dcp.load reads a commit of so many ranks as what one that holds everything has."""
+    """Return, by number of ranks, True if stock dcp.load reads a commit as the state of one unsharded rank."""
     equal = dict[str, bool]()
     with tempfile.TemporaryDirectory() as folder:
         run(_write, 1, "none", f"{folder}/whole", f"{folder}/whole.pt")
@@ -204,7 +204,7 @@ def dcp_equal(effort: Effort) -> dict[str, object]:
 
 
 def _write(meeting: Meeting, shards: Mode, folder: str, whole: str) -> str:
-    """Commit after two steps, and leave where; with `whole`, leave there what torch itself saves of a whole state."""
+    """Commit after two steps, and return the location; with `whole`, also save the whole state there with torch."""
     job = Job(meeting.group, SMALL, shards, 2)
     for _ in range(2):
         job.step()
@@ -216,7 +216,7 @@ def _write(meeting: Meeting, shards: Mode, folder: str, whole: str) -> str:
 
 
 def _mapped(tree: object, change: Callable[[Tensor], object]) -> object:
-    """Return a state with every tensor changed that has dimensions."""
+    """Return a state in which every tensor with dimensions is changed."""
     if isinstance(tree, dict):
         return {key: _mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,6 +1,6 @@
 """A decoder of half a billion parameters: ten steps on four processes of this machine, resumed on three.
 
-Its weights and its tokens are drawn. It is a job like any other, started by torchrun.
+Its weights and its tokens are random. It is a job like any other, started by torchrun.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_EVERY_S, TIMEOUT_S = 0.1, 1800.0
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each after a norm and inside a residual."""
+    """Causal self-attention and an MLP, each after a norm and inside a residual."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Predict each next token; the head has the weights of the embedding."""
+    """Predicts each next token; the head shares the embedding's weights."""
 
     def __init__(self, dim: int, depth: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
 
 
 class NextToken:
-    """The task: tokens drawn for each sample by its id."""
+    """The task: random tokens for each sample, seeded by its id."""
 
     def __init__(self, dim: int = DIM, depth: int = DEPTH) -> None:
         self._dim, self._depth, self._column = dim, depth, ""
@@ -103,9 +103,9 @@ class NextToken:
 
 
 def half_billion(effort: Effort) -> dict[str, object]:
-    """Return the most memory that all processes of the job had together, shared pages once, and how it went.
+    """Return the peak memory of all the job's processes together, with shared pages counted once, and the outcome.
 
-    `training` is that until the last step; after it comes a commit, for which each rank has a second copy of its share.
+    `training` is the peak until the last step; the commit after it needs a second copy of each rank's share.
     """
     dim, depth = (DIM, DEPTH) if not effort.is_quick else (DIM, 4)
     num_parameters = sum(parameter.numel() for parameter in _meta(dim, depth).parameters())
@@ -146,7 +146,7 @@ def _write(folder: Path, dim: int, depth: int) -> Path:
 
 
 def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable[[str], None]) -> tuple[int, int]:
-    """Train up to a step on so many processes; return the most bytes that they had together, until then and ever."""
+    """Train up to a step on `num_ranks` processes; return their joint peak bytes until that step and overall."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "elastic_train", str(config), "--max_steps", str(steps)]
     started, seen, log = time.monotonic(), list[tuple[float, int]](), folder / "log"
@@ -174,7 +174,7 @@ def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable
 
 
 def _memory_of(pid: int) -> int:
-    """Return the bytes that a process and all below it have, each shared page by its shares (`PSS`)."""
+    """Return the bytes of a process and its descendants, with shared pages divided among their users (PSS)."""
     total, left = 0, [pid]
     while left:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""A job that takes steps as the training loop does, its state whole or in shards, and nothing around it."""
+"""A job that takes steps like the training loop, with whole or sharded state, and nothing around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
 Mode = Literal["none", "optimizer", "gradients", "parameters"]
 MODES: tuple[Mode, ...] = get_args(Mode)[1:]
-"""What can be in shards, the least first; the last is what is measured beside `fully_shard`."""
+"""Modes of sharding, from least to most sharded; the last one is compared with `fully_shard`."""
 CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
 TOTAL_STEPS = 10_000
@@ -34,7 +34,7 @@ BUCKET_MB = ParallelConfig().bucket_mb
 
 
 class Computing(Protocol):
-    """What a job needs of what it computes."""
+    """The model and the loss of a job."""
 
     @property
     def num_lanes(self) -> int: ...
@@ -51,7 +51,7 @@ class Computing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: lanes of so many samples, each of so many tokens, by a transformer encoder."""
+    """The work of a step: lanes of `micro_batch` samples with `num_tokens` tokens each, by a transformer encoder."""
 
     shape: EncoderShape
     num_lanes: int = 8
@@ -64,7 +64,7 @@ class Work:
         return TextEncoder(self.shape).train()
 
     def loss(self, model: nn.Module, step: int, lane: int) -> Tensor:
-        """Return a loss, summed over the samples, of what is drawn for a lane of a step."""
+        """Return the loss, summed over the samples, of random inputs for a lane of a step."""
         torch.manual_seed(lane_seed(1, step, lane))
         tokens = torch.randint(1, self.shape.vocabulary, (self.micro_batch, self.num_tokens))
         lengths = torch.full((self.micro_batch,), self.num_tokens)
@@ -83,7 +83,7 @@ WIDE = Work(EncoderShape(8192, 11, 128, 512, 8, 8, 0.1, 1, 1, 64), micro_batch=1
 
 
 class Job:
-    """A state and how it takes steps."""
+    """A training state, and its steps."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class Job:
         self.enter(group, term)
 
     def enter(self, group: Group, term: int = 1) -> Sequence[PeerState]:
-        """Come to the furthest step of a world's ranks, with a seat where the state is in shards.
+        """Join a world and roll forward to its ranks' furthest step; sharded state gets a seat.
 
-        Returns what each rank brought of shards that nobody holds any more: nothing has changed then, and the next is
-        to `begin_anew`.
+        Returns each rank's state if shards were lost: nothing has changed then, and the caller must call `begin_anew`.
+        Returns an empty list otherwise.
         """
         self.group, self.term, state = group, term, self.state
         state.shards.enter(Mesh(group.rank, group.size), None, group)
@@ -119,7 +119,7 @@ class Job:
         return []
 
     def begin_anew(self, brought: Sequence[PeerState]) -> None:
-        """Take a seat whose content a commit is to bring."""
+        """Take a seat whose content will be loaded from a commit."""
         self.state.drop_pending()
         take_first_seat(self.group, self.state.shards, brought)
         self._bind()
@@ -135,7 +135,7 @@ class Job:
         return sum(parameter.numel() for parameter in self.state.model.parameters())
 
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
-        """Take one step as the training loop does; what a save has to wait for comes before the update."""
+        """Take one step like the training loop; `before_update` waits for a save."""
         measured = self.compute(before_update=before_update)
         self.apply(gradient_norm.norm_of(self.group.all_gather(measured), self.state.shards.table))
         self.state.shards.refresh(self.group)
@@ -143,10 +143,10 @@ class Job:
     def compute(
         self, in_lane: Callable[[], object] = lambda: None, before_update: Callable[[], object] = lambda: None
     ) -> Tensor:
-        """Leave a step's mean gradient where it is held; return what this rank measures of it."""
+        """Compute a step's mean gradient, in place in its shards; return this rank's measurement of it."""
         state = self.state
         self.gradients.begin()
-        for lane in (*self.lanes, None):  # others of the group may have a lane more
+        for lane in (*self.lanes, None):  # other ranks of the group may have one lane more
             with self.gradients.turn(lane):
                 if lane is not None:
                     torch.autograd.backward(self.work.loss(state.model, state.step, lane))
@@ -157,16 +157,16 @@ class Job:
 
     @property
     def facts(self) -> StepFacts:
-        """What is known of the next step."""
+        """Facts of the next step."""
         return StepFacts(Cursor(0, self.state.step + 1), CoverageSums(), self.term, SampleAccount())
 
     def apply(self, norm: Tensor) -> None:
-        """Apply the step that was computed."""
+        """Apply the computed step."""
         self.state.apply(self.facts, norm)
 
 
 def live_bytes() -> int:
-    """Return the bytes of all memory that tensors have, as far as Python reaches them."""
+    """Return the bytes of all tensors that Python can reach."""
     found: dict[int, int] = {}
     for one in gc.get_objects():
         if type(one) in (Tensor, nn.Parameter):

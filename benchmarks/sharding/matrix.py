@@ -1,8 +1,8 @@
-"""Every mode, number of copies and ranks through every change of its world: the bits of one rank that holds everything.
+"""Test every mode, number of copies and ranks through every change of world, for the bits of one unsharded rank.
 
 The ranks are processes with real connections, which train a tiny model with the trainer's own state, sums and commits.
-A rank that is killed leaves its group at a point of a step and forgets what it held; a job of the whole trainer, whose
-processes do get killed, goes through some of these changes in `one_hash`.
+A killed rank leaves its group at a point of a step and discards its state; `one_hash` runs some of these changes with
+the whole trainer, whose processes are really killed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from elastic_train.tasks.models.text_encoder import EncoderShape
 
 T = TypeVar("T")
 TINY = Work(EncoderShape(4096, 11, 16, 32, 3, 2, 0.1, 1, 1, 8), num_lanes=5, micro_batch=1, num_tokens=8)
-"""Its embedding is two grains; no number of ranks but one and five divides its lanes."""
+"""The embedding is two grains; the only numbers of ranks that divide the lanes are one and five."""
 SIZES, COPIES = (1, 2, 3, 4), (1, 2)
 COMMITTED, CHANGED, STEPS = 2, 3, 5
 """The steps of the commit, of the change, and of the end."""
 ALONE, TIMEOUT_S = "alone", 60.0
 POINTS = ("backward", "summed", "met")
-"""Where a rank is killed: in a backward pass; with a step's sum, before the ranks meet; when it alone has met them."""
+"""Where a rank is killed: in a backward pass; with a step's sum, before the exchange; after it, if it alone got
+through."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job of `size` ranks, what changes after some steps, and for a resumed one its mode from then on."""
+    """A job of `size` ranks, the change after some steps, and a resumed job's mode from then on."""
 
     shards: Mode
     copies: int
@@ -49,7 +50,7 @@ class Case:
         return f"{self.shards}, {self.copies} copies, {self.size} ranks: {self.change} {self.then or ''}".rstrip()
 
     def members(self, number: int) -> tuple[Sequence[int], int | None]:
-        """Return who is in the second world, and who is killed or leaves: one after the other, by the case's number."""
+        """Return the second world's members, and the rank that is killed or leaves, chosen by the case's number."""
         everybody = range(self.size)
         if self.change == "join":
             return range(self.size + 1), None
@@ -57,11 +58,11 @@ class Case:
             return range(self.size % len(SIZES) + 1), None
         gone = number % self.size
         left = [who for who in everybody if who != gone]
-        return left or [self.size], gone  # where nobody is left, a new rank goes on
+        return left or [self.size], gone  # if nobody is left, a new rank continues
 
 
 def cases() -> Iterator[Case]:
-    """Return all cases; a world of one rank is not made smaller, but its rank replaced."""
+    """Yield all cases; a world of one rank is not shrunk, but its rank is replaced."""
     modes: tuple[Mode, ...] = ("none", *MODES)
     for shards, copies, size in itertools.product(modes, COPIES, SIZES):
         yield from (Case(shards, copies, size, change) for change in (*POINTS, "join", "shrink"))
@@ -69,7 +70,7 @@ def cases() -> Iterator[Case]:
 
 
 def through_changes(effort: Effort) -> bool:
-    """Say whether all cases end with the weights of one rank that holds everything, and name those that do not."""
+    """Return True if all cases end with the weights of one unsharded rank; report those that do not."""
     every = list(enumerate(cases()))
     chosen = every[::7] if effort.is_quick else every
     effort.say(f"{len(chosen)} cases of one change each")
@@ -86,9 +87,9 @@ def through_changes(effort: Effort) -> bool:
 
 
 def live_through(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
-    """Return what this rank has at the end of each case that it is in then, by number: a digest, or what went wrong.
+    """Return this rank's final digest or error, by number, for each case in which it is in the second world.
 
-    Rank 0 also returns the digest of one rank that holds everything, and to which nothing happens.
+    Rank 0 also returns the digest of one unsharded rank without changes.
     """
     every, found = list(cases()), dict[str, str]()
     for number in numbers:
@@ -108,7 +109,7 @@ def finished(job: Job) -> str:
 
 
 class Life:
-    """A rank in a case: in the world before the change, in that after it, or in both."""
+    """A rank in a case: in the world before the change, in the one after it, or in both."""
 
     def __init__(self, meeting: Meeting, case: Case, number: int) -> None:
         self._meeting, self._case, self._number = meeting, case, number
@@ -117,13 +118,13 @@ class Life:
         self._commits = str(meeting.folder / f"commits-{number}")
 
     def lived(self) -> str | None:
-        """Return the digest in the end, or what went wrong; None if this rank is not in the second world."""
+        """Return the final digest or the error; None if this rank is not in the second world."""
         job: Job | None = None
         wrong = ""
         if self._who < self._case.size:
             before = self._world(range(self._case.size), 1)
             job, wrong = _tried(before, lambda: self._begin(before))
-        self._meeting.group.barrier()  # the commit is there once all are here
+        self._meeting.group.barrier()  # the commit is complete once all ranks are here
         if wrong or self._who not in self._later:
             return wrong or None
         after = self._world(self._later, 2)
@@ -131,7 +132,7 @@ class Life:
         return wrong or digest
 
     def _begin(self, group: Group) -> Job:
-        """Take the steps before the change, beside a commit, and leave the world as the change has it."""
+        """Take the steps before the change, save a commit, and leave the world according to the change."""
         case = self._case
         job = Job(group, TINY, case.shards, case.copies)
         while job.state.step < COMMITTED:
@@ -146,7 +147,7 @@ class Life:
         return job
 
     def _lose_one(self, job: Job, point: str) -> None:
-        """Take a step in which a rank is lost, as far as this one comes in it."""
+        """Take a step in which a rank is lost, as far as this rank gets."""
         shards, is_gone = job.state.shards, self._who == self._gone
         try:
             measured = job.compute(_die if is_gone and point == "backward" else _live)
@@ -154,17 +155,17 @@ class Life:
             return
         if is_gone and point == "summed":
             _die()
-        norm = gradient_norm.known_alone(shards.table, measured)  # what those know that miss the others' norms
+        norm = gradient_norm.known_alone(shards.table, measured)  # known to ranks that lack the others' norms
         with contextlib.suppress(PeerLostError):
             gathered = job.group.all_gather(measured)
             norm = gradient_norm.norm_of(gathered, shards.table) if is_gone else norm
         if norm is None:
-            job.state.hold(job.facts, measured)  # what is left decides
+            job.state.hold(job.facts, measured)  # the surviving ranks decide
         else:
             job.apply(norm)
 
     def _go_on(self, group: Group, job: Job | None) -> str:
-        """Come to the furthest step with the others of the second world, and train to the end."""
+        """Join the second world at its furthest step, and train to the end."""
         case = self._case
         if case.then is not None:
             job = Job(group, TINY, case.then, len(COPIES) + 1 - case.copies, term=2)
@@ -180,7 +181,7 @@ class Life:
         return digest if reached >= self._least() else f"step {self._least()} was lost, and {reached} restored"
 
     def _least(self) -> int:
-        """Return the step that may not be given up: all that was applied, or the commit where shares are lost."""
+        """Return the step that must not be rolled back: the last applied one, or the commit if shares are lost."""
         case = self._case
         holders = case.size if case.shards == "none" else min(case.copies, case.size)
         if case.then is not None or (case.change != "join" and holders == 1):
@@ -199,7 +200,7 @@ class Life:
 
 
 def _tried(group: Group, act: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what an act in a world gives, or what went wrong, and leave the world: more cases are to be tried."""
+    """Call `act`, return its result or its error as text, and leave the world, as more cases follow."""
     try:
         return act(), ""
     except (ElasticTrainError, AssertionError, LookupError, RuntimeError, ValueError) as error:
@@ -209,7 +210,7 @@ def _tried(group: Group, act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 class KilledError(Exception):
-    """This rank is gone, for its peers."""
+    """Raised in a rank that is killed, so that its peers lose it."""
 
 
 def _die() -> NoReturn:
@@ -217,4 +218,4 @@ def _die() -> NoReturn:
 
 
 def _live() -> None:
-    """Nothing happens."""
+    """Do nothing."""

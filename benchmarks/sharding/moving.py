@@ -1,4 +1,4 @@
-"""What moves when a rank of four is lost, beside a bare exchange of as many bytes between as many ranks."""
+"""Data movement after losing one of four ranks, compared with a bare exchange of as many bytes and ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic_train.parallel.group import Group
 
 
 def move(effort: Effort) -> dict[str, object]:
-    """Return how fast the survivors of four ranks with two copies take over what the lost one held."""
+    """Return the rate at which three survivors, with two copies, take over the lost rank's shards."""
     rates = dict[str, float]()
     for shards in MODES:
         found = run(_move, 4, shards, 3 if effort.is_quick else 9)[0]
@@ -26,7 +26,7 @@ def move(effort: Effort) -> dict[str, object]:
 
 
 def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
-    """Let three of four ranks take over what the fourth held, again and again; time it beside a bare exchange."""
+    """Let three of four ranks take over the fourth's shards repeatedly; time it against a bare exchange."""
     rates, bare, group = list[float](), list[float](), meeting.group
     for turn in range(rounds):
         job = Job(group, WIDE, shards, 2)
@@ -42,7 +42,7 @@ def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
 
 
 def _moved(left: Group, job: Job) -> tuple[float, float]:
-    """Return the GB a second of taking seats, and of an exchange in a ring of as many bytes."""
+    """Return the GB/s of taking seats, and of exchanging as many bytes in a ring."""
     shards = job.state.shards
     left.barrier()
     started = time.perf_counter()
@@ -57,7 +57,7 @@ def _moved(left: Group, job: Job) -> tuple[float, float]:
 
 
 def _bare_seconds(group: Group, num_bytes: int) -> float:
-    """Return what it takes that every rank gives so many bytes to the next one, in a ring."""
+    """Return the seconds in which every rank sends `num_bytes` to the next one, in a ring."""
     given, got = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
     group.barrier()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The same bits whatever happens: worlds of every mode and size; jobs that are killed, joined, shrunk and resumed."""
+"""Check for identical bits: worlds of every mode and size; jobs that are killed, joined, shrunk and resumed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHANGES = (
     Due("kill_node", 1, None, 2.0, is_healed=True),
     Due("start_node", 1, None, 1.0),
 )
-"""A rank is killed and replaced, a node is killed, and joins again; then the nodes are asked to leave one by one."""
+"""A rank is killed and replaced, a node is killed and rejoins; then the nodes are asked to leave one by one."""
 
 
 def one_hash(effort: Effort) -> dict[str, object]:
-    """Say whether all worlds and all jobs end with the weights of one rank that holds everything."""
+    """Return True if all worlds and all jobs end with the weights of one unsharded rank."""
     return {"one_hash": _of_worlds(effort) & through_changes(effort) & _of_jobs(effort)}
 
 
@@ -43,7 +43,7 @@ def _of_worlds(effort: Effort) -> bool:
 
 
 def _digest(meeting: Meeting, shards: Mode, copies: int) -> str:
-    """Return the digest of the weights after four steps, as a commit has it: of weights that no rank need hold."""
+    """Return a commit's digest of the weights after four steps; no single rank need hold them all."""
     job = Job(meeting.group, SMALL, shards, copies)
     for _ in range(4):
         job.step()

@@ -1,7 +1,7 @@
-"""What exchanging beside the backward pass saves on a slow wire.
+"""Savings by overlapping exchange and backward pass on a slow wire.
 
-The wire is a model: a rank's sends leave one after another at 0.25 GB/s, and a wait for one ends when it has left. It
-takes no processor time, as a network card takes none.
+The wire is a model: a rank's sends leave one after another at 0.25 GB/s, and the wait for a send ends when it has left.
+Like a network card, it uses no CPU time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES: tuple[Mode, ...] = ("none", "optimizer")
 
 
 class Wire:
-    """When what a rank has sent has left, if bytes leave one after another, and have come `alpha_s` later."""
+    """Computes when a rank's sends have arrived: bytes leave one after another, and arrive `alpha_s` later."""
 
     def __init__(self, bytes_per_s: float = WIRE_BYTES_PER_S, alpha_s: float = 0.0) -> None:
         self.bytes_per_s, self.alpha_s = bytes_per_s, alpha_s
@@ -38,7 +38,7 @@ class Wire:
 
 
 class OnWire:
-    """A send that has not ended before it has left the wire."""
+    """A send whose wait lasts until it has left the wire."""
 
     def __init__(self, work: Work, leaves_at: float) -> None:
         self._work, self._leaves_at = work, leaves_at
@@ -49,7 +49,7 @@ class OnWire:
 
 
 def put_on_wire(bytes_per_s: float = WIRE_BYTES_PER_S, alpha_s: float = 0.0) -> None:
-    """Let all sends of this process leave on one wire; what all ranks add up has a ring's volume, and two rounds."""
+    """Put all sends of this process on one wire; an all-reduce has the volume of a ring and two rounds."""
     wire, send, all_reduce = Wire(bytes_per_s, alpha_s), PointToPoint.send, Group.all_reduce
 
     def send_on_wire(self: PointToPoint, rank: int, tensor: Tensor) -> OnWire:
@@ -64,7 +64,7 @@ def put_on_wire(bytes_per_s: float = WIRE_BYTES_PER_S, alpha_s: float = 0.0) -> 
 
 
 def wait_ratio(effort: Effort) -> dict[str, object]:
-    """Return how long ranks wait for the gradient with buckets beside the backward pass, over what they do without."""
+    """Return the ratio of ranks' waits for the gradient with buckets during the backward pass to those without."""
     rounds = 6 if effort.is_quick else 20
     found: dict[str, float] = {}
     for shards in MODES:
@@ -87,7 +87,7 @@ def _waits(meeting: Meeting, shards: Mode, bucket_mb: float, rounds: int) -> flo
 
 
 class Timed:
-    """A job whose waits at the ends of its steps are known, in seconds."""
+    """A job that records its waits at the ends of steps, in seconds."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._finish = job, job.gradients.finish

@@ -1,4 +1,4 @@
-"""Beside torch's `fully_shard` (FSDP2): time of a step, and the most memory, of the same model and lanes."""
+"""Comparison with torch's `fully_shard` (FSDP2): step time and peak memory with the same model and lanes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MEMORY_STEPS = 4
 
 
 class Peer:
-    """What a good user writes with `fully_shard`: every block and the root, gradients reduced with the last lane.
+    """An expert user's `fully_shard` loop: every block and the root sharded, gradients reduced with the last lane.
 
-    With `is_lean` they are reduced after each lane, so that none are whole in between.
+    With `is_lean`, gradients are reduced after each lane, so that none are whole in between.
     """
 
     def __init__(self, mesh: DeviceMesh, work: Work, *, is_lean: bool = False) -> None:
@@ -59,7 +59,7 @@ class Peer:
 
 
 def mesh_of(meeting: Meeting) -> DeviceMesh:
-    """Form torch's own world of a rank's."""
+    """Form torch's own world from a rank's."""
     group = meeting.group
     store = dist.FileStore(str(meeting.folder / "peer"), group.size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
@@ -67,7 +67,7 @@ def mesh_of(meeting: Meeting) -> DeviceMesh:
 
 
 def step_times(effort: Effort) -> dict[str, object]:
-    """Return the time of a step over that under `fully_shard`, of the mode that has the most in shards."""
+    """Return the step time over that of `fully_shard`, for the mode that shards the most."""
     found: dict[str, object] = {"mode": MODES[-1]}
     for size in (2, 4):
         times = run(_in_turn, size, 8 if effort.is_quick else 24)
@@ -88,7 +88,7 @@ def _in_turn(meeting: Meeting, rounds: int) -> dict[str, float]:
 
 
 def peak_memory(effort: Effort) -> dict[str, object]:
-    """Return the most memory of a rank of four over that under `fully_shard`."""
+    """Return the peak memory of one of four ranks over that with `fully_shard`."""
     peaks = {side: max(run(_peak, 4, side)) for side in ("ours", "peer", "lean peer")}
     for side, peak in peaks.items():
         effort.say(f"{side}: {peak / 1e6:.0f} MB above the base")
@@ -97,7 +97,7 @@ def peak_memory(effort: Effort) -> dict[str, object]:
 
 
 def _peak(meeting: Meeting, side: str) -> int:
-    """Return the bytes that one side's process needs at most above what it had before the model was built."""
+    """Return the peak bytes of one side's process above those before the model was built."""
     mesh = None if side == "ours" else mesh_of(meeting)
     base = _resident("VmRSS")
     job = Job(meeting.group, WIDE, MODES[-1]) if mesh is None else Peer(mesh, WIDE, is_lean=side == "lean peer")
@@ -107,7 +107,7 @@ def _peak(meeting: Meeting, side: str) -> int:
 
 
 def _resident(name: str) -> int:
-    """Return a figure of this process's memory in bytes."""
+    """Return one of this process's memory figures, in bytes."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None, f"Linux says {name}"
     return 1024 * int(found[1])

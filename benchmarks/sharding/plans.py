@@ -1,7 +1,7 @@
-"""Time all that a rank works out when the world changes, and measure how much moves; no tensor is touched.
+"""Time a rank's planning when the world changes, and measure how much data moves, without touching tensors.
 
-From what all ranks bring to the last run of elements that this one holds, sends or takes: seats, holdings, transfers,
-what gradient sums ask for, where gradients are whole and where they are in shares, and who writes what in commits.
+It covers everything from the ranks' reported states to the last run of elements that this rank holds, sends or
+receives: seats, holdings, transfers, whole and sharded gradient sums, and the writers of commits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NODE, TRIES = 8, 3
 
 
 class Change(NamedTuple):
-    """A world of so many replicas, eight a node, that loses those from `first` on, or grows."""
+    """A world of `size` replicas, eight per node, that loses those from `first` on, or grows."""
 
     before: int
     after: int
@@ -38,7 +38,7 @@ class Change(NamedTuple):
 
 
 def plans(effort: Effort) -> dict[str, object]:
-    """Return the seconds of a core that a change takes each rank, and what moves over what was lost, or is to come."""
+    """Return each rank's CPU seconds for a change, and the elements moved over those lost or newly needed."""
     seconds, moved = dict[str, float](), dict[str, float]()
     whole = [column_of(decoder())]
     parts = [column_of(decoder(stage, TENSOR)) for stage in range(STAGES) for _ in range(TENSOR)]
@@ -56,7 +56,7 @@ def plans(effort: Effort) -> dict[str, object]:
 
 
 def decoder(stage: int | None = None, degree: int = 1) -> Layout:
-    """Return the layout of the decoder, or of a part of one of its stages, a unit for each block."""
+    """Return the layout of the decoder, or of a shard of one of its stages, with a unit per block."""
     rows, columns = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "gate": HIDDEN, "up": HIDDEN}, {"o": WIDTH, "down": HIDDEN}
     shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
         **{name: ((size // degree, WIDTH), 0) for name, size in rows.items()},
@@ -74,7 +74,7 @@ def decoder(stage: int | None = None, degree: int = 1) -> Layout:
 
 
 def _measured(change: Change, columns: Sequence[Column]) -> tuple[float, float]:
-    """Return the least seconds of some tries, and the elements that move over those that were lost, or are to come."""
+    """Return the fewest seconds of several tries, and the elements moved over those lost or newly needed."""
     before = _seats(range(change.before), [None] * change.before, change)
     gone = range(change.first, change.first + change.before - change.after)
     stay = [replica for replica in range(max(change.before, change.after)) if replica not in gone]
@@ -99,7 +99,7 @@ def _seats(replicas: Sequence[int], had: Sequence[Seat | None], change: Change, 
 
 
 def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequence[Seat]) -> Recut:
-    """Work out what the second rank of the first column does, as the trainer has it; return its column's plan."""
+    """Do the planning of the first column's second rank as in the trainer; return its column's plan."""
     layout, circle = columns[0]
     me = min(1, len(seats) - 1)
     seating = Seating(layout, circle, seats, me)

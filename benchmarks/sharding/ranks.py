@@ -1,6 +1,6 @@
-"""Ranks that measure something together, each a process of its own, and what each of them leaves.
+"""Run measurements on several ranks, each in its own process, and collect their results.
 
-They are forked from a process that has imported what they need: a start takes milliseconds, and not seconds of a core.
+They are forked from a process with all imports, so that a start takes milliseconds instead of seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IMPORTED = ["benchmarks.sharding.jobs", "benchmarks.sharding.peers", "benchmark
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A rank's world, and a folder that all of its ranks can write to."""
+    """A rank's world, and a folder that all its ranks can write to."""
 
     group: Group
     folder: Path
@@ -40,11 +40,11 @@ class Meeting:
     def of(self, members: Sequence[int], name: str) -> Group:
         """Form another world of some of these ranks, in their order."""
         rank, size = list(members).index(self.group.rank), len(members)
-        # A store that nothing was ever written to waits for its file when it is let go of.
+        # A file store that was never written to waits for its file when it is destroyed.
         return Group(rank, size, FileStore(str(self.folder / name), size) if size > 1 else None, TIMEOUT_S)
 
     def timed(self, act: Callable[[], object]) -> float:
-        """Return the seconds that this rank takes for what all begin together."""
+        """Return this rank's seconds for `act`, which all ranks start together."""
         self.group.barrier()
         started = time.perf_counter()
         act()
@@ -52,7 +52,7 @@ class Meeting:
 
 
 def run(measure: Callable[Concatenate[Meeting, P], object], size: int, *args: P.args, **named: P.kwargs) -> list[Any]:
-    """Have so many ranks measure; return what each leaves, which is something that JSON can say."""
+    """Run a measurement on `size` ranks; return each rank's result, which must be JSON-compatible."""
     assert not named, "a process is given its arguments by their places"
     multiprocessing.set_forkserver_preload(_IMPORTED)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Steps beside those of whole state: the memory, the time, the bytes, and the sums put aside."""
+"""Steps compared with those of whole state: memory, time, bytes sent, and partial sums."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_LANES = (8, 12, 16)
 
 
 def beside_whole(effort: Effort) -> dict[str, object]:
-    """Return memory, time and bytes of a step beside those of whole state."""
+    """Return memory, time and bytes of a step relative to whole state."""
     live, slower, sent = dict[str, float](), dict[str, float](), dict[str, float]()
     for shards, (size, copies) in itertools.product(MODES, WORLDS):
         name, found = f"{shards}_w{size}_c{copies}", run(_beside, size, shards, copies, 6 if effort.is_quick else 24)
@@ -31,7 +31,7 @@ def beside_whole(effort: Effort) -> dict[str, object]:
 
 
 def _beside(meeting: Meeting, shards: Mode, copies: int, rounds: int) -> dict[str, float]:
-    """Time steps of whole and of sharded state in turn; count the bytes that a rank holds and gives to a step."""
+    """Time steps of whole and of sharded state in turn; count the bytes that a rank holds and sends in a step."""
     group, sharded = meeting.group, Job(meeting.group, SMALL, shards, copies)
     sharded.step()
     live = live_bytes() / 16 / sharded.num_parameters
@@ -44,7 +44,7 @@ def _beside(meeting: Meeting, shards: Mode, copies: int, rounds: int) -> dict[st
     before = group.num_bytes
     sharded.step()
     all_reduce = 2 * 4 * sharded.num_parameters * (group.size - 1) / group.size
-    # What is received is counted, too; a rank receives as much as it gives, over all ranks.
+    # Received bytes are counted as well; over all ranks, as much is received as sent.
     return {
         "ratio": statistics.median(ours) / statistics.median(theirs),
         "live": live,
@@ -53,7 +53,7 @@ def _beside(meeting: Meeting, shards: Mode, copies: int, rounds: int) -> dict[st
 
 
 def counters(effort: Effort) -> dict[str, object]:
-    """Return the most sums that a holder had put aside after any push, by the number of lanes."""
+    """Return the most partial sums that a rank had put aside after any push, by number of lanes."""
     most, sizes = dict[str, int](), (1, 3) if effort.is_quick else (1, 2, 3, 4)
     for num_lanes in NUM_LANES:
         cases = itertools.product(MODES[1:], sizes, (1, 2))
@@ -64,7 +64,7 @@ def counters(effort: Effort) -> dict[str, object]:
 
 
 def most_sums(meeting: Meeting, shards: Mode, copies: int, num_lanes: int) -> int:
-    """Take a step, and look at every counter whenever something was pushed."""
+    """Take a step, and check every counter after each push."""
     push, most = Counter.push, 0
 
     @wraps(push)

@@ -1,1 +1,1 @@
-"""What a lost rank costs a live job of cells: the task that watches, and the figures."""
+"""The cost of a lost rank in a live job with model parallelism: the watched task, and the figures."""

@@ -1,7 +1,7 @@
-"""Workers of real live jobs of cells are killed: at every point of a step and every place, and with more state.
+"""Kill workers of live jobs with model parallelism, at every point of a step and every rank, and with more state.
 
-A cell is two ranks that hold a decoder together (`parallel.tensor: 2`), and every job has two of them: on two nodes, or
-on one that has a fifth rank, the spare. All kills are SIGKILL.
+A replica (cell) is two ranks that share a decoder (`parallel.tensor: 2`). Every job has two replicas: on two nodes, or
+on one node with a fifth rank, the spare. All kills are SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chaos.scenario.schedule import Due
 CELL, NUM_CELLS = 2, 2
 STEP_POINTS = ("data", "forward", "backward", "reduce", "exchange", "apply", "applied")
 ENTERING = ("restore", "hand-over")
-"""Where ranks come in a new world: another worker, of another place, is killed before."""
+"""Failpoints that ranks reach in a new world only, so another worker of another rank is killed first."""
 POINTS = (*STEP_POINTS, "commit", *ENTERING)
 MOST_ARRIVALS = 3
 VOCABULARY = 4096
@@ -38,31 +38,31 @@ KILL_EVERY_S, QUIET_S = 12.0, 6.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a decoder."""
+    """Size of a decoder."""
 
     dim: int
     depth: int
 
     @property
     def num_parameters(self) -> int:
-        """Up to biases and norms."""
+        """Number of parameters, without biases and norms."""
         return 12 * self.depth * self.dim * self.dim + 2 * VOCABULARY * self.dim
 
     @property
     def state_bytes(self) -> int:
-        """Of weights and two moments each; of them a place has most of a half."""
+        """Bytes of weights with two moments each; a model-parallel rank holds about half of them."""
         return 12 * self.num_parameters
 
 
 SMALL, LARGE = Size(256, 4), Size(512, 8)
-"""0.06 and 0.35 GB of state. A step of the large one takes four ranks on two cores about as long as the goal alone."""
+"""0.06 and 0.35 GB of state. A step of the large one, with four ranks on two cores, takes about as long as the goal."""
 
 
 def kills_at_points(effort: Effort) -> dict[str, object]:
-    """Kill each worker of two cells at each point; return what was lost, and how soon peers knew.
+    """Kill each worker of two replicas at each point; return the losses, and the time until peers noticed.
 
-    Every process that was not killed must have lived on; the weights are then compared with those of as many steps of
-    one cell without faults.
+    Every process that was not killed must survive; the weights are then compared with those of one replica after as
+    many steps without faults.
     """
     due = list(itertools.islice(_every_kill(), 12 if effort.is_quick else None))
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +97,7 @@ def kills_at_points(effort: Effort) -> dict[str, object]:
 
 
 def _every_kill() -> Iterator[Due]:
-    """Yield a kill of each worker at each point, at the first to third time that it comes there."""
+    """Yield a kill of each worker at each point, at its first to third arrival there."""
     workers = [(node, worker) for node in range(NUM_CELLS) for worker in range(CELL)]
     for turn, ((node, worker), point) in enumerate(itertools.product(workers, POINTS)):
         if point in ENTERING:
@@ -112,14 +112,14 @@ def _kill(node: int, worker: int, point: str, nth: int = 1, *, is_healed: bool =
 
 
 def _rank_of(found: Evidence, kill: Line) -> int:
-    """Return the rank that a process had when it was killed."""
+    """Return the rank of a process when it was killed."""
     pid = items(kill, "pids")[0]
     lines = [line for line in found.of("form") if line["pid"] == pid and number(line, "t") <= number(kill, "t")]
     return whole(lines[-1], "rank") if lines else -1
 
 
 def _noticed(found: Evidence, kill: Line, losses: list[tuple[int, float]]) -> list[float]:
-    """Return how long each peer of a killed process still waited for it."""
+    """Return the seconds that each peer of a killed process still waited for it."""
     pid = items(kill, "pids")[0]
     at = number(kill, "t")
     world = next((members for _, members in sorted(pids_of(found).items(), reverse=True) if pid in members), set())
@@ -132,12 +132,12 @@ def _noticed(found: Evidence, kill: Line, losses: list[tuple[int, float]]) -> li
 
 
 def live_worker(effort: Effort) -> dict[str, object]:
-    """Kill workers of two cells on two nodes; return the seconds until the other cell has applied a step."""
+    """Kill workers of two replicas on two nodes; return the seconds until the other replica has applied a step."""
     return {"live_worker_s": _live_worker(effort, SMALL)}
 
 
 def live_worker_large(effort: Effort) -> dict[str, object]:
-    """Do the same with a large state, and with steps that are as much longer."""
+    """Do the same with a large state and correspondingly longer steps."""
     return {"live_worker_s.large": _live_worker(effort, LARGE)}
 
 
@@ -148,9 +148,9 @@ def _live_worker(effort: Effort, size: Size) -> dict[str, float]:
 
 
 def spare_fill(effort: Effort) -> dict[str, object]:
-    """Kill workers where there is a spare; return the seconds until as many ranks as before have applied a step.
+    """Kill workers of a job with a spare; return the seconds until a full world has applied a step.
 
-    `link` is what it takes that one rank gives another as many bytes as a place's part has, weights and moments.
+    `link` is the time to send one model-parallel rank's weights and moments from one rank to another.
     """
     num_ranks = NUM_CELLS * CELL
     found = _killed_often(effort, LARGE, num_nodes=1, ranks=num_ranks + 1)
@@ -177,7 +177,7 @@ def _killed_often(effort: Effort, size: Size, *, num_nodes: int, ranks: int) -> 
 
 
 def _seconds(effort: Effort, found: Evidence, costs: list[Recovery], size: Size) -> dict[str, float]:
-    """Return the seconds from kills to the next applied step; `ready` are those until a world has its state."""
+    """Return the seconds from kills to the next applied step; `ready` is the time until a world has its state."""
     for cost in costs:
         effort.say(described(cost))
     seconds, ready = [cost.rto_s for cost in costs], [cost.rto_s - cost.warm_s for cost in costs]

@@ -1,4 +1,4 @@
-"""grain: ArrayRecord files, MapDataset with a global index shuffle, read ahead by its threads."""
+"""grain: ArrayRecord files, MapDataset with a global index shuffle, read-ahead by its threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Grain:
 
 
 class Loader:
-    """Goes through an iterator of grain's."""
+    """Iterates over a grain iterator."""
 
     def __init__(self, dataset: Any, state: Any | None) -> None:
         self._iterator = iter(dataset)

@@ -15,7 +15,7 @@ from benchmarks.data.peers.plain import Loader
 
 
 class Batched:
-    """Takes rows of a dataset, a batch at a time, as a table."""
+    """Reads a dataset's rows batch by batch, as tables."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset.with_format("arrow")

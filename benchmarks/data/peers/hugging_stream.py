@@ -1,4 +1,4 @@
-"""Hugging Face datasets, streaming from Parquet through a shuffle buffer, split by node, with its own state."""
+"""Hugging Face datasets, streaming: from Parquet through a shuffle buffer, split by node, with its own state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Streaming:
     """The peer."""
 
     def prepare(self, rows: Path, out: Path) -> None:
-        """Nothing: it reads the Parquet files."""
+        """Do nothing: it reads the Parquet files."""
 
     def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Examples:
         dataset = load_dataset("parquet", data_files=files_of(rows), split="train", streaming=True)
@@ -31,7 +31,7 @@ class Streaming:
 
 
 class Examples:
-    """Puts examples into batches."""
+    """Collects examples into batches."""
 
     def __init__(self, dataset: IterableDataset, batch: int) -> None:
         self._dataset, self._batch = dataset, batch

@@ -1,4 +1,4 @@
-"""litdata: chunks of 64 MB, StreamingDataset and StreamingDataLoader in the process."""
+"""litdata: chunks of 64 MB, StreamingDataset, and StreamingDataLoader within the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lit:
         optimize(samples_of, files_of(rows), str(out / "rows"), chunk_bytes="64MB", num_workers=1, verbose=False)
 
     def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Loader:
-        _DistributedEnv.detect = classmethod(  # what it finds in a process group of that size on one node
+        _DistributedEnv.detect = classmethod(  # as it would detect in a process group of that size on one node
             lambda cls: cls(world_size=world.size, global_rank=world.rank, num_nodes=1)
         )
         dataset = StreamingDataset(str(out / "rows"), shuffle=True, drop_last=False, seed=1)
@@ -46,7 +46,7 @@ class Lit:
 
 
 class Loader:
-    """Goes through a StreamingDataLoader."""
+    """Iterates over a StreamingDataLoader."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

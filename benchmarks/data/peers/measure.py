@@ -1,9 +1,9 @@
-"""One measurement of one loader, in a process of its own.
+"""Run one measurement of one loader in its own process.
 
     python -m benchmarks.data.peers.measure PEER WHAT ROWS OUT ...
 
-The last line is JSON. `prepare` converts the rows. `speed SECONDS` reads for a while, epoch after epoch. `half STATE`
-reads half an epoch and keeps the state there; `resume STATE` opens from it and takes one batch.
+The last line is JSON. `prepare` converts the rows. `speed SECONDS` reads for that time, epoch after epoch. `half STATE`
+reads half an epoch and stores the state there; `resume STATE` opens from it and reads one batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.data.peers.peer import BATCH, Batch, Peer, World, files_of
 
 
 def main(name: str, what: str, rows: Path, out: Path, *rest: str) -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     torch.set_num_threads(1)
     peer: Peer = importlib.import_module(f"benchmarks.data.peers.{name}").PEER
     found: dict[str, Any]
@@ -46,10 +46,10 @@ def main(name: str, what: str, rows: Path, out: Path, *rest: str) -> None:
 
 
 def speed(peer: Peer, rows: Path, out: Path, seconds: float) -> dict[str, float]:
-    """Read epoch after epoch for some seconds after the first batch.
+    """Read epoch after epoch for `seconds` after the first batch.
 
-    The clocks stand still while a dataset is opened once more, which nobody does between epochs. What a loader puts off
-    until its first batch, such as an epoch's order, is its own time.
+    The clocks stop while a dataset is reopened, which users do not do between epochs. Work that a loader defers to its
+    first batch, such as an epoch's order, counts.
     """
     before_mb, started_s = _peak_mb(), time.perf_counter()
     batches = iter(peer.open(rows, out, World(), None))
@@ -75,7 +75,7 @@ def speed(peer: Peer, rows: Path, out: Path, seconds: float) -> dict[str, float]
 
 
 def half(peer: Peer, rows: Path, out: Path, kept: Path) -> dict[str, float]:
-    """Read half an epoch, and keep the state there."""
+    """Read half an epoch, and store the state."""
     wanted = sum(pq.read_metadata(path).num_rows for path in files_of(rows)) // 2
     stream = peer.open(rows, out, World(), None)
     started_s = time.perf_counter()
@@ -90,7 +90,7 @@ def _first(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
 
 
 def resume(peer: Peer, rows: Path, out: Path, kept: Path) -> dict[str, float]:
-    """Open from a state, and take one batch."""
+    """Open from a state, and read one batch."""
     state = pickle.loads(kept.read_bytes())
     before_mb, started_s = _peak_mb(), time.perf_counter()
     next(iter(peer.open(rows, out, World(), state)))

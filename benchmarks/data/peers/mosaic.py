@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import torch
 
-# PyPI's torchvision is built for CUDA; beside a CPU build of torch it is imported only once its operators are named.
+# PyPI's torchvision is built for CUDA; with a CPU build of torch, its operators must be declared before the import.
 for name in ("nms", "qnms"):
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -21,7 +21,7 @@ from streaming.base.world import World as BatchingWorld  # noqa: E402
 from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad  # noqa: E402
 
 RESIZE_BATCH = 8
-SHUFFLE_BLOCK = 1 << 18  # its own default for one canonical node
+SHUFFLE_BLOCK = 1 << 18  # its default for one canonical node
 
 
 def collate(samples: list[dict[str, Any]]) -> Batch:
@@ -49,7 +49,7 @@ class Mosaic:
 
 
 class Loader:
-    """Goes through a StreamingDataLoader."""
+    """Iterates over a StreamingDataLoader."""
 
     def __init__(self, loader: StreamingDataLoader) -> None:
         self._loader = loader
@@ -65,7 +65,7 @@ PEER = Mosaic()
 
 
 def resize(rows: Path, out: Path, stages: list[list[int]]) -> Counter[int]:
-    """Count what the library's own partitioning gives to each rank; in one process it can be only one of them."""
+    """Count the samples per rank by the library's own partitioning, as one process can be only one rank."""
     applied: Counter[int] = Counter()
     dataset = StreamingDataset(
         local=str(out / "rows"),

@@ -1,4 +1,4 @@
-"""Our own loader, from the same Parquet files and their manifest; one lane, as one rank of its own."""
+"""Our own loader, from the same Parquet files and their manifest; one lane on one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
 
 
 class Ours:
-    """Not a peer: us, from Parquet alone, or with decoded row groups in a cache as after a first epoch."""
+    """Our own loader, from Parquet alone or with a cache of decoded row groups as after a first epoch."""
 
     num_lanes = 1
 
@@ -43,7 +43,7 @@ class Ours:
         self._is_cached = is_cached
 
     def prepare(self, rows: Path, out: Path) -> None:
-        """Nothing, or read an epoch: the manifest is part of the dataset."""
+        """Fill the cache by reading an epoch, or do nothing: the manifest is part of the dataset."""
         if self._is_cached:
             for _ in self.open(rows, out, World(), None):
                 pass
@@ -53,7 +53,7 @@ class Ours:
 
 
 class Lanes:
-    """The lanes of one rank; an epoch, or what is left of it."""
+    """The lanes of one rank, for the rest of an epoch."""
 
     def __init__(self, rows: Path, cache: Path | None, num_lanes: int, world: World, state: Any | None) -> None:
         manifest = load_manifest(str(rows))

@@ -1,4 +1,4 @@
-"""Our own loader, with the cache of decoded row groups that an epoch has filled."""
+"""Our own loader, with a cache of decoded row groups filled by one epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer's module offers, and the padding that all of them share."""
+"""The protocol of a peer's module, and the padding that all of them share."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Stream(Protocol):
-    """One rank's batches from some state on."""
+    """One rank's batches, starting from some state."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield (tokens, labels): shapes (rows, longest) and (rows,)."""
 
     def state(self) -> Any:
-        """Return what `open` resumes from, as of the last batch that was yielded."""
+        """Return the state that `open` resumes from, as of the last batch that was yielded."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Which rank of how many reads, and how many rows it takes a step."""
+    """The reader's rank, the number of ranks, and the rows per step."""
 
     rank: int = 0
     size: int = 1
@@ -42,14 +42,14 @@ class Peer(Protocol):
     """A library's loader."""
 
     def prepare(self, rows: Path, out: Path) -> None:
-        """Convert Parquet files into what the library reads best."""
+        """Convert Parquet files into the library's preferred format."""
 
     def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Stream:
         """Open the dataset, from its start or from a state."""
 
 
 def pad(rows: Sequence[npt.NDArray[np.int32]]) -> Tensor:
-    """Pad rows to the longest of them; the fastest way found for a list of arrays."""
+    """Pad rows to the longest one, by the fastest method found for a list of arrays."""
     lengths = [len(row) for row in rows]
     padded = np.zeros((len(rows), max(lengths)), dtype=np.int64)
     for place, row in enumerate(rows):
@@ -58,7 +58,7 @@ def pad(rows: Sequence[npt.NDArray[np.int32]]) -> Tensor:
 
 
 def pad_table(table: pa.Table) -> Batch:
-    """Pad the rows of an Arrow table as we do, which is faster than any other way found."""
+    """Pad the rows of an Arrow table as our loader does, the fastest method found."""
     tokens, _ = pad_lists(table.column("input_ids"), max_width=4096)
     return torch.from_numpy(tokens), torch.from_numpy(table.column("label").to_numpy().astype(np.int64))
 

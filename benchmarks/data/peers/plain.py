@@ -1,6 +1,6 @@
-"""torchdata's StatefulDataLoader and StatefulDistributedSampler over a pyarrow table that is wholly in memory.
+"""torchdata's StatefulDataLoader and StatefulDistributedSampler over a pyarrow table in memory.
 
-The fastest thing that can be written by hand while all rows fit into memory; it has no answer for those that do not.
+The fastest hand-written loader while all rows fit into memory; it cannot handle larger datasets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.data.peers.peer import SEED, Batch, World, files_of, pad_table
 
 
 class Rows:
-    """Takes rows of a table, a batch at a time."""
+    """Reads a table's rows batch by batch."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -37,7 +37,7 @@ class Table:
     """The peer."""
 
     def prepare(self, rows: Path, out: Path) -> None:
-        """Nothing: it reads the Parquet files."""
+        """Do nothing: it reads the Parquet files."""
 
     def open(self, rows: Path, out: Path, world: World, state: Any | None) -> Loader:
         table = pa.concat_tables([pq.read_table(path, columns=["input_ids", "label"]) for path in files_of(rows)])
@@ -45,7 +45,7 @@ class Table:
 
 
 class Loader:
-    """Goes through a StatefulDataLoader."""
+    """Iterates over a StatefulDataLoader."""
 
     def __init__(self, loader: StatefulDataLoader[Any]) -> None:
         self._loader = loader
@@ -58,7 +58,7 @@ class Loader:
 
 
 def loader_of(dataset: Any, world: World, state: Any | None) -> Loader:
-    """Carry a dataset whose `__getitems__` gives tables."""
+    """Return a loader of a dataset whose `__getitems__` returns tables."""
     sampler = StatefulDistributedSampler(dataset, world.size, world.rank, shuffle=True, seed=SEED)
     loader = StatefulDataLoader(dataset, batch_size=world.batch, sampler=sampler, collate_fn=pad_table)
     if state is not None:

@@ -1,8 +1,8 @@
-"""What a loader repeats and skips when the number of ranks changes inside an epoch: `... resize PEER ROWS OUT STAGES`.
+"""Count a loader's repeats and skips when the number of ranks changes in an epoch: `... resize PEER ROWS OUT STAGES`.
 
-STAGES is a list [[ranks, steps], ...] in JSON, the last one to the epoch's end. Every rank of a stage is opened from
-the state that rank 0 of the stage before left, as libraries say to save it. Row i holds the one token i + 1. The last
-line is JSON: `repeats`, `skips`, or `cannot` with the library's own words.
+STAGES is a JSON list [[ranks, steps], ...]; the last stage runs to the epoch's end. Every rank of a stage is opened
+from the state of rank 0 of the previous stage, as libraries say to save it. Row i holds the one token i + 1. The last
+line is JSON: `repeats`, `skips`, or `cannot` with the library's own message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OUR_LANES, OUR_MICRO_BATCH = 16, 2
 
 
 def main(name: str, rows: Path, out: Path, stages: list[list[int]]) -> None:
-    """Count, and print."""
+    """Count repeats and skips, and print them."""
     module = importlib.import_module(f"benchmarks.data.peers.{name}")
     try:
         applied = (
@@ -53,7 +53,7 @@ def read(peer: Peer, rows: Path, out: Path, stages: list[list[int]]) -> Counter[
         for rank in range(size):
             stream = peer.open(rows, out, World(rank, size, OUR_MICRO_BATCH if is_ours else BATCH), state)
             num_batches = steps
-            if is_ours:  # one batch of ours is a lane's; a step has one for each
+            if is_ours:  # a batch of our loader is one lane's, and a step has one per lane
                 num_batches *= (rank + 1) * OUR_LANES // size - rank * OUR_LANES // size
             batches = iter(stream)
             for tokens, _ in batches if steps == 0 else itertools.islice(batches, num_batches):

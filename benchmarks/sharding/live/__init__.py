@@ -1,1 +1,1 @@
-"""What a lost rank costs a live job with state in shards: the task that watches, and the figures."""
+"""The cost of a lost rank in a live job with sharded state: the watched task, and the figures."""

@@ -1,4 +1,4 @@
-"""Workers of real live jobs are killed: seconds to the next step with a large state; kills at every point of a step.
+"""Kill workers of real live jobs: seconds to the next step with a large state; kills at every point of a step.
 
 The jobs run on two nodes of two ranks each, with two copies of every share.
 """
@@ -30,20 +30,21 @@ from chaos.scenario.schedule import Due
 NUM_NODES, RANKS = 2, 2
 VOCABULARY, DIM, DEPTH = 4096, 512, 13
 NUM_PARAMETERS = 12 * DEPTH * DIM * DIM + VOCABULARY * DIM
-"""Up to biases and norms: with two moments each, 0.52 GB of state."""
+"""Number of parameters without biases and norms; with two moments each, 0.52 GB of state."""
 KILL_EVERY_S, QUIET_S = 12.0, 6.0
 STEP_POINTS = ("data", "forward", "backward", "reduce", "exchange", "apply", "applied")
-"""Where every process comes in a step; a kill comes at the first to fourth arrival, so that any rank has it."""
+"""Failpoints that every process passes in a step; the kill comes at the first to fourth arrival, so any rank may be
+hit."""
 COMMIT_POINTS = ("commit", "record", "publish")
-"""Where rank 0's process comes in the commit after some steps."""
+"""Failpoints that rank 0's process passes in a commit after some steps."""
 MOST_ARRIVALS = 4
 
 
 def live_worker(effort: Effort) -> dict[str, object]:
-    """Return the seconds from the kill of a worker of four to the next applied step, and what they are made of.
+    """Return the seconds from the kill of one of four workers to the next applied step, and their components.
 
-    `ready` are those until the new world has its state, `step` a step's when all is well, and `link` what it takes that
-    one rank gives another as many bytes as the lost share has, weights and moments: a survivor has to take it over.
+    `ready` is the time until the new world has its state, `step` that of an undisturbed step, and `link` the time to
+    send the lost share's weights and moments from one rank to another, as a survivor has to take it over.
     """
     num_kills = 4 if effort.is_quick else 12
     due = [Due("kill_worker", turn % NUM_NODES, None, KILL_EVERY_S, is_healed=True) for turn in range(num_kills)]
@@ -64,7 +65,7 @@ def live_worker(effort: Effort) -> dict[str, object]:
 
 
 def send_once(meeting: Meeting, num_bytes: int) -> float:
-    """Return what it takes that one rank gives another so many bytes; the first time warms up."""
+    """Return the seconds to send `num_bytes` from one rank to another; the first time warms up."""
     group, content = meeting.group, torch.ones(num_bytes, dtype=torch.uint8)
     give, take = [(1 - group.rank, content)] * (1 - group.rank), [(1 - group.rank, content)] * group.rank
     return [meeting.timed(lambda: group.exchange(give, take)) for _ in range(2)][1]
@@ -77,17 +78,17 @@ def described(cost: Recovery) -> str:
 
 
 def step_s(found: Evidence) -> float:
-    """Return the median time from one applied step to the next within a world."""
+    """Return the median time between applied steps within a world."""
     at = {place: min(number(line, "t") for line in lines) for place, lines in steps_of(found).items()}
     gaps = [after - at[term, step - 1] for (term, step), after in at.items() if (term, step - 1) in at]
     return statistics.median(gaps)
 
 
 def kills_at_points(effort: Effort) -> dict[str, object]:
-    """Return the most applied steps that a kill cost, and whether a process that lived on has had another model.
+    """Return the most applied steps that a kill cost, and if a surviving process has trained a second model.
 
-    Every process that was not killed must have lived on; the weights are then compared with those of as many steps of
-    one process without faults.
+    Every process that was not killed must survive; the weights are then compared with those of one process after as
+    many steps without faults.
     """
     num_kills = 12 if effort.is_quick else 50
     points = itertools.islice(itertools.cycle((*STEP_POINTS, *COMMIT_POINTS)), num_kills)
@@ -121,7 +122,7 @@ def kill_at(point: str, turn: int) -> Due:
 
 
 def num_restarted(found: Evidence) -> int:
-    """Return how many processes left a world for another reason than that they were killed."""
+    """Return the number of processes that left a world without being killed."""
     killed = {pid for fault in found.of("fault") for pid in fault["pids"]}  # type: ignore[attr-defined]
     asked_at = min(number(fault, "t") for fault in found.of("fault") if fault["kind"] == LEAVE)
     last = max(whole(line, "term") for line in found.of("form") if number(line, "t") < asked_at)
