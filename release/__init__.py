@@ -1,1 +1,1 @@
-"""What is published of a version: its files, what they depend on, and under which licences that is."""
+"""Release artefacts of a version: its files, their dependencies, and the licences of these."""

@@ -26,7 +26,7 @@ Document = dict[str, Any]
 
 
 def main(folder: Path) -> None:
-    """Write all files of a release; without a section of the changelog for its version there is none."""
+    """Write all files of a release; exits with an error if the changelog has no section for the version."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     if not is_told(version, (ROOT / "CHANGELOG.md").read_text()):
         sys.exit(f"release: CHANGELOG.md has no section '## {version}': say there what it changes for users")
@@ -42,12 +42,12 @@ def main(folder: Path) -> None:
 
 
 def is_told(version: str, changelog: str) -> bool:
-    """Whether a changelog has a section for a version."""
+    """Return True if a changelog has a section for a version."""
     return f"## {version}" in changelog.splitlines()
 
 
 def bill_of_materials() -> Document:
-    """Return what is installed here and needed by the package or an extra that users install."""
+    """Return the installed packages that the package or a user-facing extra needs."""
     with tempfile.TemporaryDirectory() as made:
         out = Path(made) / "sbom.json"
         described = ("--pyproject", ROOT / "pyproject.toml", "--output-reproducible")
@@ -62,7 +62,7 @@ def bill_of_materials() -> Document:
 
 
 def _needed() -> set[str]:
-    """Return the names of all packages that the project's requirements lead to; the tool itself heeds no markers."""
+    """Return the names of all direct and transitive requirements; the tool itself ignores markers."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: each for name, each in project["optional-dependencies"].items() if name != "dev"}
     waiting = [Requirement(each) for each in (*project["dependencies"], *chain.from_iterable(extras.values()))]
@@ -78,13 +78,13 @@ def _needed() -> set[str]:
 
 
 def licences(bill: Document) -> str:
-    """Return a table of what a bill of materials holds."""
+    """Return a bill of materials as a table."""
     rows = [f"| {each['name']} | {each['version']} | {_licence(each)} |" for each in bill["components"]]
     return "\n".join(["| package | version | licence |", "|---|---|---|", *sorted(rows, key=str.lower)]) + "\n"
 
 
 def _licence(component: Document) -> str:
-    """Return a package's licence, by its bill or, where that knows none, by its metadata's free text."""
+    """Return a package's licence from the bill or, failing that, from the free text in its metadata."""
     named = [
         each.get("expression") or each["license"].get("id") or each["license"].get("name")
         for each in component.get("licenses", [])

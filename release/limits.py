@@ -1,6 +1,6 @@
-"""Write what cannot be combined into docs/limits.md, from the table that refuses it: `python -m release.limits`.
+"""Write the unsupported combinations into docs/limits.md, from the table that refuses them: `python -m release.limits`.
 
-With --check nothing is written; a page that is not up to date ends it with code 1.
+With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- from elastic_train/config/combinations.py -->\n", "<!-- to he
 
 
 def main(arguments: list[str]) -> None:
-    """Write the page, or compare it."""
+    """Write the page, or with --check compare it."""
     page = PAGE.read_text()
     if (current := with_lists(page)) == page:
         return
@@ -25,14 +25,14 @@ def main(arguments: list[str]) -> None:
 
 
 def with_lists(page: str) -> str:
-    """Return a page with the lists between its two marks."""
+    """Return the page with the lists inserted between its two marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{lists()}{END}{after}"
 
 
 def lists() -> str:
-    """Return the table of features, and the list of what models, optimizers and machines do not work with."""
+    """Return the table of features, and the lists of incompatible models, optimizers and machines."""
     pairs = [rule for rule in RULES if set(rule.others) <= set(FEATURES)]
     rows = [f"| {_quoted(rule.features)} | {_quoted(rule.others)} | {rule.why} |\n" for rule in pairs]
     table = "Refused before training, with the way out:\n\n| | not with | since |\n|---|---|---|\n" + "".join(rows)

@@ -1,8 +1,8 @@
 """Count the mutants that the quick tests kill: `python -m release.mutants [NUM] [AREA …]`.
 
-A mutant is the product with one operator, constant, condition or statement changed. Each one is compiled in a fork of
-a process that has imported torch and pytest, so no file is written, and costs what its area's tests cost. Survivors are
-printed: each is a line that no quick test of its area needs.
+A mutant is the product with one operator, constant, condition or statement changed. Each one is compiled in a fork of a
+process that has imported torch and pytest, so no file is written, and each costs only its area's tests. Survivors are
+printed: lines that no quick test of their area needs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AREAS = {
 }
 QUICK = "not slow and not long and not deploy and not alone and not hunt and not monitoring"
 AT_MOST_S = 180
-"""A mutant that runs longer waits for what never comes, and is killed by a timeout in CI."""
+"""Seconds after which a mutant counts as hanging; in CI a timeout would kill it."""
 SWAPPED: dict[type[ast.AST], type[Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -40,7 +40,7 @@ SWAPPED: dict[type[ast.AST], type[Any]] = {
 
 
 class Mutant(NamedTuple):
-    """The module at `path` with its `nth` place of a change changed."""
+    """The `nth` change of the module at `path`."""
 
     area: str
     path: Path
@@ -50,7 +50,7 @@ class Mutant(NamedTuple):
 
 
 def changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Change the tree in one place after another, and yield the line and the change while it is in place."""
+    """Apply one change to the tree after another; yield each one's line and description while it is in place."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
             before, node.ops[0] = node.ops[0], SWAPPED[type(node.ops[0])]()
@@ -99,7 +99,7 @@ def compiled(mutant: Mutant) -> CodeType:
 
 
 def passes(area: str, place: Path, code: CodeType | None) -> bool:
-    """Run an area's quick tests, up to the first that fails, in a fork in which the module at `place` has this code."""
+    """Run an area's quick tests, up to the first failure, in a fork where the module at `place` has this code."""
     if not (child := os.fork()):
         os.setsid()
         signal.alarm(AT_MOST_S)
@@ -117,7 +117,7 @@ def passes(area: str, place: Path, code: CodeType | None) -> bool:
 
 
 def main(num: int, areas: list[str]) -> None:
-    """Draw `num` mutants of the areas, the same ones each time, and write the survivors and the share killed."""
+    """Draw `num` mutants of the areas, the same ones each time; print the survivors and the share killed."""
     for area in areas:
         if not passes(area, Path(), None):
             sys.exit(f"mutants: the quick tests of {AREAS[area][1]} fail without a mutant")

@@ -1,7 +1,7 @@
 """Refuse phrases that readers have to decode: `python -m release.words`, part of `make check`.
 
-Messages, that is all text in the code but docstrings, are held to more than docstrings, comments and pages. Each
-phrase has what to write in its place. Not for tests.
+Messages (all text in the code except docstrings) have stricter rules than docstrings, comments and pages. Each phrase
+has a replacement. Tests are not checked.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ IN_MESSAGES = {
     r"\bc(?:ome|omes|ame) to (?:its|their) end\b": "finish",
     r"\bas far as\b": "up to, until, if",
 }
-"""By regular expression what to write in place of a phrase."""
+"""Replacements, by the regular expression of a phrase."""
 
 
 def main() -> None:
-    """Print every phrase with its place and what to write; exit with 1 if there is one."""
+    """Print every phrase with its location and replacement; exit with 1 if there are any."""
     found = list[str]()
     for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
         found += in_code(path.read_text(), path.relative_to(ROOT))
@@ -63,7 +63,7 @@ def in_code(source: str, path: Path) -> Iterator[str]:
 
 
 def in_text(text: str, path: Path, first: int, phrases: Mapping[str, str]) -> Iterator[str]:
-    """Yield the phrases in a text that begins at a line of a file."""
+    """Yield the phrases in a text that starts at line `first` of a file."""
     for phrase, better in phrases.items():
         for found in re.finditer(phrase, text, re.IGNORECASE):
             line = first + text.count("\n", 0, found.start())
