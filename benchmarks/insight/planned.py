@@ -205,7 +205,7 @@ def _passes(work: OfTask, model: nn.Module, lanes: range) -> None:
 
 def _peak(meeting: Meeting, path: str, shards: Mode) -> dict[str, float]:
     """Return a rank's peak resident bytes during some steps, above those before it built its model."""
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # free memory at once, so that resident is in use
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)  # so that freed memory is no longer resident
     work = _work(path)
     _passes(work, work.build(), range(1))  # excludes kernels, tables and threads of any process
     gc.collect()

@@ -89,7 +89,7 @@ class World:
     resumed: Mapping[str, object] = field(repr=False, default_factory=dict)
     validation_s: float = 0.0
     status: str | None = None
-    """How rank 0's process ended: done, preempted, left, closed; None if not recorded."""
+    """End of rank 0's process: done, preempted, left, closed; None if not recorded."""
 
     @property
     def hi(self) -> int:

@@ -38,7 +38,7 @@ class Layout:
 
     `interleave` is the number of model chunks per pipeline stage; `schedule` orders the lanes in stages of one chunk.
     `overlaps`: gradient exchange overlaps the backward pass, also where the trainer does not support that yet; None for
-    the trainer's behavior. `cuts_rest`: tensor ranks also shard embeddings and the output layer, as Megatron's do; the
+    the trainer's default. `cuts_rest`: tensor ranks also shard embeddings and the output layer, as Megatron's do; the
     trainer replicates them.
     """
 
