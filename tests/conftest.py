@@ -1,4 +1,4 @@
-"""What several packages' tests share: a small real dataset, and runs of the trainer as users start it."""
+"""Fixtures for tests of several packages: a small real dataset, and trainer runs started as users start them."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ CLASSES = 4
 START_TIMEOUT_S = 400.0
 RANKS_TIMEOUT_S = 300.0
 PATIENCE_S = 240.0
-"""So long a test waits for what has to come, on a machine however busy: how soon it comes is not what is tested."""
+"""How long a test waits for an expected event, however busy the machine is; how soon it happens is not tested."""
 MOST_UNSEEN = 50_000
-"""So many objects are made before garbage is looked for."""
-standbys.FORKS_WITHIN_S = PATIENCE_S  # after it a node starts programs, not forks: tests cannot wait for those
-settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing of the law
-settings.register_profile("inner-loop", deadline=None, max_examples=25)  # a fourth of what `make test` tries
+"""The number of new objects after which the garbage collector runs."""
+standbys.FORKS_WITHIN_S = PATIENCE_S  # later a node starts programs, not forks: too slow for tests
+settings.register_profile("any machine", deadline=None)  # an example's duration says nothing about the property
+settings.register_profile("inner-loop", deadline=None, max_examples=25)  # a quarter of the examples in `make test`
 settings.load_profile("any machine")
 
 
 ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
-"""What a module says all of whose tests are slow."""
+"""The line that marks every test of a module as slow."""
 RUNNING: list[pytest.Item] = []
-"""The test that runs, if one does."""
+"""The running test, if there is one."""
 
 
 def pytest_configure() -> None:
-    """Look for garbage rarely from the beginning: importing everything makes a million objects that stay."""
+    """Run the garbage collector rarely from the start: importing everything makes a million permanent objects."""
     gc.set_threshold(MOST_UNSEEN)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave a module of slow tests alone where none are run: it would be imported, and each of its tests deselected."""
+    """Skip modules of slow tests when no slow test runs, to save importing them and deselecting their tests."""
     terms = config.option.markexpr.split(" and ")
     if "not slow" not in terms or " or " in config.option.markexpr or collection_path.suffix != ".py":
         return None
@@ -67,7 +67,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the slow tests where several processes share them: begun last, one would keep the others waiting."""
+    """Run slow tests first when several processes share the tests: started last, one would delay the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if getattr(config.option, "loadgroup", False):
@@ -76,20 +76,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def name_group(item: pytest.Item) -> None:
-    """Put a test's group into its id, where xdist looks for it: xdist 3.8 writes it where pytest 9.2 does not read."""
+    """Put a test's group into its id, where xdist looks for it: pytest 9.2 does not read where xdist 3.8 writes it."""
     group = item.get_closest_marker("xdist_group")
     if group is not None and not item.nodeid.endswith(f"@{group.args[0]}"):
         item._id = item.id.parse(f"{item.nodeid}@{group.args[0]}")
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage rarely, and never through torch and the tests themselves: a million objects that stay."""
+    """Run the garbage collector rarely, and exclude torch and the tests (a million permanent objects)."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Pytest looks for garbage five times at its end: not in what has only gathered the reports of other processes."""
+    """Skip the five garbage collections at the end of pytest in the process that only gathers the others' reports."""
     if getattr(session.config.option, "dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
         gc.freeze()
 
@@ -147,17 +147,17 @@ def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
 
 @dataclass(frozen=True)
 class Finished:
-    """How a started command ended."""
+    """The outcome of a started command."""
 
     code: int
     output: str
     codes: tuple[int, ...] = ()
-    """The exit codes of all ranks, where `start` started them."""
+    """The exit codes of all ranks, if `start` started ranks."""
 
 
 @dataclass(frozen=True)
 class Printed:
-    """How a program ended, and what it has written to its two streams."""
+    """A program's exit code and what it wrote to stdout and stderr."""
 
     returncode: int
     stdout: str
@@ -167,10 +167,10 @@ class Printed:
 def start(
     arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
 ) -> Finished:
-    """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks in the environment that a launcher makes.
+    """Run `python -m elastic_train ...` as one process, or as `num_ranks` ranks in the environment of a launcher.
 
-    The processes are forked from one that has imported the trainer, which spares each of them seconds. A PYTHONPATH in
-    `environ` comes too late for them: `start_cold` is for that, and for tests of the start itself.
+    The processes are forked from one that has imported the trainer, which saves seconds for each. A PYTHONPATH in
+    `environ` has no effect on them: use `start_cold` for that and for tests of the startup itself.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output"
@@ -186,7 +186,7 @@ def start(
 
 
 def run(command: list[str], timeout_s: float = 280) -> Finished:
-    """Run a command as `begin` begins it, to its end."""
+    """Start a command with `begin` and wait until it ends."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output"
         process = begin(command, log)
@@ -198,9 +198,9 @@ def run(command: list[str], timeout_s: float = 280) -> Finished:
 
 
 def run_source(source: str, *arguments: str, cwd: Path = ROOT, timeout_s: float = 280) -> Printed:
-    """Run a program's text as `python -c SOURCE ARGS…` does, in a fork of what has imported the trainer.
+    """Run a program's text as `python -c SOURCE ARGS…` does, in a fork of a process that has imported the trainer.
 
-    Not for programs whose imports, standard input or end is what is tested.
+    Not for tests of a program's imports, standard input or exit.
     """
     with tempfile.TemporaryDirectory() as folder:
         text, out, err = (Path(folder) / name for name in ("source", "out", "err"))
@@ -215,9 +215,9 @@ def run_source(source: str, *arguments: str, cwd: Path = ROOT, timeout_s: float 
 
 
 def begin(command: list[str], log: Path | None = None, environ: dict[str, str] | None = None) -> ForkedWorker:
-    """Begin `python -m MODULE …`, such as a node, and return it: a Popen that is a fork, as `start` makes them.
+    """Start `python -m MODULE …`, such as a node, and return it: a Popen that is a fork, as in `start`.
 
-    A node's own standby process is a fork of it in turn, so that its workers have nothing to import, either.
+    A node's standby process is a fork of it in turn, so its workers have nothing to import either.
     """
     program = Program.of(command[1:])
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
@@ -227,24 +227,24 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 
 @pytest.fixture(autouse=True)
 def no_world() -> Iterator[None]:
-    """Take away the world that a handler in this process has left to workers: another test's trainer would join it."""
+    """Remove the world that a handler in this process has left to workers: another test's trainer would join it."""
     yield
     for name in (VARIABLE, LIVE_VARIABLE):
         os.environ.pop(name, None)
 
 
 def environ_of(**own: str) -> dict[str, str]:
-    """Return the environment of a user's process: without what pytest, and libraries that tests import, have put there.
+    """Return the environment of a user's process: without the variables that pytest and imported libraries have set.
 
-    In pytest's own, cyclopts goes through the sources of all callers. With what scikit-learn sets for OpenMP when it is
-    imported, no node could fork its standby process: each would import the trainer anew, ten seconds of a core.
+    With pytest's variables, cyclopts would read the sources of all callers. With OpenMP's, which scikit-learn sets when
+    imported, no node could fork its standby process: each would import the trainer anew (ten core-seconds).
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KMP_"))}
     return {**inherited, "OMP_NUM_THREADS": "1", **own}
 
 
 def assert_slow(started: str) -> None:
-    """Refuse to start something for a quick test; of what is started once, only the first test that needs it fails."""
+    """Fail a quick test that starts something slow; if it is started once, only the first test that needs it fails."""
     marks = {mark.name for item in RUNNING for mark in item.iter_markers()}
     assert not RUNNING or marks & {"slow", "long", "alone", "deploy"}, (
         f"{RUNNING[0].nodeid} is to be a quick test, and starts {started}: mark it slow"
@@ -253,7 +253,7 @@ def assert_slow(started: str) -> None:
 
 @functools.cache
 def standby() -> Standby:
-    """Return the process that has imported the trainer; one for all tests of a pytest process."""
+    """Return the process that has imported the trainer; there is one per pytest process."""
     assert_slow("a process that imports the trainer")
     with contextlib.chdir(ROOT):
         made = Standby(forks=False, environ=environ_of())
@@ -263,7 +263,7 @@ def standby() -> Standby:
 
 @functools.cache
 def standby_with(module: str) -> Standby:
-    """Return the same process when it has imported one more module, which all that it starts from now on has, too."""
+    """Return the standby process with one more module imported, which all processes forked from now on have as well."""
     made = standby()
     _preload(made, module)
     return made
@@ -275,9 +275,9 @@ def _preload(into: Standby, module: str) -> None:
 
 
 def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_fail: bool = False) -> list[int]:
-    """Run `of_rank(rank, size, *arguments)` for each rank, in processes that are forked as `start` forks them.
+    """Run `of_rank(rank, size, *arguments)` for each rank, in processes that are forked as in `start`.
 
-    Return their exit codes; they have to be 0 unless they `may_fail`.
+    Return their exit codes, which must be 0 unless `may_fail` is set.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, what = Path(folder) / "output", Path(folder) / "what"
@@ -293,7 +293,7 @@ def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_f
 
 
 def places_of(num_ranks: int | None) -> list[dict[str, str]]:
-    """Return the environment that a launcher gives each rank; without a launcher, nothing."""
+    """Return the environment that a launcher gives each rank; an empty one without a launcher."""
     if num_ranks is None:
         return [{}]
     world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
@@ -303,7 +303,7 @@ def places_of(num_ranks: int | None) -> list[dict[str, str]]:
 def start_cold(
     arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
 ) -> Finished:
-    """Run `python -m elastic_train ...` as users do: by itself, or as `num_ranks` ranks under torchrun --standalone."""
+    """Run `python -m elastic_train ...` as users do: one process, or `num_ranks` ranks under torchrun --standalone."""
     launcher = (
         [] if num_ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     )

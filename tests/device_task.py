@@ -1,4 +1,4 @@
-"""Tasks whose import puts a process's weights and gradients on a stand-in for a device, as its groups see it."""
+"""Tasks whose import makes groups treat a process's weights and gradients as tensors of a fake device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A device that needs no accelerator: its operations run on a thread of its own, when the test lets them, over gloo.
+"""A fake device without an accelerator: its operations run on a separate thread, when the test permits, over gloo.
 
-What an operation is to fill holds NaN from the moment the device is asked for it until it is done, so nobody gets away
-with reading it, or with an update, before that. As with NCCL's kernels, an operation whose peer is gone or frozen does
-not end: only an abort ends it, and what it was to fill stays NaN.
+An operation's output holds NaN from the request until it is done, so that reading or updating it too early is detected.
+As with NCCL kernels, an operation whose peer is gone or frozen does not end until it is aborted, and then its output
+stays NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from elastic_train.parallel.devices.device import Device
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
-"""What is taken for the device's memory: weights and gradients; tables and messages are of other kinds."""
+"""The types treated as device memory: weights and gradients; tables and messages have other types."""
 
 
 class FakeWork:
@@ -36,7 +36,7 @@ class FakeWork:
         self._is_done = False
 
     def run(self, is_aborted: threading.Event) -> None:
-        """Run it, on the queue's thread; return once it is done or aborted."""
+        """Run the operation on the queue's thread; return once it is done or aborted."""
         thread = threading.Thread(target=self._try, args=(is_aborted,), daemon=True)
         thread.start()
         while not self._is_done and not is_aborted.is_set():
@@ -59,35 +59,35 @@ class FakeWork:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What the outputs held when the device was asked."""
+        """The contents of the outputs when the operation was requested."""
         return self._inside
 
     def wait(self) -> None:
-        """The queue is in order: nothing is to be done."""
+        """Return at once: the queue is in order, so there is nothing to wait for."""
 
     def is_completed(self) -> bool:
         return self._is_done or self._error is not None
 
     def get_future_result(self) -> torch.futures.Future[int]:
-        """Return what torch calls a WorkResult, which it knows once it has looked: 0 of what has not failed."""
+        """Return torch's WorkResult, known once it has been queried: 0 if nothing has failed."""
         result: torch.futures.Future[int] = torch.futures.Future()
         if self.is_completed():
             result.set_result(0 if self._error is None else 2)
         return result
 
     def exception(self) -> BaseException | None:
-        """NCCL's raises this, too, whatever it has to return."""
+        """Raise the error; NCCL's method raises it as well, whatever its return type says."""
         raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
 class FakeDevice:
-    """One rank's device, for all of its worlds; `gate` closed, it begins nothing."""
+    """One rank's device in all of its worlds; it starts nothing while `gate` is closed."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.is_deaf = False
-        """Whether what it does never ends, whatever is aborted."""
+        """True if its operations never end, even when aborted."""
         self.num_asked = self.num_done = self.num_aborts = 0
         self._queue: SimpleQueue[tuple[FakeWork, threading.Event]] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
@@ -113,7 +113,7 @@ class FakeDevice:
         return lambda: self.num_done >= asked
 
     def seen(self, kind: type[FakeCommunicator] | None = None) -> Device:
-        """Return it as a group sees it."""
+        """Return the device as a group sees it."""
 
         def connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
             return (kind or FakeCommunicator)(self, store, rank, size, timeout)
@@ -122,9 +122,9 @@ class FakeDevice:
 
 
 class FakeCommunicator:
-    """Takes calls as NCCL's backend does, and refuses what would need communicators of its own.
+    """Accepts the calls that NCCL's backend accepts, and rejects those that would need separate communicators.
 
-    As there, a message has no tag: the n-th that one rank sends to another is the n-th that this one receives.
+    As in NCCL, a message has no tag: the n-th message from one rank to another matches the n-th receive.
     """
 
     def __init__(self, device: FakeDevice, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -134,7 +134,7 @@ class FakeCommunicator:
         self._thread: int | None = None
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Nothing is left to connect."""
+        """Do nothing: there is nothing to connect."""
 
     def allreduce(self, tensors: list[Tensor]) -> FakeWork:
         return self._ask(lambda values: self._gloo.allreduce(values).wait(), tensors)

@@ -1,8 +1,8 @@
-"""Host memory beside a device that needs no accelerator: its three queues do their work in any order that events allow.
+"""Host memory and a device without an accelerator: its three queues run in any order that the events permit.
 
-A schedule is drawn by a seed. A copy that may begin does at some time: what it is to fill then holds NaN until it is
-made, and what it is made of is read when it is. So whoever reads, writes or computes without waiting for the event that
-says that he may finds NaN, or something old, under some schedule. What is no host memory is the device's, and counted.
+A seed determines the schedule. A copy may begin at any permitted time; its target then holds NaN until the copy is
+made, and its source is read when it is made. Code that reads, writes or computes without waiting for the right event
+therefore sees NaN or stale values under some schedule. Memory that is not host memory counts as the device's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_train.parallel.devices.host_memory import Event, Pairs, Way
 
 _HOST: set[int] = set()
-"""Where host memory begins, of all stand-ins of the process."""
+"""The addresses of host memory, for all fakes of the process."""
 
 
 def is_on_host(tensor: Tensor) -> bool:
@@ -34,7 +34,7 @@ def is_on_host(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class Operation:
-    """Copies, or a computation, of which a queue is to do one after the other."""
+    """Copies, or a computation, that a queue runs in order."""
 
     work: Callable[[], None]
     after: Sequence[Operation]
@@ -43,19 +43,19 @@ class Operation:
     is_done: bool = False
 
     def advance(self) -> None:
-        """Begin it if it has not begun; else do it."""
+        """Begin the operation if it has not begun; otherwise complete it."""
         if not self.is_begun:
             self.is_begun = True
             for output in self.outputs:
                 assert _is_there(output), "memory was given back while a copy was on its way"
-                output.view(torch.uint8).fill_(255)  # NaN in every type of floats
+                output.view(torch.uint8).fill_(255)  # NaN in every float type
         else:
             self.work()
             self.is_done = True
 
 
 class FakeMemory:
-    """One rank's, by a seed's schedule."""
+    """One rank's memory, with the schedule of a seed."""
 
     room_bytes = 96 << 10
 
@@ -63,10 +63,10 @@ class FakeMemory:
         self._random = random.Random(seed)
         self._queues: dict[str, deque[Operation]] = {"in": deque(), "compute": deque(), "out": deque()}
         self.order: list[str] = []
-        """What was done, by its queue."""
+        """The completed operations, by queue."""
 
     def draw(self, seed: int) -> None:
-        """Go on by another schedule."""
+        """Switch to another schedule."""
         self._random.seed(seed)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -115,7 +115,7 @@ class FakeMemory:
             assert self._advance(), "operations wait for one another"
 
     def _advance(self) -> bool:
-        """Let the device do something that it may do; say whether there was anything."""
+        """Run one operation that the device may run; return False if there is none."""
         ready = [name for name, queue in self._queues.items() if queue and all(one.is_done for one in queue[0].after)]
         if not ready:
             return False
@@ -128,7 +128,7 @@ class FakeMemory:
 
 
 class DeviceBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory, but the host's, of tensors that did not live before this was made; `peak` within the mode."""
+    """Counts the device memory of tensors created since this object; `peak` is the maximum within the mode."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Whole jobs in memory: the product's own command for each rank, as threads of one process of which one runs at a time.
+"""Complete jobs in memory: each rank runs the product's command as a thread of one process, one thread at a time.
 
-`start` takes what `tests.conftest.start` takes and returns what that returns. All of the product runs, from the
-configuration to the result: data, steps, sums, commits to a real folder, restores, validations. What is replaced is
-what a process has alone: its environment (of the rank that runs), signals, the watchdog, and gloo.
+`start` has the arguments and result of `tests.conftest.start`. The whole product runs, from configuration to result:
+data, steps, sums, commits to a real folder, restores, validations. Replaced is only what belongs to a process: its
+environment (that of the running rank), signals, the watchdog, and gloo.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.memory_machine import Machine, die, let_others_run, rank_here, when_a
 from tests.memory_world import group_of
 
 LOOK_EVERY_S = 1e-3
-"""How long a rank that waits for its save waits before it lets others run."""
+"""How long a rank that waits for its save waits before it lets other ranks run."""
 
 
 class Loss(NamedTuple):
-    """A rank that is lost once it has completed `nth` exchanges, or when it comes to a failpoint for the `nth` time."""
+    """The loss of a rank after its `nth` exchange, or the `nth` time that it reaches a failpoint."""
 
     rank: int
     nth: int
@@ -60,9 +60,9 @@ def start(
     lose: Loss | None = None,
     on_devices: bool = False,
 ) -> Finished:
-    """Run `python -m elastic_train ...` by itself, or as `num_ranks` ranks, in this process.
+    """Run `python -m elastic_train ...` as one rank, or as `num_ranks` ranks, in this process.
 
-    `on_devices` gives ranks stand-ins for devices, as `tests.memory_world` has them.
+    `on_devices` gives ranks fake devices, as in `tests.memory_world`.
     """
     path, *overrides = arguments
     losses = () if lose is None else (lose,)
@@ -81,7 +81,7 @@ def _places(num_ranks: int | None) -> list[dict[str, str]]:
 
 
 class _Time(types.SimpleNamespace):
-    """What modules ask of the time that wait for peers without an exchange."""
+    """The clock of modules that wait for peers without an exchange."""
 
     monotonic, perf_counter = staticmethod(time.monotonic), staticmethod(time.perf_counter)
 
@@ -91,7 +91,7 @@ class _Time(types.SimpleNamespace):
 
 
 class _NoSignals(LeaveRequest):
-    """A request that nobody makes: signals are the main thread's, and the tests' own."""
+    """A leave request that never comes: signals belong to the main thread and the tests."""
 
     def __init__(self) -> None:
         with mock.patch("elastic_train.system.preemption.requests", tuple):
@@ -99,14 +99,14 @@ class _NoSignals(LeaveRequest):
 
 
 class _Unwatched(Watchdog):
-    """A watchdog without a thread: a rank that waits for nothing is found to hang by the machine, or by pytest."""
+    """A watchdog without a thread: a hanging rank is detected by the machine or by pytest."""
 
     def _start(self) -> None:
-        """Nobody looks."""
+        """Start no thread."""
 
 
 def _supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: supervisor.HowFar) -> supervisor.Ended:
-    """Supervise a rank, whose threads and hooks of autograd end with the job, as those of a process would."""
+    """Supervise a rank; its threads and autograd hooks end with the job, as those of a process would."""
     try:
         return supervisor.supervise(config, leave, started_at, how_far)
     finally:
@@ -115,12 +115,12 @@ def _supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: 
 
 
 def exchanges(losses: Iterable[Loss]) -> dict[int, int]:
-    """Return the ranks that are lost at an exchange, and at which."""
+    """Return the ranks that are lost at an exchange, with the exchange's number."""
     return {lose.rank: lose.nth for lose in losses if lose.point is None}
 
 
 def _losing(losses: Iterable[Loss]) -> Callable[[Path, str], None]:
-    """Return what is done where a rank comes to a failpoint."""
+    """Return the handler of a failpoint that loses ranks."""
     places, seen = set(losses), Counter[tuple[int | None, str]]()
 
     def come(_: Path, point: str) -> None:
@@ -133,7 +133,7 @@ def _losing(losses: Iterable[Loss]) -> Callable[[Path, str], None]:
 
 
 def _once(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a check that passes at once what it has passed before: all ranks check the same."""
+    """Return a check that passes at once for arguments that have passed before: all ranks check the same."""
     passed = set[tuple[object, ...]]()
 
     def checked(owner: object, *arguments: Hashable, **options: Hashable) -> None:
@@ -152,7 +152,7 @@ def _connect(prefix: str, timeout_s: float, *_: object) -> Group:
 
 @contextlib.contextmanager
 def installed(losses: Iterable[Loss]) -> Iterator[io.StringIO]:
-    """Let the product run in this process; give back what it has changed for all of it. Yields what it says."""
+    """Let the product run in this process and restore every process-wide change afterwards. Yields the output."""
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Whole live jobs in memory: ranks are lost, the others train on in the same processes, and newcomers take the places.
+"""Complete live jobs in memory: ranks are lost, survivors continue in the same processes, and newcomers replace ranks.
 
-The loop over worlds, claims of terms, restores, and the rules by which a world is made of those that are there are the
-product's own; what members know of one another is modelled. Who has no place waits, and is let in at a step's end. Each
-lost rank has a newcomer, which begins when that one is gone.
+The loop over worlds, the claims of terms, the restores and the rules that form a world are the product's; the members'
+knowledge of one another is modelled. A member without a place waits and joins at a step's end. Each lost rank has a
+newcomer, which starts when the rank is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.memory_world import group_of
 
 
 def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss]) -> Finished:
-    """Run a live job of `num_ranks` members, of which each loss takes one; newcomers have the numbers after theirs."""
+    """Run a live job of `num_ranks` members that loses one per `Loss`; newcomers get the next higher numbers."""
     path, *overrides = arguments
     places = [*range(num_ranks), *(lose.rank for lose in losses)]
     environments = [{"LOCAL_RANK": str(place)} for place in places]
@@ -47,10 +47,10 @@ def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss]) -> Fi
 
 
 class Membership:
-    """Who is there, who waits, and who is in the world; who is in the next one the product's own rules say."""
+    """The members that are present, waiting, or in the world; the product's rules choose the next world."""
 
     def __init__(self, machine: Machine, places: Sequence[int], num_members: int, config: Config) -> None:
-        """`places` are those of the members in their node; the first `num_members` are there from the beginning."""
+        """`places` are the members' local ranks; the first `num_members` members are present from the start."""
         parallel, cell = config.parallel, config.parallel.cell
         copies = parallel.copies if parallel.shards != "none" else None
         shape = CellShape(cell.stage, cell.stage_size, copies, alike=cell.context)
@@ -61,7 +61,7 @@ class Membership:
         self.is_done = False
 
     def await_place(self, who: int) -> None:
-        """Let a newcomer begin: the one whose place it takes is gone, or nobody is to come any more."""
+        """Wait until the member that a newcomer replaces is gone, or until the job ends."""
         first = range(self._num_members)
         self._machine.wait(
             f"the end of rank {self._places[who]}",
@@ -69,7 +69,7 @@ class Membership:
         )
 
     def next_world(self, who: int) -> World | None:
-        """Wait for a world that this member is in; None if there is none any more."""
+        """Wait for a world that includes this member; None if there will be none."""
         self._waiting.append(who)
 
         def is_in_one() -> bool:
@@ -85,7 +85,7 @@ class Membership:
         return len(self._chosen(sorted([*now, *self._waiting]))) > len(now)
 
     def _form(self) -> None:
-        """Begin a world if all members of the last one have come back, or are gone."""
+        """Form a world if every member of the last one has returned or is gone."""
         last = range(self._num_members) if self.world is None else [int(seat.member) for seat in self.world.seats]
         if self.is_done or any(one not in self._waiting and not self._machine.has_ended(one) for one in last):
             return
@@ -115,7 +115,7 @@ def _member(who: int) -> Member:
 
 
 class MemoryWorlds:
-    """A member's worlds, one after another, as the product's `Worlds` asks for them."""
+    """A member's successive worlds, with the interface of the product's `Worlds`."""
 
     is_live = is_launched = True
 

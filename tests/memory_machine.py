@@ -1,4 +1,4 @@
-"""The threads of ranks in memory, of which one runs at a time; `tests.memory_world` has what they exchange."""
+"""The threads of in-memory ranks, one of which runs at a time; `tests.memory_world` has the exchanges."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
-"""How long a rank may wait for a thread of the product's own that takes part in an exchange."""
+"""How long a rank may wait for a product thread that takes part in an exchange."""
 _machine = threading.local()
 
 
 class DeadlockError(AssertionError):
-    """Every rank waits for another."""
+    """Every rank waits for another rank."""
 
 
 class Died(BaseException):
-    """This rank is lost: nothing in the product may catch it."""
+    """This rank is lost; the product must not catch this error."""
 
 
 def in_memory(
@@ -38,48 +38,48 @@ def in_memory(
     lose: tuple[int, int] | None = None,
     on_devices: bool = False,
 ) -> list[T | None]:
-    """Run `of_rank(rank, size, *arguments)` for each rank; return the results by rank, None for one that died.
+    """Run `of_rank(rank, size, *arguments)` for each rank; return the results by rank, None for a lost one.
 
-    `lose` names a rank, and the number of its exchanges that it completes. With `on_devices` what is of floats is taken
-    for the memory of a device. An error of a rank is raised here.
+    `lose` gives a rank and the number of exchanges it completes before it is lost. With `on_devices`, float tensors
+    count as device memory. A rank's error is raised here.
     """
     return Machine(size, lose, on_devices=on_devices).run(lambda rank: of_rank(rank, size, *arguments))
 
 
 def die() -> None:
-    """Lose the rank that calls this."""
+    """Lose the calling rank."""
     raise Died
 
 
 def rank_here() -> int | None:
-    """Return the rank that calls this; None on another thread."""
+    """Return the calling rank; None on another thread."""
     rank: int | None = getattr(_machine, "rank", None)
     return rank
 
 
 def let_others_run() -> None:
-    """Let every other rank run that can; outside of a machine there are none."""
+    """Let every other rank run that can; a no-op outside a machine."""
     if (here := getattr(_machine, "here", None)) is not None:
         here.yield_turn()
 
 
 def when_all_have_ended(close: Callable[[], None]) -> None:
-    """Let a rank's hooks of autograd go when the ranks of this machine have ended, as those of a process would.
+    """Remove a rank's autograd hooks when all ranks of this machine have ended, as the end of a process would.
 
-    What is reached from a tensor's hook, and has the tensor, no collector frees.
+    The garbage collector never frees an object that a tensor's hook reaches and that holds the tensor.
     """
     if (here := getattr(_machine, "here", None)) is not None:
         here.closing.append(close)
 
 
 def machine_here() -> Machine:
-    """Return the machine of the rank that calls this."""
+    """Return the machine of the calling rank."""
     here: Machine = _machine.here
     return here
 
 
 class Machine:
-    """The threads, and what they have posted."""
+    """The threads and their posted messages."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Machine:
         on_devices: bool = False,
         environments: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """`environments` are what each rank finds in `os.environ`, besides what all do."""
+        """`environments` are the additions to `os.environ` of each rank."""
         self.size, self.on_devices = size, on_devices
         self._lose = dict((lose,)) if isinstance(lose, tuple) else dict(lose or {})
         self._environments = environments
@@ -97,7 +97,7 @@ class Machine:
         self.hubs: dict[str, Hub] = {}
         self.num_exchanges = [0] * size
         self.queues: list[deque[Asked]] = [deque() for _ in range(size)]
-        """What each rank's device is asked for and has not done."""
+        """Each rank's requested device operations that are not done."""
         self._turn = [_taken() for _ in range(size)]
         self._waits: list[tuple[str, Callable[[], bool]] | None] = [("its turn", lambda: True)] * size
         self._has_ended = [False] * size
@@ -145,13 +145,13 @@ class Machine:
         return results
 
     def count(self, rank: int) -> None:
-        """Count an exchange that a rank begins; it may be the one at which the rank is lost."""
+        """Count an exchange that a rank begins; the rank may be lost at this one."""
         if self._lose.get(rank) == self.num_exchanges[rank]:
             raise Died
         self.num_exchanges[rank] += 1
 
     def wait(self, why: str, can_go: Callable[[], bool]) -> None:
-        """Let other ranks run until this one can; a thread that is no rank just waits."""
+        """Let other ranks run until this one can continue; a thread that is no rank just waits."""
         if getattr(_machine, "here", None) is not self:
             with self.changed:
                 assert self.changed.wait_for(can_go, PATIENCE_S), f"a thread waits for {why}"
@@ -196,7 +196,7 @@ class Machine:
         self._turn[able].release()
 
     def _first_able(self, left: list[int]) -> int | None:
-        """Return the first rank that can run; where one waits for a thread of its own, give that time."""
+        """Return the first rank that can run; give time to a rank that waits for one of its threads."""
         deadline = time.monotonic() + PATIENCE_S
         while self._failed is None:
             for rank in left:
@@ -211,7 +211,7 @@ class Machine:
 
 
 def _taken() -> threading.Lock:
-    """Return a lock that is held: in a turn it is released once, and a semaphore's conditions cost more than a step."""
+    """Return a held lock: it is released once per turn, and a semaphore's conditions cost more than a step."""
     lock = threading.Lock()
     lock.acquire()
     return lock
@@ -225,9 +225,9 @@ def _copy_of(generator: np.random.BitGenerator) -> np.random.BitGenerator:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Give the generators back as they are now.
+    """Restore the random generators to their present state on exit.
 
-    numpy's is put aside as an object: to read its state and to set it takes longer than a rank's turn.
+    numpy's is exchanged as an object: reading and setting its state takes longer than a rank's turn.
     """
     state, numbers, python = torch.get_rng_state(), np.random.get_bit_generator(), random.getstate()
     yield

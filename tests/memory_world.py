@@ -1,14 +1,14 @@
-"""Ranks as threads of one process, of which one runs at a time, with the product's own code down to the exchange.
+"""Ranks as threads of one process, one of which runs at a time, with the product's code down to the exchange.
 
-A rank runs until it waits for a peer, and then the next one runs that can. A run is therefore the same each time, takes
-one core at most, and starts in a millisecond. Messages are not buffered: as with gloo, a send ends when its receive was
-posted. If no rank can run, the test fails at once and names what each one waits for. A rank can be lost at any of its
-exchanges; its peers then learn of it as from a connection that was reset.
+A rank runs until it waits for a peer; then the next rank runs that can. A run is therefore deterministic, takes at most
+one core, and starts in a millisecond. Messages are not buffered: as with gloo, a send ends when its receive is posted.
+If no rank can run, the test fails at once and names what each rank waits for. A rank can be lost at any exchange; its
+peers then see a reset connection.
 
-Every rank has torch's, numpy's and Python's random generators to itself.
+Every rank has its own torch, numpy and Python random generators.
 
-Ranks may have stand-ins for devices, which make what they are asked for in that order, one operation of any of a rank's
-groups after the other. What an operation is to fill holds NaN until it is done, as in `fake_device`.
+Ranks may have fake devices. A rank's device runs the operations of all its groups one after another, in the order of
+the requests. An operation's output holds NaN until it is done, as in `fake_device`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
-from torch.utils._python_dispatch import _disable_current_modes as unseen  # a network's copies are no operations
+from torch.utils._python_dispatch import _disable_current_modes as unseen  # network copies are no operations
 
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
@@ -34,7 +34,7 @@ from tests.memory_machine import PATIENCE_S, Machine, machine_here, rank_here
 
 
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:
-    """Return the group of a world whose ranks have this name for it."""
+    """Return the group of the world whose ranks meet under this name."""
     device = DEVICE if size > 1 and machine_here().on_devices else None  # one rank needs no machine
     return MemoryGroup(rank, size, name, PATIENCE_S, device)  # type: ignore[arg-type]  # a name is where they meet
 
@@ -49,7 +49,7 @@ class Posted:
 
 @dataclass(slots=True)
 class Collective:
-    """What ranks have given to an operation of all of them."""
+    """The contributions of the ranks to a collective operation."""
 
     kind: str
     given: dict[int, Tensor] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class Collective:
 
 
 class Hub:
-    """What the ranks of one group have posted."""
+    """The messages that the ranks of one group have posted."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch has it there
         self.members: dict[int, int] = {}
-        """By rank of the group, the rank of the machine."""
+        """The machine's rank, by rank of the group."""
         self.gone: set[int] = set()
         self.sends: dict[tuple[int, int, int], deque[Posted]] = {}
         self.receives: dict[tuple[int, int, int], deque[Posted]] = {}
@@ -73,11 +73,11 @@ class Hub:
         self.gone.add(rank)
 
     def leave_as(self, who: int) -> None:
-        """Leave the group as a rank of the machine."""
+        """Leave the group, given the rank of the machine."""
         self.gone.update(rank for rank, other in self.members.items() if other == who)
 
     def match(self, source: int, to: int, tag: int) -> None:
-        """Copy what was sent to where it is wanted, in the order of both."""
+        """Copy each posted send to its matching receive, in the order of both."""
         sends, receives = (posted.setdefault((source, to, tag), deque()) for posted in (self.sends, self.receives))
         while sends and receives:
             sent, wanted = sends.popleft(), receives.popleft()
@@ -91,7 +91,7 @@ class Hub:
 
 
 class MemoryWork:
-    """An operation that was begun."""
+    """A pending operation."""
 
     def __init__(self, backend: MemoryBackend, why: str, is_done: Callable[[], bool], peers: set[int]) -> None:
         self._backend, self._why, self.is_done, self._peers = backend, why, is_done, peers
@@ -104,7 +104,7 @@ class MemoryWork:
 
 
 class MemoryBackend:
-    """What a group uses of a backend of torch.distributed."""
+    """The part of a torch.distributed backend that a group uses."""
 
     def __init__(self, machine: Machine, hub: Hub, rank: int) -> None:
         self.machine, self.hub, self.rank = machine, hub, rank
@@ -179,7 +179,7 @@ class MemoryBackend:
 
 
 class Asked:
-    """An operation of a rank's device."""
+    """A requested operation of a rank's device."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Asked:
         start: Callable[[], list[MemoryWork]],
         copies: list[tuple[Tensor, Tensor]],
     ) -> None:
-        """`start` posts it, and `copies` say where it is to be filled, and with what."""
+        """`start` posts the operation; `copies` gives its output tensors and their contents."""
         self.device, self._kind, self._start, self._copies = device, kind, start, copies
         self.is_done, self._is_broken = False, False
         self._works: list[MemoryWork] | None = None
@@ -198,7 +198,7 @@ class Asked:
         device.queue.append(self)
 
     def wait(self) -> None:
-        """Return when it is done; RuntimeError if the device is held up by what misses a peer."""
+        """Return when the operation is done; RuntimeError if the device is blocked because a peer is gone."""
         queue = self.device.queue
         self.device.backend.machine.wait(
             f"{self._kind} of {self.device.backend.hub.name}",
@@ -208,7 +208,7 @@ class Asked:
             raise RuntimeError("the device is held up by an operation that misses a peer")
 
     def _is_done(self) -> bool:
-        """Let the device do what it can; say whether this is done."""
+        """Run the operations that the device can run; return True if this one is done."""
         queue = self.device.queue
         while queue and queue[0]._ends():
             queue.popleft()
@@ -230,14 +230,14 @@ class Asked:
 
 
 class _Posting(MemoryBackend):
-    """A group's backend of another kind of messages, which does not count them: that is done where they are begun."""
+    """A group's backend for another message kind that does not count: messages are counted where they begin."""
 
     def count(self) -> None:
-        """It was counted."""
+        """Do nothing: the message was counted."""
 
 
 class MemoryDevice:
-    """A rank's device in a group, as `DeviceGroup` is to its group."""
+    """A rank's device in a group, the counterpart of the product's `DeviceGroup`."""
 
     def __init__(self, group: MemoryGroup, backend: MemoryBackend, name: str) -> None:
         self._group = group
@@ -254,7 +254,7 @@ class MemoryDevice:
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
     ) -> OnDevice:
-        """Begin one operation of them all; as on NCCL, messages have no tags."""
+        """Begin one operation with all messages; as in NCCL, messages have no tags."""
         self._count()
         with unseen():
             given = [(rank, tensor.detach().clone()) for rank, tensor in sends]
@@ -299,14 +299,14 @@ class MemoryDevice:
 
 
 DEVICE = Device(torch.device("cpu"), torch.is_floating_point, MagicMock, MagicMock())
-"""The stand-in for a device, as groups see it."""
+"""The fake device, as groups see it."""
 
 
 class MemoryGroup(Group):
-    """The product's group over a machine's memory; `store` is the name at which its ranks meet."""
+    """The product's group on an in-memory machine; `store` is the name under which its ranks meet."""
 
     is_watched = False
-    """Whether a wait outside of exchanges ends when a peer is gone, as where membership knows of it."""
+    """True if a wait outside exchanges ends when a peer is gone, as it does with membership."""
 
     def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         machine, name = machine_here(), str(store)
@@ -322,7 +322,7 @@ class MemoryGroup(Group):
 
     @property
     def store(self) -> Store | None:
-        """Where the ranks can leave words: of a group of several, a store that has its name."""
+        """Return the store that the ranks share: named after the group if it has several ranks."""
         return None if self.size == 1 else self._memory.hub.store
 
     def part(self, name: str, ranks: Any) -> MemoryGroup:
@@ -332,7 +332,7 @@ class MemoryGroup(Group):
         return made
 
     def check(self, waited_s: float) -> None:
-        """Let others run: whoever asks waits outside of an exchange; if `is_watched`, for nobody who is gone."""
+        """Let others run: the caller waits outside an exchange; if `is_watched`, fail when a peer is gone."""
         if self.size > 1:
             self._memory.machine.yield_turn()
             if self.is_watched and self._memory.hub.gone:

@@ -1,7 +1,7 @@
-"""`python -m tests.network_program NAMESPACE HOSTS MODULE ARGS…`: `python -m MODULE ARGS…` on a machine of its own.
+"""`python -m tests.network_program NAMESPACE HOSTS MODULE ARGS…`: `python -m MODULE ARGS…` as if on its own machine.
 
-That has the network of a namespace, or this machine's for `-`, and HOSTS as its /etc/hosts: what `ip netns exec` and
-`unshare` give a program, for processes that are forked.
+The program gets the network of a namespace (this machine's for `-`) and HOSTS as /etc/hosts, as with `ip netns exec`
+and `unshare`, but for forked processes.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(namespace: str, hosts: str) -> None:
-    """Leave the launching process's network and mounts; raise OSError where the kernel refuses that."""
+    """Leave the launching process's network and mounts; raise OSError if the kernel refuses."""
     if namespace != "-":
         with Path("/run/netns", namespace).open() as network:
             _check(_libc.setns(network.fileno(), NEW_NETWORK))

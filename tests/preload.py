@@ -1,7 +1,7 @@
-"""What the process has imported, and found out, that the tests' trainers and ranks are forked from.
+"""The imports and cached facts of the process from which the tests' trainers and ranks are forked.
 
-A trainer finds out by itself what optimizers keep and which modules a task is made of, once in a process: a sixth of
-what a rank computes that trains for a few steps.
+A trainer determines once per process what optimizers store and which modules a task consists of: a sixth of the
+computation of a rank that trains for a few steps.
 """
 
 import torch

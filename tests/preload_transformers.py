@@ -1,4 +1,4 @@
-"""What programs of tests have imported that run models of transformers, each kind of which is a module of its own."""
+"""The extra imports of test programs that run models of transformers, where each model type is a separate module."""
 
 import peft  # noqa: F401
 import transformers.models.auto.modeling_auto

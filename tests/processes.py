@@ -1,4 +1,4 @@
-"""What the process table says of processes that a test has started, or that those have."""
+"""Read the process table about processes that a test has started, and their children."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parent_of(pid: int) -> int:
 
 
 def command_line_of(pid: int) -> list[str]:
-    """Return the program and the arguments that a process was started with; empty if it is gone."""
+    """Return a process's program and arguments; empty if it is gone."""
     try:
         content = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

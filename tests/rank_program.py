@@ -1,4 +1,4 @@
-"""`python -m tests.rank_program WHAT RANK`: one rank of what `run_ranks` has pickled."""
+"""`python -m tests.rank_program WHAT RANK`: one rank of the work that `run_ranks` has pickled."""
 
 import pickle
 import sys

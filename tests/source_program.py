@@ -1,4 +1,4 @@
-"""`python -m tests.source_program FILE ARGS…`: what `python -c` does with a program's text, for `run_source`."""
+"""`python -m tests.source_program FILE ARGS…`: run a program's text as `python -c` does, for `run_source`."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tasks of a user's own, from outside the package, that misbehave on purpose."""
+"""User-defined tasks outside the package that misbehave on purpose."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
 
 BRISK_S, SLOWEST_MS = 5.0, 200.0
-"""A process that is paced until something happens keeps its pace for a few seconds; after them each lane takes at least
-so many milliseconds. A quick test meets no slow lane, and one that a busy machine holds up has steps left."""
+"""A paced process keeps its pace for the first few seconds; later each lane takes at least so many milliseconds. Quick
+tests thus see no slow lane, and a test delayed by a busy machine has steps left."""
 
 
 class Until:
-    """Is paced until a file exists: until then there is time for faults, and from then on none is waited for."""
+    """Is paced until a file exists: before that there is time for faults; afterwards there are no delays."""
 
     _lane_ms: float
 
@@ -59,11 +59,11 @@ class Until:
 
 
 class PacedUntil(Until, PacedClassifier):
-    """A classifier that is."""
+    """A classifier that is paced until a file exists."""
 
 
 class PacedOnBaseUntil(PacedUntil):
-    """A classifier on a frozen embedding, which commits do not hold, as the base of adapters."""
+    """A paced classifier on a frozen embedding that commits do not hold, like the base of adapters."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -79,7 +79,7 @@ class PacedOnBaseUntil(PacedUntil):
 
 
 class PacedLanguageUntil(Until, PacedLanguage):
-    """A language model that is, in stages or whole."""
+    """A paced language model, in stages or whole."""
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
         if model.training:
@@ -88,11 +88,11 @@ class PacedLanguageUntil(Until, PacedLanguage):
 
 
 class Witness(Until, witness.Witness):
-    """A model that counts and is; a judge knows it by its name."""
+    """A paced model that counts samples; a judge recognises it by its name."""
 
 
 class SlowHere(PacedClassifier):
-    """Is as slow as the environment of its process says, in milliseconds a lane."""
+    """Takes as many milliseconds per lane as the environment of the process says."""
 
     def __init__(self, **params: object) -> None:
         super().__init__(**{**params, "lane_ms": float(os.environ["TESTED_LANE_MS"])})  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class FailsOnce(TextClassifier):
 
 
 class OwnGenerator(TextClassifier):
-    """Draws from a generator that nothing seeds for a lane."""
+    """Draws from a generator that is not seeded per lane."""
 
     def __init__(self, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ class OwnGenerator(TextClassifier):
 
 
 class CountingLosses(TextClassifier):
-    """Counts its losses, for a log or to weigh later ones."""
+    """Counts its losses, for a log or to weight later ones."""
 
     num_losses = 0
 
@@ -140,7 +140,7 @@ class CountingLosses(TextClassifier):
 
 
 class HiddenCount(Metric):
-    """Counts rows where no state has them."""
+    """Counts rows in a place that no state includes."""
 
     full_state_update = False
     rows: Tensor
@@ -159,14 +159,14 @@ class HiddenCount(Metric):
 
 
 class HiddenMetric(TextClassifier):
-    """Has such a metric."""
+    """A metric with state that no commit includes."""
 
     def metrics(self) -> dict[str, Metric]:
         return {"hidden": HiddenCount()}
 
 
 class ExpertsAlone(CausalLM):
-    """A model of which nothing below the first experts is trained, nor what chooses among them."""
+    """A model with nothing trained below the first experts, not even their router."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -176,7 +176,7 @@ class ExpertsAlone(CausalLM):
 
 
 class Normalised(nn.Module):
-    """A classifier whose logits are normalised by running statistics."""
+    """A classifier whose logits are normalised with running statistics."""
 
     def __init__(self, body: nn.Module, num_classes: int, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -187,8 +187,8 @@ class Normalised(nn.Module):
 
 
 class WithBatchNorm(FailsOnce):
-    """A text classifier whose forward pass changes buffers, and whose loss draws from the generators of Python and
-    numpy, and changes a switch on rank 1; with `after` it fails once, as `FailsOnce` does."""
+    """A text classifier whose forward pass changes buffers, whose loss draws from Python's and numpy's generators and
+    changes a switch on rank 1; with `after` it fails once, as `FailsOnce` does."""
 
     norm: type[nn.Module] = nn.BatchNorm1d
 
@@ -210,7 +210,7 @@ class WithSyncBatchNorm(WithBatchNorm):
 
 
 class Grouped(FailsOnce):
-    """Trains its head faster and without decay, and its first block not at all; THAWED in the environment trains it."""
+    """Trains the head faster and without weight decay; freezes the first block unless THAWED is in the environment."""
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         names = [name for name, _ in model.named_parameters()]
@@ -221,7 +221,7 @@ class Grouped(FailsOnce):
 
 
 class OwnWeights(TextClassifier):
-    """Draws its head's bias from the rank: what no task may do."""
+    """Initialises the head's bias from the rank, which no task may do."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -231,10 +231,10 @@ class OwnWeights(TextClassifier):
 
 
 class Poisoned(TextClassifier):
-    """Some samples make the loss NaN (`how` is nan), or end the process: as a crash in a kernel does (kill), with 0 by
-    the C library (leave), or by a library's call of quit (quit).
+    """Some samples make the loss NaN (`how` is nan) or end the process: as a kernel crash does (kill), with exit code 0
+    from the C library (leave), or by a library's call of quit (quit).
 
-    With `validated` those of the validation set do so, and no others.
+    With `validated`, only samples of the validation set do so.
     """
 
     def __init__(self, ids: Sequence[int], how: str, *, validated: bool = False, **params: object) -> None:
@@ -259,7 +259,7 @@ class Poisoned(TextClassifier):
 
 
 class Untargeted(TextClassifier):
-    """A classifier no row of which has a target."""
+    """A classifier with no target in any row."""
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         loss = super().loss(model, batch)
@@ -267,7 +267,7 @@ class Untargeted(TextClassifier):
 
 
 class Uninspectable(TextClassifier):
-    """Has a row that ends every process that inspects it."""
+    """A row ends every process that inspects it."""
 
     def inspected_columns(self) -> list[str]:
         return ["label"]
@@ -278,14 +278,14 @@ class Uninspectable(TextClassifier):
 
 
 class WiderByRank(TextClassifier):
-    """Has a wider model on every rank but the first, as where a helper of the task is not the same on all nodes."""
+    """A wider model on every rank but the first, as if a task's helper differed between nodes."""
 
     def __init__(self, dim: int, **params: object) -> None:
         super().__init__(dim=dim * (1 + int(os.environ.get("RANK", "0"))), **params)  # type: ignore[arg-type]
 
 
 class Flips(FailsOnce):
-    """One bit of a weight is another on one rank once, after the n-th loss of its process, as broken memory does it."""
+    """Flips one bit of a weight on one rank once, after the n-th loss of its process, as faulty memory does."""
 
     def __init__(self, rank: int = 1, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -298,12 +298,12 @@ class Flips(FailsOnce):
             with torch.no_grad():
                 dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= (
                     1 << 12
-                )  # so much that no rounding of the next update takes it back
+                )  # large enough that no rounding of the next update hides it
         return TextClassifier.loss(self, model, batch)
 
 
 class Stalls(TextClassifier):
-    """Computes for ten minutes in every lane, as long as the file `marker` exists."""
+    """Computes for ten minutes in every lane while the file `marker` exists."""
 
     def __init__(self, marker: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -318,8 +318,8 @@ class Stalls(TextClassifier):
 
 
 class Miscounts(TextClassifier):
-    """A process with a bug in how steps are fed: the second step has its first lane's samples of the first one again
-    (`how` is repeat), or none in that lane (drop)."""
+    """A process that feeds steps wrongly: the second step repeats the first lane's samples of the first step (`how` is
+    repeat), or has none in that lane (drop)."""
 
     def __init__(self, how: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]

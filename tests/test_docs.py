@@ -1,4 +1,4 @@
-"""The documentation names only files, modules, targets, commands, options and configuration keys that there are."""
+"""The documentation names only existing files, modules, targets, commands, options and configuration keys."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PAGES = {
         *(ROOT / "examples").rglob("*.md"),
     )
 }
-"""Not the decisions: their names are those of the time."""
+"""Without the decisions, which use the names of their time."""
 APPS = {"elastic-train": train_app, "elastic-chaos": chaos_app}
 FOLDERS = "benchmarks|chaos|configs|docs|elastic_train|evidence|examples|rendezvous|tests"
 KEYS = {name for name, *_ in keys()}
 TAKE_KEYS = {"train", "validate", "launch", "status", "plan", "calibrate"}
-"""Commands after whose configuration any of its keys can follow."""
+"""Commands that accept any configuration key after their configuration."""
 OPTIONS_OF_KEYS = {f"--{key.replace('_', '-')}" for key in KEYS} | {f"--{key}" for key in KEYS}
 
 
 def code_of(page: str) -> Iterator[str]:
-    """Yield the lines of code of a page, continued ones joined: blocks, and what is between backticks."""
+    """Yield the lines of code of a page (blocks and text between backticks), with continued lines joined."""
     text = page.replace("\\\n", " ")
     fenced = re.compile(r"^ *```.*?\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
     for block in fenced.findall(text):
@@ -78,7 +78,7 @@ def test_named_commands_and_options_exist(name: str) -> None:
     wrong = []
     for line in CODE[name]:
         for program, rest in re.findall(r"(elastic-train|elastic-chaos) ([^#;]*)", line):
-            words = re.sub(r'"[^"]*"', '""', rest).split()  # within quotes are words of another command
+            words = re.sub(r'"[^"]*"', '""', rest).split()  # quoted words belong to another command
             wrong += [f"{program} {rest}: {what}" for what in unknown(APPS[program], words)]
     assert not wrong
 
@@ -91,7 +91,7 @@ def unknown(app: App, words: list[str]) -> Iterator[str]:
             return
         app = app[command]
     if words and not words[0].startswith("-") and words[0] in app:
-        app = app[words.pop(0)]  # of a command that does something by itself, too
+        app = app[words.pop(0)]  # also for a command that runs without a subcommand
     known = {"--help", "--version", "--install-completion", *(OPTIONS_OF_KEYS if app.name[0] in TAKE_KEYS else ())}
     if app.default_command is not None:
         known |= {option for argument in app.assemble_argument_collection() for option in argument.names}
@@ -109,7 +109,7 @@ def test_named_configuration_keys_exist(name: str) -> None:
 
 
 def test_every_command_on_a_page_about_a_place_is_taken_from_it_by_a_test() -> None:
-    """Other programs' are run, or parsed by the program itself; ours are above."""
+    """Other programs' commands are run, or parsed by the program itself; ours are tested above."""
     literals = {
         node.value
         for path in (ROOT / "tests" / "deploy").glob("*.py")

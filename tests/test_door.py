@@ -1,4 +1,4 @@
-"""The public names of the packages: which there are, that each explains itself, and what importing them costs."""
+"""The packages' public names: which exist, that each is documented, and the cost of importing them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_public_names_are_these() -> None:
 
 @pytest.mark.parametrize("package", [elastic_train, chaos, rendezvous], ids=lambda package: package.__name__)
 def test_every_public_name_is_there_and_documented(package: ModuleType) -> None:
-    """A dataclass without its own docstring would show its signature."""
+    """A dataclass without a docstring would show its signature."""
     for name in package.__all__:
         found = getattr(package, name)
         assert name in dir(package)
@@ -41,7 +41,7 @@ def test_every_public_name_is_there_and_documented(package: ModuleType) -> None:
 
 @pytest.mark.parametrize("package", [elastic_train, chaos], ids=lambda package: package.__name__)
 def test_type_checkers_see_the_same_names_in_the_same_modules(package: ModuleType) -> None:
-    """What is imported for them alone is what is loaded on first use."""
+    """The imports for type checkers are the names that are loaded on first use."""
     imports = [node for node in ast.walk(ast.parse(inspect.getsource(package))) if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: node.module for node in imports for alias in node.names}
     assert {name: seen[name] for name in package.__all__} == package._MODULE_OF
@@ -68,11 +68,11 @@ def test_importing_loads_nothing_heavy(module: str) -> None:
 
 @pytest.mark.slow
 def test_no_submodule_takes_the_place_of_a_public_name() -> None:
-    """Importing a submodule sets an attribute of its package: each name is still what it was after all of them."""
+    """Importing a submodule sets an attribute of its package, which must not replace a public name."""
     for package in (elastic_train, chaos):
         before = {name: getattr(package, name) for name in package.__all__}
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(("__main__", "squares_kernel")):  # Triton comes with torch's builds for GPUs
+            if not module.name.endswith(("__main__", "squares_kernel")):  # Triton is only in torch's GPU builds
                 importlib.import_module(module.name)
         assert {name: getattr(package, name) for name in package.__all__} == before
         assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)

@@ -1,4 +1,4 @@
-"""Tests of one `xdist_group` run on one process, one after another; and what quick tests may do."""
+"""Tests of one `xdist_group` run one after another in one process; and the limits of quick tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import assert_slow, name_group, pytest_ignore_collect
 @pytest.mark.xdist_group("one cable")
 @pytest.mark.parametrize("text", ["a", "b@c [d]"])
 def test_a_group_is_named_where_xdist_looks_for_it(request: pytest.FixtureRequest, text: str) -> None:
-    """Elsewhere nobody would see it: the tests would only run beside each other."""
+    """Anywhere else it would be ignored, and the tests would run in parallel."""
     item = copy.copy(request.node)
     for _ in range(2):
         name_group(item)
@@ -40,7 +40,7 @@ def test_a_slow_test_may_start_processes() -> None:
 @pytest.mark.parametrize("line", ["pytest.mark.slow", '[pytest.mark.slow, pytest.mark.xdist_group("a")]  # one', "a"])
 @pytest.mark.parametrize("asked", ["not long and not slow", "not long", "slow", "long or not slow", ""])
 def test_a_module_of_slow_tests_is_not_imported_where_none_are_run(tmp_path: Path, line: str, asked: str) -> None:
-    """Elsewhere nothing is left out; nor is a module whose tests are not all slow."""
+    """With slow tests selected nothing is skipped, nor is a module with some quick tests."""
     module = tmp_path / "test_a.py"
     module.write_text(f"import pytest\n\npytestmark = {line}\n")
     found = pytest_ignore_collect(module, Mock(option=Mock(markexpr=asked)))

@@ -1,4 +1,4 @@
-"""The layout that imports cannot say: no crowded folder, and every folder says what it is for."""
+"""The repository layout: no crowded folder, and every folder documents its purpose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDERS = sorted({path.parent for package in PACKAGES for path in (ROOT / packag
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_a_folder_is_a_package_of_at_most_a_dozen_modules(folder: Path) -> None:
-    """A newcomer finds a module by name among a dozen, and reads in __init__.py what the folder is for."""
+    """A newcomer finds a module by name among a dozen, and reads the folder's purpose in __init__.py."""
     modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
     assert len(modules) <= MOST_MODULES, sorted(modules)
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
@@ -27,7 +27,7 @@ DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 
 @pytest.mark.parametrize("decision", DECISIONS, ids=lambda path: path.name[:4])
 def test_a_decision_is_in_the_index_with_its_title_and_status(decision: Path) -> None:
-    """The index is how a decision is found, and says which ones no longer hold."""
+    """The index is how readers find a decision and see which ones are superseded."""
     number, _, title = decision.read_text().splitlines()[0].removeprefix("# ").partition(": ")
     assert number == decision.name[:4]
     assert "**Status.**" in decision.read_text()

@@ -1,4 +1,4 @@
-"""The world in memory that tests of combinations use: like gloo's groups, but that a run is the same each time."""
+"""The in-memory world for tests of combinations behaves like gloo groups, but every run is the same."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_collectives_give_what_gloo_does() -> None:
 
 
 def swap(rank: int, size: int) -> float:
-    """Send to the other rank before receiving: nothing is buffered, so a rank that waited for its send would hang."""
+    """Send to the other rank before receiving: nothing is buffered, so waiting for the send would hang."""
     group, received = group_of("world", rank, size), torch.zeros(1)
     sent = group.send(1 - rank, torch.tensor([10.0 + rank]))
     group.wait([group.receive(1 - rank, received), sent])
@@ -67,7 +67,7 @@ def test_ranks_that_begin_different_operations_are_an_error() -> None:
 
 
 def count_up(rank: int, size: int) -> int:
-    """Return how many barriers all ranks came to."""
+    """Return the number of barriers that all ranks reached."""
     group, num = group_of("world", rank, size), 0
     try:
         while num < 5:
@@ -85,7 +85,7 @@ def test_a_rank_is_lost_at_any_exchange_and_its_peers_learn_of_it(after: int) ->
 
 
 def draw(rank: int, size: int) -> list[float]:
-    """Draw before and after other ranks have drawn."""
+    """Draw random numbers before and after other ranks have drawn."""
     torch.manual_seed(rank)
     np.random.seed(rank)
     random.seed(rank)
@@ -112,7 +112,7 @@ def draw_alone(rank: int) -> list[float]:
 
 
 def exchange_aside(rank: int, size: int) -> float:
-    """Exchange on another thread while this one joins it, as gradients are."""
+    """Exchange on another thread while this one joins it, as gradient exchanges do."""
     group, received = group_of("world", rank, size), torch.zeros(1)
     aside = Aside(group)
     group.expect(

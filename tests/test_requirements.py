@@ -1,4 +1,4 @@
-"""What the packages import is required by name: an installation has no luck with what others happen to bring."""
+"""Every package that the code imports is a named requirement, not a dependency of a dependency."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.conftest import ROOT
 PACKAGES = ("elastic_train", "rendezvous", "chaos")
 OWN = {*PACKAGES, "tests"}
 COMES_WITH = {"triton": "torch"}
-"""Modules that come with certain builds of a requirement, and are used only there."""
+"""Modules that come with certain builds of a requirement, and are only used with those builds."""
 FOR_TYPES = {"_typeshed"}
 SAID = {
     "chaos/services/s3_server.py": {"moto", "werkzeug", "boto3"},
     "elastic_train/parallel/attention/kernels.py": {"cudnn"},
 }
-"""What a module says by an error of its own that it needs."""
+"""Imports whose absence a module reports with its own error."""
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Yield the top-level module of each absolute import, wherever in the file it is."""
+    """Yield the top-level module of each absolute import anywhere in the file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -37,7 +37,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_every_import_is_of_a_requirement() -> None:
-    """Of the package's own, or of one of its extras."""
+    """Each import belongs to a requirement of the package or of one of its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = (each for name, each in project["optional-dependencies"].items() if name != "dev")
     required = {canonicalize_name(Requirement(each).name) for each in chain(project["dependencies"], *extras)}

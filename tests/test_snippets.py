@@ -1,4 +1,4 @@
-"""The Python that the documentation shows: every name that it uses exists, and what can be run is run."""
+"""The Python code in the documentation uses only existing names, and runs where it can be run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def the_snippet(page: str, text: str) -> str:
 
 
 def names_of_ours(code: str) -> Iterator[tuple[str, str]]:
-    """Yield (module, attribute) of what a snippet imports from our packages, and of `et.NAME`."""
+    """Yield (module, attribute) for a snippet's imports from our packages and for `et.NAME`."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
             yield from ((node.module, alias.name) for alias in node.names)
@@ -65,7 +65,7 @@ def test_the_pages_with_snippets_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def prices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dataset that README and tutorial speak of: 2,000 rows of area, rooms and price."""
+    """The dataset of README and tutorial: 2,000 rows of area, rooms and price."""
     folder = tmp_path_factory.mktemp("home") / "data" / "prices"
     subprocess.run([sys.executable, "examples/own_task/make_data.py", str(folder)], cwd=ROOT, check=True)
     return folder
@@ -83,7 +83,7 @@ def test_the_task_of_the_readme_computes_a_loss() -> None:
 
 
 def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
-    """With the imports of the example, whose core it is, it trains as the example does, to the same bits.
+    """Using the imports of the example it was taken from, it trains to the same bits as the example.
 
     Both are started as the API page shows.
     """
@@ -107,7 +107,7 @@ def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
 
 
 def test_the_loop_of_the_data_page_reads_its_lanes(prices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks together read every sample of the first sixty steps once, and keep the same cursor."""
+    """Together, all ranks read every sample of the first sixty steps once, and have the same cursor."""
     monkeypatch.chdir(prices.parent.parent)
     code = the_snippet("docs/data.md", "et.LaneLoader(").replace("    ...\n", "    read.extend(step)\n")
     seen, kept = Counter[int](), []

@@ -1,4 +1,4 @@
-"""The release: the same sources are the same bytes, and the wheel as users install it imports and trains elsewhere."""
+"""The release: the build is reproducible, and the wheel, installed as users do, imports and trains elsewhere."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from packaging.version import Version
 
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # one wheel is built
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # the wheel is built once
 
 PACKAGES = ("elastic_train", "rendezvous", "chaos")
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A virtual environment that holds the wheel, and a folder of somebody who has nothing else."""
+    """A virtual environment with the wheel, and the folder of a user who has nothing else."""
 
     release: Path
     wheel: Path
@@ -50,7 +50,7 @@ class Installed:
 
 
 def _environ() -> dict[str, str]:
-    """Return an environment that shows no program the way to the repository."""
+    """Return an environment in which programs do not find the repository."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INDEX": "1"}
@@ -63,7 +63,7 @@ def _python(*arguments: str | Path) -> None:
 
 
 def _copy_sources(folder: Path) -> Path:
-    """Copy what git has of a release's sources."""
+    """Copy the release's sources that git tracks."""
     for name in (*PACKAGES, "configs", "deploy"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
@@ -74,10 +74,10 @@ def _copy_sources(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Build the source distribution, and of that alone the wheel; install it beside the dependencies that are there.
+    """Build the source distribution and, from that alone, the wheel; install it with the existing dependencies.
 
-    A line in a .pth file lets the environment see those. It does not run the .pth files of that folder, so the editable
-    install of the repository is not seen.
+    A line in a .pth file makes the dependencies visible. It does not run the .pth files of their folder, so the
+    repository's editable install stays invisible.
     """
     folder = tmp_path_factory.mktemp("wheel")
     release = folder / "release"
@@ -86,7 +86,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     binaries = folder / "venv" / "bin"
     _python("pip", "--quiet", "--python", binaries / "python", "install", "--no-deps", wheel)
-    # Only now: pip must not take the repository's own install for one to replace.
+    # Only after the install: otherwise pip would replace the repository's own installation.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (folder / "home").mkdir()
@@ -94,7 +94,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 
 def test_the_same_sources_are_the_same_bytes(installed: Installed, tmp_path: Path) -> None:
-    """Also in another folder, with other times and rights, and a wheel that is not made of the source distribution."""
+    """Folder, times and permissions do not matter, nor whether the wheel is built from the source distribution."""
     sources = _copy_sources(tmp_path / "elsewhere")
     for file in sources.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -107,7 +107,7 @@ def test_the_same_sources_are_the_same_bytes(installed: Installed, tmp_path: Pat
 
 
 def test_the_wheel_holds_every_file_of_the_packages(installed: Installed) -> None:
-    """Scenarios, regressions, templates and scripts are not Python, and are asked for at run time all the same."""
+    """Scenarios, regressions, templates and scripts are not Python files, but are needed at run time."""
     folders = [ROOT / name for name in PACKAGES]
     # rglob does not follow the link to deploy/
     folders.append(ROOT / "elastic_train" / "cli" / "places" / "deploy")
@@ -131,7 +131,7 @@ def test_the_installed_packages_are_those_of_the_wheel(installed: Installed) -> 
 
 
 def test_the_installed_command_makes_data_and_trains(installed: Installed) -> None:
-    """With the task and the tokens that come with it, from an empty folder."""
+    """The command runs from an empty folder with the built-in task and synthetic data."""
     assert "launch" in installed.run("elastic-train", "--help")
     installed.run("elastic-train", "data", "synth", "rows", "--rows", "200", "--rows-per-group", "50")
     described = {
@@ -149,7 +149,7 @@ def test_the_installed_command_makes_data_and_trains(installed: Installed) -> No
 
 
 def test_the_installed_chaos_command_has_its_scenarios(installed: Installed) -> None:
-    """It lists what is shipped, and runs the installed trainer in virtual time."""
+    """It lists the shipped scenarios, and runs the installed trainer in virtual time."""
     shown = installed.run("elastic-chaos", "ls")
     shipped = [path.stem for path in (ROOT / "chaos" / "scenario" / "shipped").glob("*.yaml")]
     assert shipped and all(name in shown for name in shipped)

@@ -1,4 +1,4 @@
-"""The list of phrases in `make check`: where each is refused, and that the way out is named."""
+"""The phrase list in `make check`: where each phrase is refused, and that the message says what to write."""
 
 from __future__ import annotations
 
