@@ -1,4 +1,4 @@
-"""A run in which nothing happens, with which others are compared."""
+"""An undisturbed run, with which other runs are compared."""
 
 from __future__ import annotations
 

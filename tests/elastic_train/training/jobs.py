@@ -1,4 +1,4 @@
-"""Small jobs that several tests of training run: their configurations, and what they leave behind."""
+"""Small jobs for several training tests: their configurations and results."""
 
 from __future__ import annotations
 

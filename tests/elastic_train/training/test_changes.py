@@ -1,4 +1,4 @@
-"""What has changed between two starts of a run is said once, with both values, before the first step."""
+"""Changes between two starts of a run are reported once, with both values, before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TASK = "import changing_helper\n\nclass Changing:\n    sign = {sign}\n"
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A user's task in a file of its own, with a helper beside it."""
+    """A user's task in its own file, with a helper module in the same folder."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "changing_helper.py").write_text("FACTOR = 1\n")
     (tmp_path / "changing_task.py").write_text(TASK.format(sign=1))
@@ -37,7 +37,7 @@ IMPROVEMENT = Improvement("min loss", 0.5, 2, 4, num_since=2)
 def said(
     config: Config, task: Any, versions: dict[str, str], step: int = 5, total: int = 10, validation: str | None = None
 ) -> list[str]:
-    """Return what a start says that continues from a commit of these versions."""
+    """Return the lines of a start that continues from a commit of these versions."""
     source_of.cache_clear()
     feed = SimpleNamespace(validation_digest=validation)
     plan = SimpleNamespace(config=config, task=task, total_steps=total, feed=feed)
@@ -58,7 +58,7 @@ def config_in(folder: Path, **changes: object) -> Config:
 
 @pytest.mark.parametrize("file", ["changing_task.py", "changing_helper.py"])
 def test_code_that_has_changed_is_named_by_its_file(tmp_path: Path, task: Any, file: str) -> None:
-    """The task's own file, or what it imports beside it; the same code, and older commits, say nothing."""
+    """The task's file, or a module that it imports from its folder; equal code and older commits report nothing."""
     config = config_in(tmp_path / "run")
     source_of.cache_clear()
     plan = SimpleNamespace(config=config, task=task, feed=SimpleNamespace(validation_digest=None))
@@ -80,7 +80,7 @@ def test_a_library_of_another_version_is_named(tmp_path: Path, task: Any) -> Non
 
 
 def test_keys_that_have_changed_are_said_with_both_values(tmp_path: Path, task: Any) -> None:
-    """But those of the recipe, which the state says, those that are a node's own, and those of commits."""
+    """Keys of the recipe (stored in the state), keys that belong to one node, and keys about commits are excluded."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(config_in(folder, threads_per_rank=2).to_yaml())
@@ -93,7 +93,7 @@ def test_keys_that_have_changed_are_said_with_both_values(tmp_path: Path, task: 
 
 
 def test_a_validation_set_of_other_rows_is_named_whatever_its_path_is(tmp_path: Path, task: Any) -> None:
-    """Earlier values were compared with those of other rows in silence; without one nothing is compared."""
+    """Otherwise its values would be compared with those of other rows; without a validation set nothing is compared."""
     config = config_in(tmp_path / "run", data={"train": "rows", "validation": "held/out"})
     (line,) = said(config, task, {VALIDATION: "a" * 64}, validation="b" * 64)
     assert line.startswith("WARNING: the validation set held/out is not the one of commits/a.json (digest bbbbbbbbbbbb")
@@ -107,7 +107,7 @@ def test_a_run_that_is_done_already_says_so(tmp_path: Path, task: Any) -> None:
 
 
 def test_a_run_that_early_stopping_has_ended_says_so(tmp_path: Path, task: Any) -> None:
-    """But not where more patience lets it go on."""
+    """It says nothing if a higher patience lets it continue."""
     held: Any = {"train": "rows", "validation": "held"}
     for patience, lines in (
         (2, ["Early stopping has ended this run after step 5 of 10 (commits/a.json): raise "]),

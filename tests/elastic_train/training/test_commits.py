@@ -1,4 +1,4 @@
-"""Commits beside the steps: those due while one is written, failures, the end of a job or of a world."""
+"""Commits during training: those due while one is written, failures, and the end of a job or a world."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.elastic_train.checkpoint.saving.test_background_saves import FullStor
 
 
 class Ears:
-    """What was announced, and the history's commit lines."""
+    """The announcements, and the history's commit lines."""
 
     def __init__(self) -> None:
         self.announced: list[str] = []
@@ -56,7 +56,7 @@ class Ears:
 
 
 class AwayEtcd:
-    """A fence's half in etcd, which is away at first."""
+    """A fence's connection to etcd, which is down at first."""
 
     def __init__(self) -> None:
         self.is_away = True
@@ -69,7 +69,7 @@ class AwayEtcd:
 
 
 def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: object) -> tuple[Commits, Ears]:
-    """Open the commits of one rank, with a tiny model, in a store."""
+    """Open the commits of one rank with a tiny model in a store."""
     background, ears = open_saves(store, fence=etcd and JoinedFence(store, etcd)), Ears()  # type: ignore[arg-type]
     config = SimpleNamespace(
         checkpoint=CheckpointConfig(**checkpoint), run=SimpleNamespace(seed=1), identity=lambda: "config"
@@ -106,7 +106,7 @@ def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: objec
 
 
 def take_step(commits: Commits) -> None:
-    """Do what the loop does for a step, up to its boundary."""
+    """Take a step as the loop does, up to the step's boundary."""
     commits.state.model(torch.ones(1, 3)).sum().backward()
     commits.await_staging()
     commits.state.apply(
@@ -116,7 +116,7 @@ def take_step(commits: Commits) -> None:
 
 
 def save(commits: Commits) -> None:
-    """Commit the applied state, and wait until it is known how that ended."""
+    """Commit the applied state and wait for the outcome."""
     commits.begin(is_any_busy=False)
     commits._take(commits.saves.wait())
 
@@ -133,7 +133,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path) -> None:
-    """The next one continues the one that was in flight, with the right intervals; the history records each once."""
+    """The next commit continues the one that was in flight, with the right intervals; the history records each once."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
 def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a world, and for a GPU's state as it is saved; an optimizer that has not made a step may hold nothing."""
+    """Once per world, and for a GPU's state as it is saved; an optimizer without a step may hold nothing yet."""
     commits, _ = opened_on(LocalStore(tmp_path))
     prepared: list[object] = []
     monkeypatch.setattr(commits.saves, "prepare", lambda state, dims: prepared.append(state))
@@ -169,7 +169,7 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
 
 
 def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
-    """With `when_busy: wait` none is skipped."""
+    """With `when_busy: wait` no commit is skipped."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store, when_busy="wait")
     take_step(commits)
@@ -182,7 +182,7 @@ def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
-    """The last commit comes after it, of the last step, and is there when the call returns."""
+    """The last commit follows it, has the last step, and is complete when the call returns."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
     take_step(commits)
@@ -197,7 +197,7 @@ def test_a_job_ends_after_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_saves_that_fail_in_a_row_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is counted and shown; one that succeeds makes up for those before; after too many in a row training ends."""
+    """Each failure is counted and shown, a success resets the count, and too many failures in a row end training."""
     monkeypatch.setattr(module, "MOST_FAILED", 3)
     store = FullStore(tmp_path, 3 * 2)
     commits, ears = opened_on(store, give_up_after_s=0)
@@ -222,7 +222,7 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_outage_is_outlasted_however_many_saves_fail_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials that are away for 25 s, with a save a second, end nothing; ten minutes do. A commit begins anew."""
+    """Missing credentials for 25 s, with a save a second, end nothing; ten minutes do. A failed commit starts over."""
     store = FullStore(tmp_path, 10**6)
     commits, _ = opened_on(store)
     now = 1000.0
@@ -264,7 +264,7 @@ def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
 
 
 def test_a_job_can_end_without_etcd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later commit could make up for the last one, so after some tries being in the store is enough."""
+    """No later commit could publish the last one, so after some attempts being in the store is enough."""
     monkeypatch.setattr("elastic_train.training.commits.LAST_COMMIT_PAUSE_S", 0.01)
     commits, ears = opened_on(LocalStore(tmp_path), etcd=AwayEtcd())
     take_step(commits)
@@ -300,7 +300,7 @@ def test_what_a_loss_changes_of_kernels_and_modes_is_named_and_set_back_at_the_n
 
 
 def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
-    """Asked to leave while etcd is away: rank 0 retries etcd, and no rank uploads the state a second time."""
+    """Asked to leave while etcd is down: rank 0 retries etcd, and no rank uploads the state again."""
     commits, _ = opened_on(LocalStore(tmp_path))
     take_step(commits)
     save(commits)
@@ -314,7 +314,7 @@ def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
 
 
 def test_a_process_fenced_in_the_store_fails_even_without_etcd(tmp_path: Path) -> None:
-    """The claims in the store alone show that there is a newer world."""
+    """The claims in the store alone show that a newer world exists."""
     store = LocalStore(tmp_path)
     commits, ears = opened_on(store, etcd=AwayEtcd())
     take_step(commits)
@@ -326,7 +326,7 @@ def test_a_process_fenced_in_the_store_fails_even_without_etcd(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_live", [True, False])
 def test_a_regrouping_world_abandons_its_save_and_an_ending_process_waits_for_it(tmp_path: Path, is_live: bool) -> None:
-    """Survivors hold the state and continue at once; an ending process waits, so that the job resumes from its save."""
+    """Survivors hold the state and continue at once; an exiting process waits, so the job resumes from its save."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store)
     take_step(commits)
@@ -344,7 +344,7 @@ def test_a_regrouping_world_abandons_its_save_and_an_ending_process_waits_for_it
 def test_an_overdue_commit_waits_until_no_rank_is_saving(
     monkeypatch: pytest.MonkeyPatch, flags: int, num_commits: int
 ) -> None:
-    """A rank that gave its part up asks again with every step, and no step is a commit that was skipped."""
+    """A rank that abandoned its save asks again at every step, and no step counts as a skipped commit."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags, 0)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
     session = MagicMock(is_over=False, is_best=False)
@@ -369,7 +369,7 @@ def no_records(store: HeldStore, key: str, content: bytes) -> None:
 def test_what_is_pinned_is_the_newest_commit_that_will_be_there(
     tmp_path: Path, fails: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save in flight that succeeds deletes the head of before, so its own commit is pinned; else that head."""
+    """A save in flight that succeeds deletes the previous head, so its own commit is pinned; otherwise the head is."""
     store = HeldStore(tmp_path)
     commits, _ = opened_on(store)
     commits.saves._tidy = lambda commit: (prune(store, Retention.of(last=1), newest=commit), None)[1]
@@ -397,7 +397,7 @@ def test_what_is_pinned_is_the_newest_commit_that_will_be_there(
 
 
 def test_a_head_is_pinned_at_once_while_nothing_is_saved(tmp_path: Path) -> None:
-    """Also where the save has ended and is not known yet."""
+    """This includes the time when the save has ended and its outcome is not yet known."""
     store = LocalStore(tmp_path)
     commits, _ = opened_on(store)
     commits.pin_newest()

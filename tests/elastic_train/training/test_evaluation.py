@@ -1,4 +1,4 @@
-"""A validation's numbers: what has no target is none, and a metric that no validation could compute is refused."""
+"""Validation values: without targets there is none, and a metric that no validation could compute is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
 
 
 class Losses:
-    """A task with given losses and metrics; not a model's."""
+    """A task with given losses and metrics instead of a model's."""
 
     def __init__(self, losses: Sequence[LaneLoss], metrics: Mapping[str, Metric]) -> None:
         self._losses, self._metrics = iter(losses), metrics
@@ -60,7 +60,7 @@ def language() -> dict[str, Metric]:
 
 
 def test_a_validation_without_a_target_is_no_number() -> None:
-    """Neither 0.0, nor a perplexity of 1.0; of some rows without one, the others decide."""
+    """The value is neither 0.0 nor a perplexity of 1.0; if only some rows lack targets, the others determine it."""
     none = LaneLoss(torch.tensor(0.0), 0.0, torch.zeros(0), torch.zeros(0, dtype=torch.bool))
     some = LaneLoss(torch.tensor(6.0), 2.0, torch.tensor([2.0, 4.0]), torch.tensor([True, False]))
     values, remarks = evaluated([none, none], language())
@@ -74,7 +74,7 @@ def test_a_validation_without_a_target_is_no_number() -> None:
 
 
 def test_what_a_loss_draws_in_a_validation_follows_from_its_lane_and_place() -> None:
-    """Not from the lanes that a rank has, nor from what was drawn before."""
+    """It must not depend on the rank's lanes or on earlier draws."""
 
     class Drawing(Losses):
         def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> LaneLoss:
@@ -102,7 +102,7 @@ def test_a_validation_leaves_modules_in_the_mode_that_each_had() -> None:
 
 
 def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_nan() -> None:
-    """NaN, a model that has diverged, counts as worse than any number; what is undefined does not count."""
+    """NaN (a diverged model) ranks below any number; an undefined metric does not count."""
     scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
     values, remarks = evaluated(
         [LaneLoss(torch.tensor(1.0), 2.0, scores, torch.tensor([1, 1]))], classification_metrics(["no", "yes"])
@@ -125,7 +125,7 @@ def test_weights_are_numbers_of_at_least_0_or_none_for_not_to_divide() -> None:
 
 
 class OfFloats(Metric):
-    """Has a list of floats, which is empty before the first update."""
+    """A metric whose state is a list of floats, empty before the first update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class OfFloats(Metric):
 
 
 class Largest(OfFloats):
-    """Has a count of which the largest is kept."""
+    """A metric whose state keeps the maximum."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks make of rows that are inspected before the first step: the same, whatever any of them has met."""
+"""Rows are inspected before the first step, with the same outcome on all ranks, whatever any of them finds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_train.training.opening.inspection import MOST_NAMED, inspect_alone,
 
 
 class Inspects:
-    """A task whose rows are fit, or are not, or cannot be looked at."""
+    """A task whose rows are valid, invalid or impossible to inspect."""
 
     def __init__(self, error: Exception | None = None, unfit: int | None = None) -> None:
         self.error, self.unfit, self.num_rows = error, unfit, 0
@@ -40,7 +40,7 @@ CLASSIFIER = "elastic_train.tasks.text_classifier:TextClassifier"
 
 
 def job_on(folder: Path, task: str, params: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """An empty configuration file, and the keys of a job on the datasets below a folder."""
+    """Return an empty configuration file, and the keys of a job on the datasets below a folder."""
     (folder / "config.yaml").write_text("{}")
     places = {"data.train": "train", "data.validation": "validation", "run.dir": "run"}
     tree = {
@@ -53,7 +53,7 @@ def job_on(folder: Path, task: str, params: dict[str, Any]) -> tuple[Path, dict[
 
 
 def inspected(task: Inspects, rows: Path, other: object, process: Any = None) -> tuple[list[str], Any]:
-    """Have rank 0 of two inspect its rows, when the other one's say `other`."""
+    """Have rank 0 of two inspect its rows, while the other rank reports `other`."""
     manifest = load_manifest(str(rows / "train"))
     said = list[str]()
     group = SimpleNamespace(rank=0, size=2, all_gather_objects=lambda mine: json.loads(json.dumps([mine, other])))
@@ -78,7 +78,7 @@ def test_all_rows_of_both_ranks_are_said_and_a_process_does_it_once(rows: Path) 
 
 @pytest.mark.parametrize("error", [DataError("a file has changed"), StorageError("the store hangs")])
 def test_what_one_rank_cannot_look_at_ends_all_of_them_alike(rows: Path, error: ElasticTrainError) -> None:
-    """The one that met it, and one that hears of it."""
+    """The rank that has the error and a rank that only learns of it raise the same error."""
     for task, other in (
         (Inspects(error), [9, None, None]),
         (Inspects(), [0, None, [type(error).__name__, str(error)]]),
@@ -93,7 +93,7 @@ def test_of_unfit_rows_all_ranks_name_the_first(rows: Path) -> None:
 
 
 def test_all_unfit_rows_are_named_at_once(tmp_path: Path) -> None:
-    """Of both datasets and of every rank, up to a number, whether their lengths are known or not."""
+    """The errors of both datasets and all ranks are listed, up to a limit, whether or not the lengths are known."""
     for part, long in (("train", (3, 55, 333)), ("validation", (7, *range(100, 140)))):
         lists = [[1] * (9 if number in long else 4) for number in range(400)]
         (tmp_path / part).mkdir()
@@ -139,7 +139,7 @@ def test_all_unfit_rows_are_named_at_once(tmp_path: Path) -> None:
 def test_one_unfit_list_among_many_is_named_before_training(
     tmp_path: Path, place: str, row: list[int | None], why: str, has_lengths: bool
 ) -> None:
-    """With dataset, file, row group and row, in either dataset; lists that are cut may be of any length."""
+    """The error names dataset, file, row group and row; lists that are truncated may have any length."""
     for part in ("train", "validation"):
         lists: list[list[int | None]] = [[number % 7] * (number % 9) for number in range(400)]
         if part == place:
@@ -190,7 +190,7 @@ LANGUAGE = "elastic_train.tasks.causal_lm:CausalLM"
 def test_one_unfit_value_among_many_is_named_before_training(
     tmp_path: Path, path: str, place: str, column: str, row: Any, why: str, has_statistics: bool
 ) -> None:
-    """A value of tokens, targets or classes, also of a validation set whose classes were not counted."""
+    """A value of tokens, targets or classes, also in a validation set with unknown class counts."""
     for part in ("train", "validation"):
         values = {name: list(each) for name, each in GOOD.items()}
         if part == place:
@@ -207,7 +207,7 @@ def test_one_unfit_value_among_many_is_named_before_training(
 
 
 def test_slices_of_a_table_grow_while_their_inspection_is_quick(rows: Path) -> None:
-    """A task whose rows take no time is asked far less often than once for each 16 rows."""
+    """A task whose rows are quick to inspect is called far less often than once per 16 rows."""
     sizes = list[int]()
 
     class Counts(Inspects):

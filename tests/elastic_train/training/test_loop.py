@@ -1,4 +1,4 @@
-"""The loop's step: a rank's flags reach the others with the step that it has just computed."""
+"""A step of the loop: a rank's flags reach the others in the step that it has just computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
 
 
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not after the next: one step may take all the time that a machine is given to leave."""
+    """It must not compute the following step: one step may take all the time that a machine has to leave."""
     session = MagicMock()
     session.stage, session.assigned, session.auditor, session.world.cell = (
         Stage(MagicMock(), nn.Module()),
@@ -60,7 +60,7 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
 
 @pytest.mark.parametrize("others_lack_it", [False, True])
 def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPatch, others_lack_it: bool) -> None:
-    """Where one of them cannot read a sample, the others would wait in vain for what it gives to the lane."""
+    """If one of them cannot read a sample, the others would wait for its contribution to the lane for ever."""
     session, run = MagicMock(stage=Stage(MagicMock(), nn.Module()), assigned=[[0]]), list[LaneBatch]()
     session.world.mesh, session.plan.num_lanes = Mesh(0, 1), 1
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
@@ -76,7 +76,7 @@ def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:
-    """Whatever their type, and where a task's loss has a dimension of one element."""
+    """This holds for any loss type, and for tasks whose loss has a dimension of one element."""
     unread = {
         4: turns.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
         5: LaneSums(),
@@ -106,7 +106,7 @@ def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:
 def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
     monkeypatch: pytest.MonkeyPatch, looks: list[list[int]], end: loop.Outcome, is_before: bool
 ) -> None:
-    """Before a world's first step and after any: nobody leaves while others are still being asked."""
+    """Before a world's first step and after any, nobody leaves while others are still being asked."""
     monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
     session = MagicMock(is_over=False)
     session.world.group.rank = 0
@@ -122,7 +122,7 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
 def test_what_only_those_that_leave_have_is_committed_before_they_go(
     monkeypatch: pytest.MonkeyPatch, asked: list[int], end: loop.Outcome, step: int, is_sole: bool
 ) -> None:
-    """By all ranks, those that stay, too; nothing is to be kept of a job that has no step yet."""
+    """All ranks commit, including those that stay; a job without a step has nothing to keep."""
     monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
     session = MagicMock(is_over=False)
     session.world.group.rank, session.state.step = 0, step
@@ -135,7 +135,7 @@ def test_what_only_those_that_leave_have_is_committed_before_they_go(
 def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A scheduler that takes its time does not keep those that it has asked first until they are killed."""
+    """A scheduler that asks slowly must not delay the first ranks until they are killed."""
     monkeypatch.setattr(loop, "LEAVING_QUIET_S", 0.0)
     session = MagicMock()
     session.world.group.rank = 0
@@ -149,7 +149,7 @@ def test_a_world_of_which_everybody_is_asked_one_after_another_looks_only_so_oft
 def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_step(
     has_it: bool, others_lack_it: bool
 ) -> None:
-    """By all ranks if any of them lacks it: when training ends depends on it. It counts once."""
+    """If any rank lacks it, all ranks repeat it, since it decides when training ends. It counts once."""
     plan, state, world = MagicMock(), MagicMock(step=6), MagicMock()
     plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
     plan.validates_every = 3
@@ -175,7 +175,7 @@ def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
 
 
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
-    """The peer may have applied it. In restart mode no member's state counts, so there the world just ends."""
+    """The peer may have applied the step. In restart mode no member's state counts, so the world just ends."""
     lost = PeerLostError("connection reset by peer")
     session, norm = MagicMock(), torch.tensor(1.0)
     session.state.shards.table.has_all_gradients = True

@@ -1,4 +1,4 @@
-"""A state that no world takes over any more is committed by the process that holds it, as the child of its ancestor."""
+"""A state that no further world takes over is committed by the process that holds it, as the child of its ancestor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state_of(*intervals: tuple[int, int, int]) -> AppliedState:
 
 @pytest.mark.parametrize("error", [TooFewNodesError("few"), Preempted("asked to leave"), StorageError("etcd is away")])
 def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: ElasticTrainError, tmp_path: Path) -> None:
-    """Its parent is the newest commit of its lineage, not the late record of a fenced writer."""
+    """Its parent is the newest commit of its lineage, not a fenced writer's later record."""
     plan, store = plan_of(tmp_path), open_store(str(tmp_path))
 
     def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
@@ -90,7 +90,7 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
 
 
 def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_path: Path) -> None:
-    """The chain's steps grow: the parent is the damaged commit's own parent."""
+    """Steps must grow along the chain: the parent is the damaged commit's parent."""
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     writer = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
@@ -106,7 +106,7 @@ def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_pat
 def test_hanging_storage_does_not_keep_a_process_from_leaving(
     hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whichever storage call hangs, the process leaves, and reports what it could not commit."""
+    """Whichever storage call hangs, the process exits and reports what it could not commit."""
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
@@ -138,7 +138,7 @@ def few(*, as_last: bool) -> None:
 def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short call of the world's store has a deadline; a save's has none, since it is abandoned as a whole."""
+    """A world's short store calls have a deadline; a save's have none, since it is abandoned as a whole."""
 
     is_asked, may_answer = threading.Event(), threading.Event()
 
@@ -167,7 +167,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     with pytest.raises(StorageError, match="no answer"):
         world.store.create("pins/00000001-000000000001", b"")
     assert is_asked.wait(PATIENCE_S)
-    may_answer.set()  # of that call; those of the save are answered later, too
+    may_answer.set()  # releases that call; the save's calls are answered later
     may_answer = threading.Event()
     is_asked.clear()
     saves = open_saves(process, world, None)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def test_the_first_rank_of_every_node_warns_once_of_its_mount(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What rank 0 sees of its own mount says nothing of the others'."""
+    """Rank 0's view of its own mount says nothing about other nodes' mounts."""
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setattr(open_session, "hazards", lambda url: iter([f"{url} is on tmpfs"]))
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""The end of a run on disk: a failed write is reported, and neither fails the job nor starts it over."""
+"""The end of a run on disk: a failed write is reported, but neither fails nor restarts the job."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Ended:
-    """Stands in for a session after its last commit, on rank 0; records the order of the calls that end it."""
+    """A fake session after its last commit, on rank 0, that records the order of the calls that end it."""
 
     def __init__(self, folder: Path, *, is_live: bool = True, is_launched: bool = True) -> None:
         self.acts: list[str] = []
@@ -81,7 +81,7 @@ class Ended:
 
 
 def fill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the disk take no result."""
+    """Make the disk reject the result."""
 
     def refuse(path: Path, text: str) -> None:
         raise FULL
@@ -102,7 +102,7 @@ def test_a_job_whose_result_cannot_be_written_is_done(
     is_launched: bool,
     code: int,
 ) -> None:
-    """The error names file and reason, the job is closed, and the exit code is one that no scheduler restarts."""
+    """The error names file and reason, the job is closed, and no scheduler restarts on the exit code."""
     fill(monkeypatch)
     session = Ended(tmp_path, is_live=is_live, is_launched=is_launched)
     ended = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_the_last_line_says_what_was_made_and_what_to_do_with_it(
 
 @pytest.mark.parametrize(("why", "to"), [(None, ""), ("transformers does not know it", " --to safetensors")])
 def test_the_next_command_is_one_that_works(tmp_path: Path, why: str | None, to: str) -> None:
-    """A task that has models of transformers may be configured to train another one; old validations are not its."""
+    """A task for transformers models may have another model configured; old validations do not apply to it."""
     session = Ended(tmp_path)
     result = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
     assert isinstance(result, TrainResult)
@@ -152,7 +152,7 @@ def test_the_next_command_is_one_that_works(tmp_path: Path, why: str | None, to:
 def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The code still asks to be requeued: the commit is there."""
+    """The exit code still asks for a requeue, as the commit is complete."""
     fill(monkeypatch)
     session = Ended(tmp_path)
     ended = _finish(session, Outcome.PREEMPTED)  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_a_rank_asked_to_leave_leaves_even_if_the_result_cannot_be_written(
 
 
 def test_a_process_that_was_fenced_off_before_its_result_writes_none(tmp_path: Path) -> None:
-    """Frozen since its last commit, it would replace the result of a newer term, which may say more."""
+    """Frozen since its last commit, it would overwrite a newer term's result."""
     session = Ended(tmp_path)
 
     def refuse() -> None:
@@ -175,7 +175,7 @@ def test_a_process_that_was_fenced_off_before_its_result_writes_none(tmp_path: P
 
 
 def test_a_task_gets_weights_that_other_libraries_can_save(tmp_path: Path) -> None:
-    """Also of layers of which ranks can have columns: they stand in memory column by column while training."""
+    """This includes layers that tensor ranks can cut by columns, which are stored column by column during training."""
     session = Ended(tmp_path)
     model = session.state.model = nn.Linear(2, 3)
     values = model.weight.detach().clone()
@@ -188,7 +188,7 @@ def test_a_task_gets_weights_that_other_libraries_can_save(tmp_path: Path) -> No
 
 
 def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> None:
-    """An OSError of the task's end hook is reported, and result.json is written; two errors are reported together."""
+    """An OSError in the task's end hook is reported and result.json is written; two errors are reported together."""
     session = Ended(tmp_path)
 
     def finish() -> None:
@@ -205,7 +205,7 @@ def test_a_task_that_cannot_write_does_not_cost_the_result(tmp_path: Path) -> No
 
 
 def test_other_errors_of_the_task_are_raised(tmp_path: Path) -> None:
-    """An error that is not the disk's is the task's own failure."""
+    """An error that is not about the disk is the task's own failure."""
     session = Ended(tmp_path)
 
     def finish() -> None:
@@ -217,7 +217,7 @@ def test_other_errors_of_the_task_are_raised(tmp_path: Path) -> None:
 
 
 def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old text stays, and nothing beside it."""
+    """The old text stays, and the draft is removed."""
     write_atomically(tmp_path / "a", "old")
 
     def cut_short(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`train` as a function: what it returns on one process and on two ranks, what it raises, what it leaves on disk."""
+"""`train` as a function, in one process and on two ranks: its result, its errors, its files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ thread.join()
 
 
 def run(program: str, *arguments: str) -> list[str]:
-    """Run a program by itself; return the lines of its stdout."""
+    """Run a program in its own process; return the lines of its stdout."""
     done = run_source(program, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
@@ -74,7 +74,7 @@ def run_on_two_ranks(script: Path, *arguments: str) -> list[str]:
 
 
 def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path) -> None:
-    """The result is that of the command, field by field, and a script gets it on its ranks."""
+    """The function's result equals the command's, field by field, also for a script on two ranks."""
     described, script = config(tmp_path, rows, CLASSIFIER), tmp_path / "script.py"
     script.write_text(TRAIN)
     assert start([described, "--max-steps", "4"]).code == 0
@@ -87,7 +87,7 @@ def test_the_function_the_command_and_two_ranks_agree(tmp_path: Path, rows: Path
 
 
 def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, rows: Path) -> None:
-    """SIGTERM ends the call after a commit, with the exit code that asks for more time; the handlers are given back."""
+    """SIGTERM ends the call after a commit with the exit code for a requeue; signal handlers are restored."""
     lines = run(LEFT, config(tmp_path, rows, failing(tmp_path, after=10, how="SIGTERM"), epochs=1))
     printed = [line for line in lines if line.startswith("Preempted")]
     assert printed == ["Preempted 75 asked to leave by SIGTERM; step 3 is committed: the same command resumes from it"]
@@ -95,7 +95,7 @@ def test_a_request_to_leave_is_raised_and_the_next_call_resumes(tmp_path: Path, 
 
 
 def test_a_task_that_changes_the_working_folder_changes_nothing(tmp_path: Path, rows: Path) -> None:
-    """Paths are relative to where the job was started: the result went elsewhere, and `status` said resumable."""
+    """Paths are relative to the folder where the job started, for the result and for `status`."""
     (tmp_path / "moving.py").write_text(
         "import os\nfrom elastic_train.tasks.text_classifier import TextClassifier\n"
         f"os.makedirs({str(tmp_path / 'else')!r}, exist_ok=True)\nos.chdir({str(tmp_path / 'else')!r})\n"
@@ -115,7 +115,7 @@ def test_a_task_that_changes_the_working_folder_changes_nothing(tmp_path: Path, 
 
 
 def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
-    """Each is of the public tree and names what is wrong; a thread that cannot take signals is refused."""
+    """Each error is in the public hierarchy and names the mistake; a thread that cannot handle signals is refused."""
     described = tmp_path / "config.yaml"
     described.write_text(
         yaml.safe_dump({"data": {"train": str(rows / "train")}, "run": {"dir": str(tmp_path / "run")}})
@@ -128,7 +128,7 @@ def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
 
 
 def test_steps_and_validations_without_a_target_are_no_numbers_and_change_nothing(tmp_path: Path, rows: Path) -> None:
-    """Weight decay does not act, early stopping does not count them, and each is said with the dataset."""
+    """Weight decay is not applied, early stopping ignores them, and each is reported with its dataset."""
     task = {"path": "tests.tasks:Untargeted", "params": CLASSIFIER["task"]["params"]}  # type: ignore[index]
     validation = {"every_steps": 2, "early_stopping": {"metric": "max auc", "patience": 1}}
     described = config(tmp_path, rows, {**CLASSIFIER, "task": task, "validation": validation, "max_steps": 6})

@@ -1,4 +1,4 @@
-"""What rank 0 says of the rows of all ranks, and what follows from it."""
+"""What rank 0 reports about the rows of all ranks, and the actions that follow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sums(*ranks: RankFacts) -> StepSums:
 
 
 class Said:
-    """A watch, and the lines that it writes."""
+    """A watch, and its log lines."""
 
     def __init__(
         self, folder: Path, every_steps: int = 1000, clock: Callable[[], float] = time.monotonic, **actions: str
@@ -69,7 +69,7 @@ class Said:
 
 
 def test_windows_of_every_ranks_phases_reach_history_tracker_and_result(tmp_path: Path) -> None:
-    """Every so many steps, and what is left at a world's end; the result has all, whatever the windows."""
+    """Every few steps, and the remainder at a world's end; the result covers all steps, whatever the windows."""
     said = Said(tmp_path, every_steps=2)
     for step in (7, 8, 9):
         said.watch.step(step, sums(ROW, ROW._replace(data_s=1.5)), 1.0, 0)
@@ -97,7 +97,7 @@ def test_only_rank_0_says_so() -> None:
 def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
     tmp_path: Path, action: str, commits: int, stops: int
 ) -> None:
-    """In history, log and tracker; a commit is asked for once. The host is what its own history says."""
+    """The event is in history, log and tracker; a commit is requested once. The host is from the rank's own history."""
     said = Said(tmp_path, slow_compute=action)
     wanted = 0
     for step in range(1, 61):
@@ -118,7 +118,7 @@ def test_a_slow_rank_is_an_event_with_its_evidence_and_what_is_to_follow(
 
 
 def test_the_log_has_one_line_per_kind_and_minute_and_the_history_all(tmp_path: Path) -> None:
-    """A line counts those held back and names their ranks; what is followed by an action has a line at once."""
+    """A line counts suppressed events and names their ranks; an event with an action is logged at once."""
     now = [0.0]
     said = Said(tmp_path, clock=lambda: now[0], slow_link="snapshot")
     for rank in (0, 2, 1):
@@ -143,7 +143,7 @@ def test_the_log_has_one_line_per_kind_and_minute_and_the_history_all(tmp_path: 
 
 
 def test_a_commit_that_is_asked_for_is_overdue_until_one_begins() -> None:
-    """By rank 0, whose word counts; what is due anyway fulfils it."""
+    """Rank 0 decides; a commit that is due anyway satisfies the request."""
     plan, world, cadence = MagicMock(), MagicMock(is_leader=True), MagicMock()
     cadence.is_overdue.return_value = False
     saves = MagicMock(is_busy=False, is_owed=False)
@@ -156,7 +156,7 @@ def test_a_commit_that_is_asked_for_is_overdue_until_one_begins() -> None:
 
 
 def test_a_job_that_an_event_ends_is_committed_first() -> None:
-    """On every rank alike, by the flag of one; exit code 93, so that nobody starts it again by itself."""
+    """One rank's flag stops every rank; exit code 93 keeps schedulers from restarting the job."""
     session = MagicMock()
     with pytest.raises(NoProgressError, match=r"monitoring\.on_event") as error:
         loop._end(session, 0, StepSums(0.0, 1.0, CoverageSums(), 0, 0, STOP, 0))
@@ -164,7 +164,7 @@ def test_a_job_that_an_event_ends_is_committed_first() -> None:
 
 
 def test_the_host_of_a_rank_is_in_its_history(tmp_path: Path) -> None:
-    """None where that is not in this folder, as on a node of its own disk."""
+    """None if that history is not in this folder, as for a node with a local disk."""
     files = BackgroundFiles()
     history = History(files, tmp_path, 4, 2)
     history.form(world=3, cause="start", joined_at=None, sealed_at=None, started_at=0.0)

@@ -1,4 +1,4 @@
-"""A node whose own copy of the data has flipped bits: it ends and says where, and the others train on without it."""
+"""A node with flipped bits in its copy of the data exits and says where they are; the others continue without it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ STEPS = 500
 def test_one_bad_copy_costs_the_others_one_regroup(
     tmp_path: Path, rows: Path, etcd: EtcdServer, unreadable: str
 ) -> None:
-    """The node ends with 65 and is not started again; the other computes the bits of a job that nothing affected.
+    """The node exits with 65 and is not restarted; the other ends with the bits of an undisturbed job.
 
-    Also where what nobody can read would be left out: others can read it.
+    This also holds if unreadable samples are to be skipped: the other node can read them.
     """
     config = write_config(tmp_path, rows, STEPS)
     tree = yaml.safe_load(Path(config).read_text())

@@ -1,4 +1,4 @@
-"""Folders that freeze, or that one node cannot write: no rank loses its state over them, and no world ends."""
+"""Folders that freeze, or that one node cannot write: no rank loses its state and no world ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def etcd() -> Iterator[EtcdServer]:
 
 
 def step_of(log: Path) -> int:
-    """Return the last step that a node has shown."""
+    """Return the last step that a node has logged."""
     return max((int(step) for step in re.findall(r"^step (\d+)/", log.read_text(), re.MULTILINE)), default=0)
 
 
@@ -58,9 +58,9 @@ def num_members(etcd: EtcdServer, run_id: str) -> int:
 def test_a_folder_that_freezes_costs_no_state(
     tmp_path: Path, rows: Path, etcd: EtcdServer, disk: FreezingDisk, undisturbed: Callable[[int], object]
 ) -> None:
-    """Everything that the run writes is on one file system, which freezes for longer than a rank may hang.
+    """All of the run's files are on one file system, which freezes for longer than `hang_timeout_s`.
 
-    The ranks train on in their world; what they had to say meanwhile is in the histories afterwards.
+    The ranks continue in their world; the histories afterwards contain the events of that time.
     """
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, 100_000, lane_ms=40.0), ranks=2, nnodes="1")
     term, pids = until_whole(disk.folder, 2)
@@ -73,7 +73,7 @@ def test_a_folder_that_freezes_costs_no_state(
     )
     disk.thaw()
     eventually(lambda: any(disk.folder.glob("commits/[0-9]*.json")), "a commit")
-    formed = collect(disk.folder).of("form")  # before ranks leave, of which one may be asked a step sooner
+    formed = collect(disk.folder).of("form")  # read before ranks leave: one may be asked a step earlier
     assert {line["pid"] for line in formed} == set(pids.values())
     assert {line["term"] for line in formed} == {term}
     asked_at = step_of(tmp_path / "node.log")
@@ -90,7 +90,7 @@ def test_a_folder_that_freezes_costs_no_state(
 def test_one_node_without_a_folder_costs_the_others_nothing(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], bad: str
 ) -> None:
-    """It trains on with them in one world, says once that it cannot write, and has the same weights in the end."""
+    """The node continues in the same world, reports once that it cannot write, and ends with the same weights."""
     (tmp_path / "file").write_text("not a folder")
     run_id = bad.replace(" ", "-")
     bad_node, good_node = tmp_path / "bad" / run_id, tmp_path / "good" / run_id

@@ -1,4 +1,4 @@
-"""Two nodes, one of which validates on other data: it is turned away, and the other trains on to the same bits."""
+"""Of two nodes, one has different validation data: it is rejected, and the other's result keeps its bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 120
 
 
 def test_a_node_with_another_validation_set_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """With 2 and both digests, and it is not started again; the other loses no step."""
+    """The rejected node exits with 2, prints both digests and is not restarted; the other loses no step."""
     known = tmp_path / "known"
     config = write_config(tmp_path, rows, STEPS, lane_ms=60.0, until=known)
     other = write_rows(tmp_path / "other", 101, seed=3)

@@ -1,4 +1,4 @@
-"""Two nodes whose run.dir is a folder on their own disks: the second is turned away, and the first trains on."""
+"""Two nodes with run.dir on their own local disks: the second is rejected, and the first continues."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["etcd", "nothing_left"]  # fixtures
 
 
 def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorker:
-    """Start a node of one rank, with a run.dir of its own; what it says goes into `<run>.log`."""
+    """Start a node of one rank with its own run.dir; its output goes to `<run>.log`."""
     return launch_alone(folder, etcd, config, run, "--run.dir", str(folder / run))
 
 
 def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """It ends with 2 before it joins: the other node's world does not even change. Also when it comes back alone."""
+    """It exits with 2 before it joins, so the other node's world does not change; also when it returns alone."""
     config = write_config(tmp_path, rows, ENDLESS)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
@@ -49,24 +49,24 @@ def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Pat
 
 
 def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Its copy has the job's word; it ends with 2 in its first world, and alone, with the steps that it lacks."""
+    """The copy has the job's marker: the node exits with 2 in its first world; alone, it names the missing steps."""
     config = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
     eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
-    with contextlib.suppress(shutil.Error):  # of files that are deleted meanwhile
+    with contextlib.suppress(shutil.Error):  # files may be deleted during the copy
         shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert "so it is a copy or an old view of that folder" in (tmp_path / "b.log").read_text()
     eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "b"), "a newer commit")
-    first.send_signal(signal.SIGTERM)  # and not killed: its lease would be waited for
+    first.send_signal(signal.SIGTERM)  # SIGTERM, as a killed node's lease would have to expire first
     assert first.wait(PATIENCE_S) == 75
     assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
     assert "checkpoint.accept_loss=" in (tmp_path / "b.log").read_text()
 
 
 def test_a_run_dir_that_is_removed_is_complete_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """It is said at the next commit, and a node that comes then is let in, and finds the history of the first."""
+    """The next commit reports it; a node that joins afterwards is accepted and finds the first node's history."""
     config, folder = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0), tmp_path / "a"
     launch(tmp_path, etcd, config, "a")
     until_whole(folder, 1)
@@ -86,7 +86,7 @@ def newest(run: Path) -> int:
 
 
 def test_two_nodes_that_begin_at_once_have_one_lineage(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """One of them is turned away by their first world, or before; the other ends the job."""
+    """One node is rejected in their first world or before; the other completes the job."""
     config = write_config(tmp_path, rows, 30, lane_ms=1.0)
     nodes = {run: launch(tmp_path, etcd, config, run) for run in ("a", "b")}
     codes = {run: node.wait(240) for run, node in nodes.items()}

@@ -1,4 +1,4 @@
-"""One node cannot write where the commits are: it steps back, says why, and costs the others a few failed saves."""
+"""A node that cannot write commits steps back and says why; the others lose only a few saves."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ NUM_STEPS = 150
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[StoreMount]:
-    """The way of one node to the commits, which can be made read-only."""
+    """One node's mount of the commit folder, which can be made read-only."""
     (tmp_path / "commits").mkdir()
     with mounted(tmp_path / "commits", tmp_path / "way") as made:
         yield made
 
 
 def launch(folder: Path, etcd: EtcdServer, config: str, store: Path, *more: str, nnodes: str = "1:2") -> Path:
-    """Start a node that finds the commits at `store`; return what it says."""
+    """Start a node with its commits at `store`; return its log."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
     command += [f"--rdzv_endpoint={etcd.endpoint}", f"--rdzv_id={folder.parent.name}", f"--nnodes={nnodes}", *more]
@@ -55,7 +55,7 @@ LIVE = "--rdzv_conf=recovery=live,ttl=60"
 def launch_two(
     folder: Path, etcd: EtcdServer, config: str, first: Path, second: Path, nnodes: str = "2", more: str = LIVE
 ) -> list[Path]:
-    """Start two nodes, the leader first; return what they say."""
+    """Start two nodes, the leader first; return their logs."""
     logs = [launch(folder / "a", etcd, config, first, more, nnodes=nnodes)]
     eventually(lambda: num_members(etcd, folder.name) == 1, "the first node's registration")
     return [*logs, launch(folder / "b", etcd, config, second, more, nnodes=nnodes)]
@@ -75,13 +75,13 @@ def newest(store: Path) -> str:
 def test_a_node_that_cannot_write_any_more_steps_back(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, bad: str, undisturbed: Callable[[int], object]
 ) -> None:
-    """Its mount turns read-only while it trains: soon the others commit without it, and it trains on with them.
+    """The node's mount becomes read-only: soon the others commit without it, and it continues to train with them.
 
-    Before, ten saves failed in a row, and the job ended.
+    Without stepping back, ten saves would fail in a row and end the job.
     """
     known = tmp_path / "known"
     config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=40.0, until=known)
-    if bad == "other":  # it has a part to write, as the state is large
+    if bad == "other":  # the state is large enough for it to write a part
         Path(config).write_text(Path(config).read_text().replace("dim: 16", "dim: 256"))
     first, second = (mount.folder, mount.store) if bad == "leader" else (mount.store, mount.folder)
     logs = launch_two(tmp_path, etcd, config, first, second)
@@ -110,7 +110,7 @@ def test_a_leader_that_can_never_write_lets_another_one_lead(
 ) -> None:
     """It registered first, and its world cannot even claim a term.
 
-    Before, it tried ten times and ended, and the job began when its agent had started another worker in its place.
+    Otherwise it would try ten times and exit, and the job would start only once its agent had started another worker.
     """
     mount.set_readonly(is_readonly=True)
     config = write_config(tmp_path, rows, 60)
@@ -123,7 +123,7 @@ def test_a_leader_that_can_never_write_lets_another_one_lead(
 
 @pytest.mark.long
 def test_a_mount_that_is_mended_is_used_again(tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount) -> None:
-    """The next world tries again: the node writes a part, and may lead."""
+    """The next world tries the mount again: the node writes a part, and may lead."""
     config = write_config(tmp_path, rows, 100_000, lane_ms=20.0)
     launch_two(tmp_path, etcd, config, mount.folder, mount.store, nnodes="1:2")
     until_whole(tmp_path / "run", 2)
@@ -132,7 +132,7 @@ def test_a_mount_that_is_mended_is_used_again(tmp_path: Path, rows: Path, etcd: 
     eventually(lambda: "this node cannot write to" in log.read_text(), "the node that cannot write steps back")
     mount.set_readonly(is_readonly=False)
     before = max(leaders(tmp_path / "run"))
-    STARTED[1].kill()  # the next world is of the mended node alone
+    STARTED[1].kill()  # the next world consists of the recovered node alone
     STARTED[1].wait()
     eventually(lambda: max(leaders(tmp_path / "run")) > before, "a world of the mended node")
     held = newest(mount.store)
@@ -143,7 +143,7 @@ def test_a_mount_that_is_mended_is_used_again(tmp_path: Path, rows: Path, etcd: 
 def test_in_restart_mode_the_node_ends_with_2(
     tmp_path: Path, rows: Path, etcd: EtcdServer, mount: StoreMount, undisturbed: Callable[[int], object]
 ) -> None:
-    """Its agent does not start it again, and the others continue from the newest commit."""
+    """Its agent does not restart it, and the others continue from the newest commit."""
     config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=40.0)
     more = "--rdzv_conf=ttl=2,last_call_timeout=60"
     logs = launch_two(tmp_path, etcd, config, mount.folder, mount.store, nnodes="1:2", more=more)

@@ -1,4 +1,4 @@
-"""Two jobs with one run.dir, each with a run id of its own: one trains, the other ends with 2 and says whose it met."""
+"""Two jobs with one run.dir and different run ids: one trains, the other exits with 2 and names the first one's id."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def etcds() -> Iterator[list[EtcdServer]]:
 def test_a_second_job_ends_before_it_trains(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], num_etcds: int, undisturbed: Callable[[int], object]
 ) -> None:
-    """Before, the two fenced each other off: 24 terms, twice the steps, and nobody said a word."""
+    """Otherwise the two would fence each other off in turn (24 terms, twice the steps) without any message."""
     known = tmp_path / "known"
     config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
     first, second = tmp_path / f"first-{num_etcds}", tmp_path / f"second-{num_etcds}"
@@ -61,7 +61,7 @@ def test_a_second_job_ends_before_it_trains(
 def test_a_job_that_another_one_has_fenced_off_ends(
     tmp_path: Path, rows: Path, etcds: list[EtcdServer], undisturbed: Callable[[int], object]
 ) -> None:
-    """The first was frozen while the second one looked, and began in its place; it wakes up, finds out, and ends."""
+    """The first job is frozen while the second looks and starts; it resumes, sees the newer term, and exits."""
     known = tmp_path / "known"
     config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
     first, second = tmp_path / "frozen", tmp_path / "newer"

@@ -1,4 +1,4 @@
-"""A rank computes one gradient wrongly in a live world: an audit names it, and no bit of the result shows it."""
+"""A rank computes one gradient wrongly in a live world: an audit names it, and the result's bits are unaffected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ UNTIL = {
 def assert_named(
     folder: Path, etcd: EtcdServer, config: str, num_ranks: int, num_right: int, lane_ms: float
 ) -> Evidence:
-    """Have a rank compute one gradient wrongly: it is named, with lane and samples, and the step is repeated."""
+    """Make a rank compute a wrong gradient; assert that it is named with lane and samples and the step is repeated."""
     path, points, known = Path(config), folder / "points", folder / "known"
     tree = yaml.safe_load(path.read_text())
     tree["run"]["audit_lanes"], tree["task"]["path"] = 1, UNTIL[tree["task"]["path"]]
@@ -69,7 +69,7 @@ def assert_named(
 def test_a_rank_that_computes_wrongly_is_named(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """By the auditor's computation, and one more of all ranks; other steps have no event."""
+    """The auditor's computation and one more by all ranks identify it; other steps have no event."""
     config = write_config(tmp_path, rows, STEPS)
     assert weights(assert_named(tmp_path, etcd, config, num_ranks=3, num_right=4, lane_ms=100.0)) == undisturbed(STEPS)
 
@@ -86,7 +86,7 @@ def test_a_rank_that_computes_wrongly_is_named(
 def test_a_rank_is_named_whose_gradients_are_rounded_or_in_shards(
     tmp_path: Path, rows: Path, etcd: EtcdServer, parallel: dict[str, object]
 ) -> None:
-    """A lane's gradient is looked at before it is cut and sent; weights are gathered for who computes it again."""
+    """A lane's gradient is checked before it is cut and sent; weights are gathered for the ranks that recompute it."""
     paths = [write_config(folder, rows, STEPS) for folder in (tmp_path, tmp_path / "alone")]
     for path in map(Path, paths):
         tree = yaml.safe_load(path.read_text())
@@ -105,8 +105,8 @@ def test_a_rank_is_named_whose_gradients_are_rounded_or_in_shards(
 def test_a_rank_of_a_cell_that_computes_wrongly_is_named(
     tmp_path: Path, rows: Path, etcd: EtcdServer, sizes: dict[str, object], parallel: dict[str, object]
 ) -> None:
-    """In one of a stage's chunks, or beside a rank that has other experts; each place of two cells is compared, in the
-    audit and once more."""
+    """The rank has one of a stage's chunks, or some of the experts; audit and repetition compare each rank of two cells
+    with its counterpart."""
     sizes = {**MODEL, **sizes}
     config = write_cells(tmp_path, rows, STEPS, parallel, sizes)
     run = assert_named(tmp_path, etcd, config, num_ranks=4, num_right=7, lane_ms=100.0)

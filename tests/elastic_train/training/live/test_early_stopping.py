@@ -1,4 +1,4 @@
-"""Early stopping in live jobs: a rank that dies in a validation changes neither where training ends nor a bit."""
+"""Early stopping in live jobs: a rank's death during validation changes neither the last step nor the bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPE = {
 
 
 def job(folder: Path, rows: Path) -> str:
-    """Write the configuration of a job that would train for ever; its loss falls, so the first validation is best."""
+    """Write the configuration of an endless job; its monitored loss falls, so that the first validation is the best."""
     path = Path(write_config(folder, rows, 100_000, lane_ms=0.0))
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **JOB, **RECIPE}))
     return str(path)
@@ -41,12 +41,12 @@ def job(folder: Path, rows: Path) -> str:
 
 @pytest.mark.slow
 def test_a_validation_that_a_fault_ends_is_done_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The survivors, whose weights and averages are in shards, validate before they train on."""
+    """The survivors, whose weights and averages are sharded, repeat the validation before they train on."""
     succeed(start([job(tmp_path / "alone", rows)]))
     assert result(tmp_path / "alone")["step"] == EVERY * (1 + PATIENCE)
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "validate", "kill", 2)  # before the job begins: it may be over before a test looks
+    arm(points, "validate", "kill", 2)  # before the job starts: it may end before a test looks
     environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
     run, log = finish(launch(tmp_path, etcd, job(tmp_path, rows), ranks=3, **environ), tmp_path)
     assert {line["world"] for line in run.of("form") if line["term"] == 1} == {3}

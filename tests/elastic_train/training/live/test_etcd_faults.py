@@ -1,4 +1,4 @@
-"""Live training on top of an etcd that breaks: members compute on in their world, and only a new world needs etcd."""
+"""Live training during etcd faults: members continue in their world, since only forming a new world needs etcd."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ OUTAGE_S = 20.0
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) -> None:
-    """The leader dies; all members are away for 20 s; one says nothing while the history is compacted.
+    """The etcd leader dies; all members are down for 20 s; one stays silent while the history is compacted.
 
-    None of that costs the world anything. Then, with that member still silent, a worker is killed: the job regroups,
-    no survivor gives up a step, and no bit differs from a run in which nothing happened.
+    None of these affects the world. Then, with that member still silent, a worker is killed: the job regroups, no
+    survivor loses a step, and the result has the bits of an undisturbed run.
     """
     run = tmp_path / "run"
     with EtcdCluster() as cluster:
@@ -69,7 +69,7 @@ def test_training_continues_whatever_breaks_in_etcd(tmp_path: Path, rows: Path) 
 
 
 def lose_leader(cluster: EtcdCluster, run: Path) -> None:
-    """Kill the leader; have it back when another leads."""
+    """Kill the leader; restart it once another member leads."""
     lost = cluster.leader()
     lost.kill()
     assert cluster.leader() is not lost
@@ -78,7 +78,7 @@ def lose_leader(cluster: EtcdCluster, run: Path) -> None:
 
 
 def lose_all(cluster: EtcdCluster, run: Path) -> None:
-    """Kill all members at once, and have them back on the same data after 20 s."""
+    """Kill all members at once; restart them with the same data after 20 s."""
     cluster.kill()
     train_on(run, for_s=OUTAGE_S)
     cluster.start()
@@ -86,7 +86,7 @@ def lose_all(cluster: EtcdCluster, run: Path) -> None:
 
 
 def compact(members: list[EtcdServer]) -> None:
-    """Write, then forget all history up to there, while the job's watches are open."""
+    """Write, then compact all history up to that write, while the job's watches are open."""
     store = EtcdStore(etcd_options([member.endpoint for member in members]), give_up_after_s=PATIENCE_S)
     written = store.swap({"/elsewhere": Put("1")}, {})
     store._connection.client().compact(written)
@@ -94,7 +94,7 @@ def compact(members: list[EtcdServer]) -> None:
 
 
 def train_on(run: Path, *, for_s: float = 0.0, num_steps: int = 20) -> None:
-    """Return when so many seconds have passed, and so many steps beyond the present were taken."""
+    """Return after a number of seconds and a number of further steps."""
     began, before = time.monotonic(), len(steps_of(run))
     eventually(
         lambda: time.monotonic() - began >= for_s and len(steps_of(run)) >= before + num_steps,
@@ -112,6 +112,6 @@ def terms(run: Path) -> set[int]:
 
 
 def leave(job: ForkedWorker) -> None:
-    """Ask the only node to leave: it commits what it has applied."""
+    """Ask the only node to leave: it commits its applied state."""
     job.send_signal(signal.SIGTERM)
     job.wait(PATIENCE_S)

@@ -1,7 +1,7 @@
-"""Layouts that lose ranks, by processes: while each part of the state is left no step is given up, and no bit differs.
+"""Layouts that lose ranks, in processes: while a copy of each shard survives, no step is lost and no bit differs.
 
-Every layout loses ranks at every point in memory (`whole_runs.test_lost_ranks`); here are those whose survivors wait
-for one another in different ways.
+Every layout loses ranks at every point in memory (`whole_runs.test_lost_ranks`); here are the layouts whose survivors
+wait for one another in different ways.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Parallel = Mapping[str, object]
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 OF_TRANSFORMERS = {**LLAMA, "vocab_size": 64, "tie_word_embeddings": False, "attention_dropout": 0.1}
 OWN_BITS = ("tensor", "sequence", "context")
-"""The degrees that decide the bits: a job that loses nobody has these alone."""
+"""The degrees that determine the bits: the undisturbed job has only these."""
 
 
 def write_config(
@@ -55,7 +55,7 @@ def write_config(
     sizes: Mapping[str, object] = MODEL,
     tasks: str = "chaos.tasks.paced_language",
 ) -> str:
-    """Write a job of a language model, of transformers if `sizes` say so; where it is endless, each lane takes a while
+    """Write the configuration of a language model, of transformers if `sizes` is given; an endless job's lanes take
     longer."""
     model = {"hf": {"config": sizes}} if "model_type" in sizes else {"model": sizes}
     params = {**model, "max_tokens": 16, "lane_ms": 40.0 if steps == ENDLESS else 0.0}
@@ -88,10 +88,10 @@ def assert_nothing_is_lost(
     sizes: Mapping[str, object] | None = None,
     tasks: str = "chaos.tasks.paced_language",
 ) -> None:
-    """Kill a rank of cells at each place in turn: others go on with their processes and parts.
+    """Kill a rank of a cell at each place in turn; the others continue with their processes and shards.
 
-    A new process takes the place, and gets the part. In the end weights are those of as many steps of an undisturbed
-    job, of one cell without shares.
+    A new process replaces the rank and receives its shard. The final weights equal those of an undisturbed job of as
+    many steps, with one cell and nothing sharded.
     """
     points, sizes = folder / "points", sizes or sizes_of(parallel)
     points.mkdir()
@@ -125,15 +125,15 @@ GRADIENTS, PARAMETERS = {"shards": "gradients", "copies": 2}, {"shards": "parame
 ROWS = [
     # stages gather weights while the other cell waits for gradients
     pytest.param({**STAGES, **PARAMETERS}, 2, ("forward 5", "backward 7", "applied")),
-    # the other pipeline waits for its experts, a rank's own for activations
+    # the other pipeline waits for its experts, a stage waits for activations
     pytest.param({**EXPERTS, **STAGES, "recompute": "units"}, 2, ("backward 13",)),
     pytest.param(TENSOR, 2, ("backward", "apply", "commit"), marks=HUNT),
     pytest.param({**TENSOR, "sequence": True}, 2, ("backward",), marks=HUNT),
     pytest.param({**TENSOR, **GRADIENTS}, 3, ("backward 3", "exchange", "commit"), marks=HUNT),
     pytest.param({**CONTEXT, **PARAMETERS}, 2, ("backward 3", "applied"), marks=HUNT),
-    # a stage's other rank holds the same part, and gives it to the newcomer
+    # the other rank of the stage holds the same shard and sends it to the newcomer
     pytest.param({**CONTEXT, **STAGES}, 1, ("backward 7", "exchange 2", "commit"), marks=HUNT),
-    # two ranks die at the hand-over, which may have held the same stage
+    # two ranks die at the hand-over; they may have held the same stage
     pytest.param(STAGES, 3, ("hand-over",), marks=HUNT),
     pytest.param({**STAGES, "schedule": "interleaved"}, 2, ("forward 5", "backward 7"), marks=HUNT),
     pytest.param({**EXPERTS, **PARAMETERS}, 2, ("backward", "exchange"), marks=HUNT),
@@ -156,17 +156,17 @@ def test_ranks_that_die_cost_no_applied_step(
 
 
 @HUNT
-@pytest.mark.xdist_group("transformers")  # one process imports it
+@pytest.mark.xdist_group("transformers")  # one process imports transformers
 def test_stages_of_transformers_that_die_cost_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """A newcomer has none of the weights until its peer in the other cell gives it those of its stage."""
+    """A newcomer has no weights until its peer in the other cell sends it those of its stage."""
     pytest.importorskip("transformers")
     standby_with("tests.preload_transformers")
     assert_nothing_is_lost(tmp_path, rows, etcd, STAGES, 2, ["backward 7"], OF_TRANSFORMERS)
 
 
-@LONG  # test_sharded has one without cells
+@LONG  # test_sharded has a test without cells
 def test_without_a_second_copy_the_newest_commit_is_what_is_left(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Although the other cell has all of the weights; it is said at the start, and no bit differs in the end."""
+    """The other cell's copy of all weights does not help; a warning at the start says so, and the final bits match."""
     parallel = {"tensor": 2, "shards": "optimizer", "copies": 1}
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS, parallel), ranks=4)
     try:

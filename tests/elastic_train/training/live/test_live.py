@@ -38,13 +38,13 @@ JOB: dict[str, object] = {
     "hang_timeout_s": 3.0,
 }
 LANES = 4
-"""Of a step of these jobs."""
+"""Lanes per step of these jobs."""
 ENDLESS = 100_000
 """Steps of a job that a test ends."""
 NO_HANG_S = 200.0
-"""The `hang_timeout_s` of a job that no busy machine may make look hung."""
+"""The `hang_timeout_s` of a job that must not look hung even on a busy machine."""
 LONGER_THAN_A_HANG_S = 12.0
-"""Longer than a process of these jobs may hang, in native code too, and than a lease of two seconds lasts."""
+"""Longer than these jobs' `hang_timeout_s`, also in native code, and than a lease of two seconds."""
 STARTED: list[ForkedWorker] = []
 
 
@@ -55,11 +55,11 @@ def etcd() -> Iterator[EtcdServer]:
 
 
 def write_config(folder: Path, rows: Path, steps: int, lane_ms: float | None = None, until: Path | None = None) -> str:
-    """Write a job's configuration; each lane of a step takes `lane_ms` longer, in all steps or until a file exists.
+    """Write a job's configuration; each lane takes `lane_ms` longer, in all steps or until a file exists.
 
-    A job with such a file has time for slow lanes, and never counts as hung.
+    A job with such a file may have slow lanes and never counts as hung.
 
-    Without a pace, steps are quick; those of an endless job leave the machine to others while it waits for something.
+    Without `lane_ms` steps are quick; the steps of an endless job leave the CPU to others while the job waits.
     """
     lane_ms = lane_ms if lane_ms is not None else 40.0 if steps == ENDLESS else 10.0
     data = {"train": str(rows / "train"), "validation": str(rows / "validation"), "too_long": "truncate"}
@@ -83,9 +83,9 @@ def launch(
     conf: str = "",
     **environ: str,
 ) -> ForkedWorker:
-    """Start one live node under torchrun; what it says goes into `node.log`.
+    """Start one live node under torchrun; its output goes to `node.log`.
 
-    No lease ends over a busy machine, nor by itself: a test that waits for the end of one says so in `conf`.
+    Leases are too long to expire on a busy machine; a test that waits for an expiry sets that in `conf`.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=etcd"]
     command += [
@@ -101,7 +101,7 @@ def launch(
 def launch_alone(
     folder: Path, etcd: EtcdServer, config: str, name: str, *own: str, ranks: int = 1, **environ: str
 ) -> ForkedWorker:
-    """Start a node by the launcher, with options of its own; what it says goes into `<name>.log`."""
+    """Start a node with the launcher and its own options; its output goes to `<name>.log`."""
     command = [sys.executable, "-m", "elastic_train.cli.main", "launch", config, "--ranks", f"{ranks}", "--ttl-s", "60"]
     command += ["--nodes", "1:2", "--endpoint", etcd.endpoint, "--id", folder.name, *own]
     STARTED.append(begin(command, folder / f"{name}.log", environ))
@@ -110,7 +110,7 @@ def launch_alone(
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """End what a test that failed has left running, so that it does not slow the tests after it."""
+    """Kill the processes of a failed test, so that they do not slow later tests."""
     yield
     while STARTED:
         node = STARTED.pop()
@@ -119,7 +119,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def finish(job: ForkedWorker, folder: Path, timeout_s: float = 280) -> tuple[Evidence, str]:
-    """Wait for a job; return what it left, and its log."""
+    """Wait for a job; return its result and its log."""
     try:
         code = job.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -137,7 +137,7 @@ def weights(run: Evidence) -> object:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[int], object]:
-    """Train the same job of so many steps in one process, and return the weights' hash."""
+    """Train the same job for a number of steps in one process; return the weights' hash."""
 
     @functools.cache
     def hash_after(steps: int) -> object:
@@ -156,7 +156,7 @@ PHASES_OF_A_NEW_WORLD = ("form", "restore", "hand-over")
 def test_a_fault_in_any_phase_ends_in_the_same_place(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """Ranks die in every phase, regroup and hand-over included; no survivor gives up a step, and no bit differs."""
+    """Ranks die in every phase, including regroup and hand-over; no survivor loses a step, and no bit differs."""
     points = tmp_path / "points"
     points.mkdir()
     config = write_config(tmp_path, rows, 100_000, lane_ms=30.0)
@@ -170,7 +170,7 @@ def test_a_fault_in_any_phase_ends_in_the_same_place(
 
 
 def leave(job: ForkedWorker, folder: Path) -> Evidence:
-    """Ask a job's node to leave, and return what it left: a result, and every applied step."""
+    """Ask a job's node to leave; return its result, which includes every applied step."""
     job.send_signal(signal.SIGTERM)
     job.wait(PATIENCE_S)
     run = collect(folder / "run")
@@ -185,10 +185,10 @@ def steps_of(run: Evidence) -> int:
 
 
 def lose_ranks(folder: Path, points: Path, size: int, faults: Sequence[tuple[str, str]]) -> tuple[int, dict[int, int]]:
-    """Have each of these faults, of a place and a kind, once a world of `size` ranks trains.
+    """Inject each fault (place and kind) once a world of `size` ranks trains.
 
-    A place may have a number: "forward 8" is the eighth time that any rank comes there. For the places of a new world
-    the last rank is killed first. Return the term of the world that trains in the end, and its processes by rank.
+    A place may have a number: "forward 8" is the eighth time that any rank reaches it. For places in a new world's
+    formation, the last rank is killed first. Return the final world's term and its processes by rank.
     """
     term, ranks = until_whole(folder / "run", size, least=2)
     for place, kind in faults:
@@ -202,7 +202,7 @@ def lose_ranks(folder: Path, points: Path, size: int, faults: Sequence[tuple[str
 
 
 def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[str]) -> Evidence:
-    """Kill one rank of three at each of these points of a step, freeze one for a while, and ask all to leave."""
+    """Kill one of three ranks at each of these points of a step, freeze one for a while, and ask all to leave."""
     term, ranks = lose_ranks(folder, points, 3, [(point, "kill") for point in names])
     os.kill(ranks[1], signal.SIGSTOP)
     term, _ = until_whole(folder / "run", 2, above=term)
@@ -215,7 +215,7 @@ def lose_peers(job: ForkedWorker, folder: Path, points: Path, names: Sequence[st
 def until_whole(
     run: Path, size: int, *, above: int = 0, least: int = 5, timeout_s: float = PATIENCE_S
 ) -> tuple[int, dict[int, int]]:
-    """Wait until a world of `size` ranks and a term above `above` has taken a few steps, `least` for each rank.
+    """Wait until a world of `size` ranks with a term above `above` has taken a few steps, `least` on each rank.
 
     Return the term, and the processes by rank.
     """
@@ -237,7 +237,7 @@ def until_whole(
 
 def history(run: Path) -> list[dict[str, int]]:
     texts = [path.read_text() for path in (run / "history").glob("*.jsonl")]
-    whole = [text.rpartition("\n")[0] for text in texts]  # the last line may still be written
+    whole = [text.rpartition("\n")[0] for text in texts]  # the last line may be incomplete
     return [json.loads(line) for text in whole for line in text.splitlines() if line.endswith("}")]
 
 
@@ -252,10 +252,10 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATI
 def test_a_hanging_rank_is_ended_and_the_others_continue(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], kind: str
 ) -> None:
-    """The hung process dumps its stacks and ends, also when it holds the interpreter's lock; no bit differs."""
+    """The hung process dumps its stacks and exits, even if it holds the interpreter lock; no bit differs."""
     points = tmp_path / "points"
     points.mkdir()
-    arm(points, "forward", kind, LANES * 12 + 1)  # before the job begins: it may be over before a test looks
+    arm(points, "forward", kind, LANES * 12 + 1)  # before the job starts: it may end before a test looks
     config = write_config(tmp_path, rows, 60, lane_ms=0.0)
     run, log = finish(launch(tmp_path, etcd, config, ranks=2, **{VARIABLE: str(points)}), tmp_path)
     assert {line["world"] for line in run.of("form") if line["term"] == 1} == {2}
@@ -265,9 +265,9 @@ def test_a_hanging_rank_is_ended_and_the_others_continue(
 
 
 def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """No lease has to end for a worker that was stopped; once continued, the same process joins again.
+    """A stopped worker is left out without waiting for a lease; once continued, the same process rejoins.
 
-    A dead one's place is taken by a fork of the standby process, as the first ones' were, and none outlives the agent.
+    A dead worker is replaced by a fork of the standby process, like the first workers, and none outlives the agent.
     """
     config = write_config(tmp_path, rows, ENDLESS)
     job = launch(tmp_path, etcd, config, ranks=2)
@@ -292,9 +292,9 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
 
 
 def test_a_suspended_job_goes_on_where_it_was(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """All of its processes are stopped, as a scheduler stops them, for longer than leases last and a process may hang.
+    """All its processes are stopped, as a scheduler does, for longer than the leases and the hang timeout.
 
-    None of them ends, and no step is given up.
+    No process exits, and no step is lost.
     """
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2, conf=",ttl=2")
     term, ranks = until_whole(tmp_path / "run", 2)
@@ -311,7 +311,7 @@ def test_a_suspended_job_goes_on_where_it_was(tmp_path: Path, rows: Path, etcd: 
 
 
 def processes_below(pid: int) -> list[int]:
-    """Return a process and all that it, and those, have started; who starts others comes before them."""
+    """Return a process and all its descendants, parents before children."""
     found = [pid]
     for one in found:
         found += children_of(one)
@@ -327,7 +327,7 @@ def test_the_last_node_to_leave_commits(
     job = launch(tmp_path, etcd, config, ranks=2)
     until_whole(tmp_path / "run", 2)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(PATIENCE_S) != 0  # torchrun makes every signal a 1
+    assert job.wait(PATIENCE_S) != 0  # torchrun exits with 1 for every signal
     left = collect(tmp_path / "run")
     assert left.result is not None and left.result["status"] == "preempted"
     assert max(int(str(line["step"])) for line in left.of("step")) == left.commits[-1].fields["step"]  # type: ignore[index]
@@ -337,7 +337,7 @@ def test_the_last_node_to_leave_commits(
 
 @pytest.mark.long
 def test_regrouping_leaks_nothing(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Open files, threads and memory of a survivor do not grow with the number of its worlds."""
+    """A survivor's open files, threads and memory do not grow with the number of worlds."""
     config = write_config(tmp_path, rows, ENDLESS)
     job = launch(tmp_path, etcd, config, ranks=2)
     try:
@@ -356,18 +356,18 @@ def test_regrouping_leaks_nothing(tmp_path: Path, rows: Path, etcd: EtcdServer) 
 
 
 def held_by(pid: int) -> tuple[int, int, int]:
-    """Return how many files a process has open, its threads, and its resident memory in KiB."""
+    """Return a process's number of open files, number of threads and resident memory in KiB."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"]), int(status["VmRSS"].split()[0])
 
 
 def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """With too few nodes for too long the state that the survivor holds is committed, and it ends with 77."""
+    """With too few nodes for too long, the survivor commits its state and exits with 77."""
     config = write_config(tmp_path, rows, ENDLESS)
     nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",ttl=2,timeout=10") for _ in range(2)]
     until_whole(tmp_path / "run", 2)
     os.kill(nodes[1].pid, signal.SIGKILL)
-    assert nodes[0].wait(280) == 1  # torchrun's
+    assert nodes[0].wait(280) == 1  # torchrun's exit code
     left = collect(tmp_path / "run")
     last = max(int(str(line["step"])) for line in left.of("step"))
     assert left.commits[-1].fields is not None and left.commits[-1].fields["step"] == last
@@ -375,12 +375,12 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
 
 
 def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """It leaves at once, and says which keys differ; the others form another world without it, in their processes."""
+    """It exits at once and names the differing keys; the others form another world in the same processes."""
     config = write_config(tmp_path, rows, ENDLESS)
     launch(tmp_path, etcd, config, ranks=2)
     term, pids = until_whole(tmp_path / "run", 2)
     other = launch(tmp_path, etcd, config, ranks=1, ELASTIC_TRAIN__OPTIMIZER__CLIP_NORM="0.5")
-    assert other.wait(280) == 1  # torchrun's
+    assert other.wait(280) == 1  # torchrun's exit code
     log = (tmp_path / "node.log").read_text()
     assert "optimizer.clip_norm is 0.5 here and 1.0 on rank 0" in log and "exitcode  : 2" in log
     _, left = until_whole(tmp_path / "run", 2, above=term)
@@ -390,7 +390,7 @@ def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: P
 
 @pytest.mark.long
 def test_training_continues_without_etcd(tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]) -> None:
-    """While etcd is away for longer than a lease, members compute on and save in their world, and need no new one."""
+    """While etcd is down for longer than a lease, members continue to train and save in their world."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
         job = launch(tmp_path, server, config, ranks=2, conf=",ttl=2")
@@ -412,7 +412,7 @@ def test_training_continues_without_etcd(tmp_path: Path, rows: Path, undisturbed
 def test_an_etcd_that_lost_its_data_costs_one_world(
     tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
 ) -> None:
-    """Etcd comes back empty under a job: the same processes register again, and keep their state."""
+    """Etcd returns empty during a job: the same processes register again and keep their state."""
     with EtcdServer() as server:
         config = write_config(tmp_path, rows, 240)
         job = launch(tmp_path, server, config, ranks=2)

@@ -1,4 +1,4 @@
-"""Live worlds whose ranks exchange between devices: peers die at each point of an exchange, and no bit differs."""
+"""Live worlds that exchange between devices: peers die at each point of an exchange, and no bit differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AROUND_AN_EXCHANGE = ("exchange", "applied")
 def test_a_peer_lost_around_an_exchange_between_devices_costs_no_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """Before it, while survivors' devices are at it, and after it; killed there, or frozen for a while."""
+    """The peer is killed or frozen before, during or after the survivors' device exchange."""
     points = tmp_path / "points"
     points.mkdir()
     path = Path(write_config(tmp_path, rows, 100_000))
@@ -47,6 +47,6 @@ def test_a_peer_lost_around_an_exchange_between_devices_costs_no_step(
 
 
 def test_a_stage_lost_between_devices_costs_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Its peers' devices are at exchanges of several groups then, all of which end."""
+    """Meanwhile its peers' devices run exchanges of several groups, all of which end."""
     parallel, places = {"pipeline": 2, "shards": "gradients"}, ["backward"]
     assert_nothing_is_lost(tmp_path, rows, etcd, parallel, 2, places, tasks="tests.device_task")

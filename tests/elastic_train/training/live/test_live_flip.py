@@ -1,4 +1,4 @@
-"""A flipped bit in a live world: nobody keeps a state, and the job ends with the bits of one that nothing affected."""
+"""A flipped bit in a live world: no rank keeps its state, and the job ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = 90
 def test_no_flipped_state_is_handed_over(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """All three ranks end, and others load the last commit: the majority has added up wrong gradients, too."""
+    """All three ranks exit and new ones load the last commit, as the majority has also summed wrong gradients."""
     path = Path(write_config(tmp_path, rows, STEPS))
     params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 24, "rank": 0}
     path.write_text(

@@ -1,4 +1,4 @@
-"""A mixture in a live world: a rank is killed while sources are passed, and no sample of any of them notices."""
+"""A mixture in a live world: killing a rank while sources begin new passes loses or repeats no sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_ROWS, FEW_ROWS = 331, 29
 
 
 def test_a_killed_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The survivor goes on with what it has of each source; the judge, too, counts every one as often as it should."""
+    """The survivor continues at its position in each source; the judge confirms the count of every sample."""
     few = write_rows(tmp_path / "few", FEW_ROWS, seed=3)
     mixture = [{"source": str(rows / "train"), "weight": 3}, {"source": str(few), "weight": 2}]
     tree = {**WITNESS, "data": {"mixture": mixture}, "epochs": 2, "tracking": {"mlflow_uri": None}}

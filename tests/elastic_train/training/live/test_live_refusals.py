@@ -1,4 +1,4 @@
-"""Live jobs under a real etcd that answers and does not do it: full, or with users that were changed meanwhile."""
+"""Live jobs with an etcd that answers with errors: out of space, or with changed users."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["nothing_left", "undisturbed"]
 def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
     tmp_path: Path, rows: Path, undisturbed: Callable[[int], object]
 ) -> None:
-    """The survivor waits with its state, the new worker with it, and both go on once there is room; no bit differs.
+    """The survivor and the new worker wait with the state and continue once there is space; no bit differs.
 
     The log names the alarm and the command that clears it.
     """
-    full = tmp_path / "is over"  # until then steps are slow: there are some left, however long it takes to fill etcd
+    full = tmp_path / "is over"  # steps are slow until then, so that some are left however long filling etcd takes
     with EtcdServer(flags=QUOTA) as server:
         job = launch(tmp_path, server, write_config(tmp_path, rows, 60, lane_ms=150.0, until=full), ranks=2)
         term, ranks = until_whole(tmp_path / "run", 2)
@@ -55,7 +55,7 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
 def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at_once(
     tmp_path: Path, rows: Path
 ) -> None:
-    """A worker dies while etcd does not let anybody of the job in: nobody ends; at the start it is a mistake."""
+    """A worker dies while etcd rejects the job's password: nobody exits; at the start a wrong password is an error."""
     with EtcdServer() as server:
         users = Users(server)
         config = write_config(tmp_path, rows, ENDLESS)

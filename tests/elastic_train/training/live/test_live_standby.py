@@ -1,4 +1,4 @@
-"""A live node whose standby process is frozen or killed: others take the places of workers that die."""
+"""A live node with a frozen or killed standby process still replaces workers that die."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def etcd() -> Iterator[EtcdServer]:
 def test_a_node_whose_standby_process_is_frozen_or_killed_replaces_its_workers(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
-    """No worker waits for SIGCONT, none dies with it, and another standby process takes its place."""
+    """No worker waits for SIGCONT or dies with the standby process, and the node starts another standby process."""
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=2)
     term, ranks = until_whole(tmp_path / "run", 2)
     assert {name_of(pid) for pid in ranks.values()} == {"worker"}

@@ -1,4 +1,4 @@
-"""Machines that round differently train one model together, and commit it."""
+"""Machines that round differently train and commit one model together."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STEPS = 12
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="this CPU has no vector instructions")
 def test_ranks_on_machines_that_round_differently_train_to_the_end(tmp_path: Path, rows: Path) -> None:
-    """They drift apart in the last bits, and once ended at the first commit; the result names the steps."""
+    """Their weights drift apart in the last bits, which must not end the job at a commit; the result names steps."""
     config = write_config(tmp_path, rows, STEPS, lane_ms=0.0)
     command = [sys.executable, "-m", "elastic_train", config, "--checkpoint.every_steps", "5"]
     places, logs = places_of(2), [tmp_path / "0.log", tmp_path / "1.log"]
     forked = begin(command, logs[0], places[0])
-    with logs[1].open("w") as log:  # torch reads its kind when it is loaded, so it cannot be a fork
+    with logs[1].open("w") as log:  # torch detects the CPU when it is loaded, so this cannot be a fork
         environ = {**os.environ, **places[1], "ATEN_CPU_CAPABILITY": "default"}
         other = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log)
     try:

@@ -1,4 +1,4 @@
-"""Jobs whose state is sharded: the bits of whole state, over worlds, modes, resumptions and lost ranks."""
+"""Jobs with sharded state have the bits of replicated state, over worlds, modes, resumptions and lost ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
 def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_that_did_not(
     tmp_path: Path, rows: Path
 ) -> None:
-    """Commits of one mode are continued in the other, at any number of ranks and copies."""
+    """Commits of one shard mode are continued in the other, with any number of ranks and copies."""
     whole, run = config(tmp_path / "whole", rows, JOB), config(tmp_path / "sharded", rows, JOB)
     succeed(start([whole, "--max_steps", str(STEPS)]))
     stretches: list[tuple[int, int | None, list[str]]] = [
@@ -68,7 +68,7 @@ def test_a_job_that_changes_its_world_and_its_mode_ends_with_the_bits_of_one_tha
 
 @pytest.mark.slow
 def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> None:
-    """No rank has held it: here the witness's counts of how often each sample was applied."""
+    """No rank has held the whole model; the check is the witness's count of how often each sample was applied."""
     sharded = ["--parallel.shards", "parameters", "--parallel.copies", "1"]
     succeed(start([config(tmp_path, rows, WITNESS), *sharded], num_ranks=3))
     counts = np.load(tmp_path / "run" / "witness.npy")
@@ -79,7 +79,7 @@ def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> N
 @pytest.mark.parametrize(
     ("shards", "copies", "places"),
     [
-        pytest.param("optimizer", 2, ["exchange", "applied"], marks=pytest.mark.long),  # with gradients, too, below
+        pytest.param("optimizer", 2, ["exchange", "applied"], marks=pytest.mark.long),  # below with sharded gradients
         pytest.param("gradients", 2, ["backward", "apply"], marks=HUNT),
         ("parameters", 2, ["backward", "applied"]),
         pytest.param("optimizer", 3, ["hand-over"], marks=HUNT),
@@ -95,7 +95,7 @@ def test_ranks_that_die_cost_no_applied_step(
     copies: int,
     places: list[str],
 ) -> None:
-    """The others go on with what they hold, and who takes the place gets its share; at the hand-over two are lost."""
+    """The survivors keep their shards, and the replacement receives its own; at the hand-over two ranks are lost."""
     points = tmp_path / "points"
     points.mkdir()
     environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
@@ -119,7 +119,7 @@ def test_ranks_that_die_cost_no_applied_step(
 def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """It is said at the start what a lost rank will cost, and what it has cost; no bit differs in the end."""
+    """The log says at the start what losing a rank will cost, and afterwards what it cost; the final bits match."""
     known = tmp_path / "known"
     config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=90.0, until=known)
     job = launch(tmp_path, etcd, config, ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED)
@@ -137,7 +137,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
 def test_a_lost_share_of_weights_that_no_commit_holds_is_read_by_new_processes(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
-    """The base of adapters, whose shares are held once: the survivor begins again and has all of it."""
+    """The base of adapters, with one copy of each shard: the survivor restarts and loads all of it."""
     found = {}
     for name, copies in (("lost", "1"), ("kept", "2")):
         folder = tmp_path / name
@@ -160,9 +160,9 @@ def test_a_lost_share_of_weights_that_no_commit_holds_is_read_by_new_processes(
 
 
 def lose_a_share(run: Path, size: int, is_lost: Callable[[], bool] | None = None) -> int:
-    """Kill the last rank until its share was lost, which it is unless a commit has the very step; return the term.
+    """Kill the last rank until its shard was lost, which happens unless a commit has that very step; return the term.
 
-    Restores say so unless all processes begin again.
+    The restore events record a loss, unless all processes restart.
     """
     first, ranks = until_whole(run, size)
     term = first
@@ -176,7 +176,7 @@ def lose_a_share(run: Path, size: int, is_lost: Callable[[], bool] | None = None
 
 
 def is_beyond_its_commit(run: Path) -> bool:
-    """Say whether steps were applied that the newest commit does not have, nor one that may be under way."""
+    """Return True if applied steps are missing from the newest commit and from a commit that may be in flight."""
     lines = history(run)
     committed, applied = (max(line["step"] for line in lines if line["op"] == op) for op in ("commit", "step"))
     return 3 <= applied - committed <= 8

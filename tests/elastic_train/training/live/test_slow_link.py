@@ -1,4 +1,4 @@
-"""A node whose link is slow wants to join a world that trains: it is named and left out, and let in once it is not."""
+"""A node with a slow link wants to join a running world: it is rejected by name, and accepted once the link is fast."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.elastic_train.training.live.test_live import ENDLESS, eventually, his
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 DELAY_S = 0.1
 LEAST = 50
-"""Megabytes a second: with packets so late, each way, not even the most that is asked for at once comes so quickly."""
+"""MB/s: with this packet delay not even the largest request reaches this rate in either direction."""
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def laid() -> Iterator[Cable]:
 
 
 def test_a_node_behind_a_slow_link_costs_a_world_nothing(tmp_path: Path, rows: Path, laid: Cable) -> None:
-    """Its launcher ends with 71, and its log has the rates and what to do; the world goes on, and lets it in later.
+    """Its launcher exits with 71, and its log has the rates and what to do; the world continues, and accepts it later.
 
-    Then the rates are told all the same.
+    The rates are reported even then.
     """
     config = write_config(tmp_path, rows, ENDLESS)
     logs = [tmp_path / name for name in ("slow.log", "well.log")]

@@ -1,4 +1,4 @@
-"""Cells over several nodes: stages of a pipeline on different ones, a node is lost whole, and no bit differs."""
+"""Cells over several nodes, with pipeline stages on different nodes: whole nodes are lost, and no bit differs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Nodes:
-    """The nodes of a job, each under a torchrun of its own."""
+    """The nodes of a job, each with its own torchrun."""
 
     def __init__(self, folder: Path, etcd: EtcdServer, parallel: Mapping[str, object], rows: Path, ranks: int) -> None:
         self.folder, self._etcd, self._ranks = folder, etcd, ranks
@@ -55,7 +55,7 @@ class Nodes:
             STARTED.append(self._up[-1][0])
 
     def kill(self, *workers: int) -> None:
-        """Kill the nodes of workers, with every process that they have started."""
+        """Kill the nodes of the given workers with all their processes."""
         for worker in workers:
             lineage = {worker, *_ancestors(worker)}
             [hit] = [one for one in self._up if one[0].pid in lineage]
@@ -67,7 +67,7 @@ class Nodes:
             node.wait(PATIENCE_S)
 
     def leave(self) -> Evidence:
-        """Ask all nodes to leave, and return what the job has left."""
+        """Ask all nodes to leave; return the job's result."""
         for node, _ in self._up:
             node.send_signal(signal.SIGTERM)
         for node, _ in self._up:
@@ -82,7 +82,7 @@ class Nodes:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """Yield the processes that a process is a descendant of."""
+    """Yield the ancestors of a process."""
     while (stat := stat_of(pid)) is not None and stat.parent > 1:
         pid = stat.parent
         yield pid
@@ -91,10 +91,10 @@ def _ancestors(pid: int) -> Iterator[int]:
 def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer
 ) -> None:
-    """Two cells of two nodes each, and a spare node, which fills the place of the first that is lost.
+    """Two cells of two nodes each, and a spare node, which replaces the first node that is lost.
 
-    Then each cell loses a node, of another stage: what is left makes one cell. One more node is lost, and its stage is
-    on the spare only when a new one has come. Nobody gives up a step.
+    Then each cell loses a node with a different stage, and the remaining nodes form one cell. One more node is lost,
+    and only the spare holds its stage until a new node joins. No step is lost.
     """
     nodes = Nodes(tmp_path, etcd, {"pipeline": 2, "schedule": "1f1b"}, rows, ranks=1)
     nodes.start(5)
@@ -120,10 +120,10 @@ def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
 
 @pytest.mark.hunt  # in memory: test_lost_ranks
 def test_a_stage_of_the_only_cell_comes_from_the_newest_commit(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Two tensor ranks in each of two nodes, and a spare node: it fills the lost one's place, and no copy lives."""
+    """Two nodes with two tensor ranks each, and a spare node, which replaces the lost node; no other copy survives."""
     nodes = Nodes(tmp_path, etcd, {"tensor": 2, "pipeline": 2}, rows, ranks=2)
     nodes.start(3)
-    term, ranks = until_whole(tmp_path / "run", 4, least=20)  # a commit has been published
+    term, ranks = until_whole(tmp_path / "run", 4, least=20)  # until a commit has been published
     nodes.kill(ranks[3])
     term, _ = until_whole(tmp_path / "run", 4, above=term)
     assert "Traceback" not in nodes.said and "4 ranks make one cell" in nodes.said, nodes.said

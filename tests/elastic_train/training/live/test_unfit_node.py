@@ -1,4 +1,4 @@
-"""A node whose processor computes wrongly wants to join a world that trains: it is named and left out, unseen by it."""
+"""A node whose CPU computes wrongly wants to join a running world: it is rejected by name; the world is unaffected."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from tests.elastic_train.training.live.test_live import (
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 STEPS = 100
-"""As many as take a minute at the pace of a job that is to last until two nodes have come to it."""
+"""As many as take a minute at the pace of a job that has to last until two nodes have joined."""
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], ranks: int
 ) -> None:
-    """One of its workers does, and none joins; the world stays as it is, and then lets a node in that is well.
+    """One of its workers computes wrongly and none joins; the world is unchanged, and later accepts a healthy node.
 
-    Its launcher ends with 71; its log names machine, check, both values and what to do, and `top` shows it.
+    Its launcher exits with 71; its log names machine, check, both values and what to do, and `top` shows it.
     """
     until, points = tmp_path / "until", tmp_path / "points"
     config = write_config(tmp_path, rows, STEPS, lane_ms=150.0, until=until)
@@ -64,7 +64,7 @@ def test_a_node_that_computes_wrongly_costs_a_world_nothing(
 
 
 def test_a_node_whose_key_says_so_is_let_in_unexamined(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The same node trains with `run.health_check: false`, which is a node's own choice."""
+    """The same node trains with `run.health_check: false`, which each node may set for itself."""
     config, points = write_config(tmp_path, rows, 100_000), tmp_path / "points"
     launch(tmp_path, etcd, config, ranks=1)
     until_whole(tmp_path / "run", 1)

@@ -1,4 +1,4 @@
-"""What a rank's memory is measured as: each byte that it holds once, in its part, beside the most that it has had."""
+"""A rank's memory by category: each byte is counted once, and the peak is reported as well."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ KINDS: dict[Shards, tuple[str, ...]] = {
     "gradients": ("optimizer", "gradients"),
     "parameters": ("optimizer", "gradients", "weights"),
 }
-"""What ranks have shares of, and what of their memory that divides."""
+"""The sharded state, and the memory categories that it divides."""
 SMALL = 4096
-"""Bytes of what belongs to no element: counts of updates, and what stands between tensors."""
+"""Bytes that belong to no element: counts of updates, and gaps between tensors."""
 LANES = 8
 ELEMENTS = 40 * 30 + 30
-"""Of the model's parameters; its buffers have 60 more, and an integer."""
+"""Number of parameters of the model; its buffers have 60 more elements, and an integer."""
 
 
 def built(**parallel: object) -> AppliedState:
@@ -62,7 +62,7 @@ def trained(state: AppliedState, gradients: GradientSum) -> None:
 
 
 def test_what_a_rank_holds_is_counted_once_and_by_part() -> None:
-    """Weights, gradients, two moments and a count for each parameter, and the sums that eight lanes put aside."""
+    """Weights, gradients, two moments and a count for each parameter, and the partial sums of eight lanes."""
     state, saves = built(), SaveMemory()
     gradients = state.shards.sum_of(Group(0, 1, None, 60), LANES)
     before = Meter(CPU).measure(held_by(state, gradients, saves)).parts
@@ -98,7 +98,7 @@ def test_a_fast_sum_puts_nothing_aside() -> None:
 
 
 def test_views_and_shared_weights_are_one_piece_of_memory() -> None:
-    """Of the part that has it first; what has no memory, or none of its own, is left out."""
+    """It belongs to the first category that has it; tensors without memory of their own are ignored."""
     whole = torch.zeros(100)
     sparse = torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True)
     held = [("weights", whole), ("weights", whole[:10]), ("gradients", whole[50:]), ("sums", torch.zeros(0))]
@@ -107,15 +107,15 @@ def test_views_and_shared_weights_are_one_piece_of_memory() -> None:
 
 
 def test_the_peak_is_the_most_that_the_process_has_had() -> None:
-    """Also after that was freed; of what came before the model was built, so much as there was then."""
-    Path("/proc/self/clear_refs").write_text("5")  # the tests before this one may have had more
+    """It includes memory freed since; memory from before the model was built counts as it was then."""
+    Path("/proc/self/clear_refs").write_text("5")  # earlier tests may have had a higher peak
     meter = Meter(CPU)
     before = meter.measure()
     taken = np.ones(1 << 24)
     assert (peak := meter.measure().peak) > before.program + 0.9 * taken.nbytes
     del taken
     after = meter.measure([("weights", torch.zeros(10**6))])
-    assert after.peak > 0.99 * peak and after.program == before.program  # the kernel's own count is not exact
+    assert after.peak > 0.99 * peak and after.program == before.program  # the kernel's own count is inexact
     assert after.rest == after.peak - after.program - 4 * 10**6
 
 
@@ -149,7 +149,7 @@ def test_what_is_written_is_read_again(facts: MemoryFacts) -> None:
 
 
 def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
-    """Take a step in each kind of state, of which each share is held once; return what is held after it."""
+    """Take a step with each sharded kind of state, one copy of each shard; return the memory held afterwards."""
     torch.set_num_threads(1)
     found = {}
     for shards in KINDS:
@@ -166,7 +166,7 @@ def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
 
 @pytest.mark.slow
 def test_what_is_shared_out_is_divided_by_the_ranks() -> None:
-    """As a plan says: moments, then gradients, then weights. What is whole is as large on each rank."""
+    """A plan divides moments, then gradients, then weights. Replicated state has the same size on each rank."""
     size, layout = 3, build("none").layout
     by_rank = [found for found in in_memory(ranks, size) if found]
     trained, whole = (4 * num_elements(layout, grains) for grains in (layout.trained, np.arange(layout.num_grains)))

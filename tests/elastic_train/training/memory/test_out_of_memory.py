@@ -1,4 +1,4 @@
-"""What an error says whose reason is memory, and what it leaves beside the run; whatever happens, it goes on."""
+"""Out-of-memory errors: the text that is added and the files that are written; the original error always propagates."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def config(folder: Path, **tree: Any) -> Config:
 
 
 def noted(folder: Path, error: BaseException, meter: Meter | None = None, moment: Moment | None = MOMENT) -> str:
-    """Return what is added to an error."""
+    """Return the text that is added to an error."""
     note_out_of_memory(error, config(folder), meter or Meter(CPU), moment)
     return "\n".join(getattr(error, "__notes__", ()))
 
 
 def too_large() -> RuntimeError:
-    """Return what torch raises where the host has no memory for a tensor."""
+    """Return torch's error for a tensor that does not fit the host's memory."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     return raised.value
@@ -64,13 +64,13 @@ def too_large() -> RuntimeError:
     ],
 )
 def test_which_errors_are_of_memory(error: Exception, is_it: bool, tmp_path: Path) -> None:
-    """Only those are looked into."""
+    """Only out-of-memory errors are analysed."""
     assert is_out_of_memory(error) == is_it
     assert bool(noted(tmp_path, error)) == (tmp_path / FOLDER).exists() == is_it
 
 
 def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path: Path) -> None:
-    """The moment, the parts, the largest tensors of those that are held and of others, and the way there."""
+    """The moment, the categories, the largest tensors in and outside them, and the stack."""
     torch.manual_seed(0)
     model, batch = nn.Linear(3000, 2000, bias=False), torch.zeros(5_000_000)
     held = [("weights", model.weight), ("sums", torch.zeros(4_000_000))]
@@ -79,7 +79,7 @@ def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path
     except RuntimeError as raised:
         error = raised
         note_out_of_memory(error, config(tmp_path), Meter(CPU), MOMENT, held, model)
-        note_out_of_memory(error, config(tmp_path), Meter(CPU))  # where it passes again
+        note_out_of_memory(error, config(tmp_path), Meter(CPU))  # the error passes a second handler
     [note] = error.__notes__
     path = tmp_path / FOLDER / "00000004-00003.json"
     assert note.startswith("out of memory: rank 3, step 12, lane 5, cpu: at its peak ")
@@ -104,7 +104,7 @@ def test_before_the_first_world_it_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_snapshots_are_small_and_few(tmp_path: Path) -> None:
-    """However long an error is, and however often a rank has one; another rank's stay."""
+    """This holds for errors of any length and any number of failures of a rank; other ranks' files are kept."""
     noted(tmp_path, MemoryError("x" * 10**6))
     for term in range(10, 16):
         noted(tmp_path, MemoryError(), moment=Moment(term, 1, 2, 7, None))
@@ -116,7 +116,7 @@ def test_snapshots_are_small_and_few(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_file_costs_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does one that hangs: the error says so, and what to change all the same."""
+    """A folder that hangs also costs only the file: the error says so, and still says what to change."""
     (tmp_path / FOLDER).write_text("in the way")
     note = noted(tmp_path, MemoryError())
     assert "00000004-00003.json could not be written: " in note and "To use less memory: " in note
@@ -140,7 +140,7 @@ def test_where_there_is_no_memory_for_a_snapshot_the_error_goes_on(
     ("tree", "num_ranks", "expected"),
     [
         ({}, 1, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),
-        ({}, 2, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),  # both would hold all of it
+        ({}, 2, ["parallel.recompute: units", "in a new run, batch.micro_batch below 8"]),  # each would hold all of it
         ({}, 3, ["parallel.recompute: units", "parallel.shards: optimizer", "in a new run, batch.micro_batch below 8"]),
         (
             {"parallel": {"shards": "gradients", "recompute": "units"}, "batch": {"micro_batch": 1}},
@@ -190,13 +190,13 @@ def test_what_takes_less_is_what_is_not_set_yet(
 ) -> None:
     said = remedies(config(tmp_path, **tree), num_ranks)
     for key, value in (one.removeprefix("parallel.").split(": ") for one in expected if one.startswith("parallel.")):
-        config(tmp_path, **{**tree, "parallel": {**tree.get("parallel", {}), key: value}})  # it can be set
+        config(tmp_path, **{**tree, "parallel": {**tree.get("parallel", {}), key: value}})  # the key can be set
     listed = "; ".join(expected) or "a smaller model, or a device with more memory"
     assert said == f"To use less memory: {listed}. `elastic-train plan CONFIG --by memory` says how much"
 
 
 class FakeAllocator:
-    """What torch says of a GPU's memory, on a machine without one."""
+    """torch's allocator statistics of a GPU, on a machine without one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, traces: list[list[object]]) -> None:
         self.traces = traces
@@ -211,7 +211,7 @@ class FakeAllocator:
 
 
 def test_on_a_gpu_what_the_allocator_knows_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its summary; what it has recorded, if somebody asked it to, and if that is not too large."""
+    """The file has its summary, and its recorded history if recording was on and the history is not too large."""
     gpu, meter = FakeAllocator(monkeypatch, [[]]), Meter(torch.device("cuda:0"))
     path = tmp_path / FOLDER / "00000004-00003.json"
     note = noted(tmp_path, torch.OutOfMemoryError("CUDA out of memory"), meter)

@@ -1,4 +1,4 @@
-"""What a real job leaves where the memory of one of its ranks runs out."""
+"""The files of a real job after one of its ranks runs out of memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LANES = 4
 
 
 def test_a_rank_without_memory_leaves_a_snapshot_and_says_what_to_change(tmp_path: Path, rows: Path) -> None:
-    """The error is raised unchanged, with where the rank was, its file and the remedies; the report names the file."""
+    """The error is raised unchanged with the rank's position, its file and the remedies; the report names the file."""
     points, run = tmp_path / "points", tmp_path / "run"
     points.mkdir()
     arm(points, "backward", "oom", 2 * LANES + 1)

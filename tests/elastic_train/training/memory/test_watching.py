@@ -1,4 +1,4 @@
-"""When a rank looks at its memory, and where it says what it has found."""
+"""When a rank measures its memory, and where it reports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.elastic_train.tracking.unqueued import Unqueued
 
 
 class Watched:
-    """A watch over a rank that holds a tensor, its page, and the lines that it writes."""
+    """The memory watch of a rank that holds a tensor, its page, and its log lines."""
 
     def __init__(self, folder: Path, every_steps: int) -> None:
         self.page, self._folder = Facts(), folder
@@ -31,7 +31,7 @@ class Watched:
 
 
 def test_memory_is_looked_at_after_the_first_step_and_every_so_many(tmp_path: Path) -> None:
-    """And at the world's end, if steps were applied since: what the last line says holds for all of them."""
+    """A world's end adds a line if steps were applied since, so that the last line covers all of them."""
     watched = Watched(tmp_path, every_steps=3)
     watched.watch.say()
     for step in range(11, 17):

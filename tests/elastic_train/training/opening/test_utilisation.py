@@ -1,4 +1,4 @@
-"""The FLOPs of a sample, as a process counts them at its start, and the MFU that follows."""
+"""The FLOPs per sample that a process counts at its start, and the MFU computed from them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def counted(path: str, **settings: object) -> tuple[float, float]:
 def test_the_flops_of_a_sample_are_those_that_a_plan_works_out(
     tree: dict[str, object], tmp_path: Path, rows: Path
 ) -> None:
-    """A plan counts a kernel of attention that computes scores again in the backward pass; here it is a small part."""
-    one_lane = {"batch": {"global_batch": 6, "micro_batch": 6}}  # a plan takes the mean of several
+    """A plan includes the scores that attention recomputes in the backward pass; they are a small part here."""
+    one_lane = {"batch": {"global_batch": 6, "micro_batch": 6}}  # a plan averages over several lanes
     path = config(tmp_path, rows, {**tree, **one_lane})
     facts = read_config(load_config(path)).facts
     flops, again = counted(path)
@@ -87,14 +87,14 @@ def test_a_model_that_cannot_be_counted_has_no_mfu(tmp_path: Path, rows: Path) -
     ],
 )
 def test_the_peak_of_a_gpu_is_known_by_its_name(reported: str, known: str | None) -> None:
-    """Variants with a lower peak are not taken for those of the catalogue."""
+    """Variants with a lower peak must not match the catalogue's entries."""
     found = device_named(reported)
     assert (found and found.name) == known
 
 
 @pytest.mark.slow
 def test_a_run_notes_its_mfu_where_the_peak_is_known(tmp_path: Path, rows: Path) -> None:
-    """The peak is configured here, as a CPU has none that is known."""
+    """The peak is configured here, since none is known for a CPU."""
     path = config(tmp_path, rows, CLASSIFIER, max_steps=3, device="cpu")
     assert peak_of(make_plan(load_config(path))) is None
     train(load_config(path, {"monitoring.peak_tflops": 0.5}))

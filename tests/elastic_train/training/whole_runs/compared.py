@@ -1,4 +1,4 @@
-"""A small language model that every layout can train, and what its runs are compared by."""
+"""A small language model that every layout can train, and comparisons of its runs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LANGUAGE: dict[str, object] = {
     "validation": {"every_steps": 4, "weights": "ema"},
     "checkpoint": {"every_steps": 3, "keep_last": 3},
 }
-"""Five lanes a step, which no number of cells but one and five shares out evenly; the last step has one sample."""
+"""Five lanes per step, which only one or five cells divide evenly; the last step has one sample."""
 TERMS = num_terms(DecoderShape(**{**MODEL, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
 
 
 def write(
     folder: Path, rows: Path, model: Mapping[str, object] | None = None, path: str | None = None, **keys: object
 ) -> str:
-    """Write a job whose model has some other sizes, and whose task may be another class."""
+    """Write a job with changed model sizes, optionally with another task class."""
     task = {
         "path": path or "elastic_train.tasks.causal_lm:CausalLM",
         "params": {"model": {**MODEL, **(model or {})}, "max_tokens": 16},
@@ -43,7 +43,7 @@ def write(
 
 
 def assert_same_bits(folder: Path, other: Path) -> None:
-    """Compare weights, their averages, metrics, every step's loss; and look for gradients that an audit found wrong."""
+    """Compare weights, averages, metrics and every step's loss; assert that no audit found a wrong gradient."""
     for what in ("weights_sha256", "metrics", "num_samples"):
         assert result(folder)[what] == result(other)[what]
     assert average_of(folder) == average_of(other)
@@ -52,14 +52,14 @@ def assert_same_bits(folder: Path, other: Path) -> None:
 
 
 def assert_near(folder: Path, other: Path) -> None:
-    """Compare the weights of the newest commits, which may differ by rounding."""
+    """Compare the newest commits' weights up to rounding."""
     mine, theirs = newest_weights(folder), newest_weights(other)
     for name, tensor in theirs.items():
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=2e-5)
 
 
 def newest_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a run's newest commit, which torch's own reader and one process alone find, too."""
+    """Return the weights of the newest commit, and assert that torch's reader and a single process find the same."""
     store = open_store(str(folder / "run"))
     record = find(store, None)
     state = read_state(store, record)
@@ -73,7 +73,7 @@ def newest_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_stock_reader_finds_all(folder: Path) -> None:
-    """Compare what torch's own reader finds of a run's newest commit, moments, too, with what this package's does."""
+    """Assert that torch's reader and this package's find the same in the newest commit, moments included."""
     store = open_store(str(folder / "run"))
     record = find(store, None)
     state = read_state(store, record)
@@ -87,7 +87,7 @@ def assert_stock_reader_finds_all(folder: Path) -> None:
 
 
 def _like(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return a nested state with other tensors of the same shapes, without what is plain."""
+    """Return a nested state with new tensors of the same shapes, without plain values."""
     found: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, Tensor):
@@ -98,7 +98,7 @@ def _like(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def file_of(folder: Path, name: str) -> str:
-    """Return which file of the newest commit has a tensor, of whose boxes there is one."""
+    """Return the file of the newest commit that holds a tensor, which must not be spread over several files."""
     record = find(open_store(str(folder / "run")), None)
     metadata = dcp.FileSystemReader(folder / "run" / record.attempt).read_metadata()
     [found] = {place.relative_path for index, place in metadata.storage_data.items() if index.fqn == name}
@@ -106,6 +106,6 @@ def file_of(folder: Path, name: str) -> str:
 
 
 def bytes_of(folder: Path, part: str) -> dict[int, int]:
-    """Return how much memory a part of the state takes after a run's last steps, by rank."""
+    """Return the memory of a category after a run's last steps, by rank."""
     lines = sorted(history(folder, "memory"), key=lambda line: int(str(line["step"])))
     return {int(str(line["rank"])): line["parts"][part] for line in lines}  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Rows for jobs that only compare ways to train: as few as have several steps, and a last one of fewer samples."""
+"""Rows for jobs that compare ways to train: just enough for several steps and a smaller last one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conftest import write_rows
 
 @pytest.fixture(scope="session")
 def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training set of 121 rows, so six steps of 24 or five of 30, the last of one sample; a validation set of 13."""
+    """Training set of 121 rows (six steps of 24 or five of 30; the last step has one sample); validation set of 13."""
     folder = tmp_path_factory.mktemp("few_rows")
     write_rows(folder / "train", 121, seed=1)
     write_rows(folder / "validation", 13, seed=2)

@@ -1,4 +1,4 @@
-"""Training compares its coverage sums at every epoch's end: a sample that is repeated or left out ends it."""
+"""Training compares its coverage sums at the end of every epoch: a repeated or skipped sample ends the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def test_an_epoch_whose_samples_were_not_applied_once_each_is_the_last(
     tmp_path: Path, rows: Path, how: str, num_ranks: int | None
 ) -> None:
-    """Named with what was expected and found, by a code after which nothing starts it again; no commit has its end."""
+    """The error has the expected and actual sums, the exit code prevents restarts, no commit has the epoch's end."""
     task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": how}}
     path = config(tmp_path, rows, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
     done = start([path], num_ranks=num_ranks)

@@ -1,7 +1,7 @@
-"""Layouts in whole runs: one hash for all that compute the same, over any cells and shares, and commits between them.
+"""Layouts in whole runs: one hash for all that compute the same, over any cells and shards, and commits between them.
 
-Tensor parallelism, sequence parallelism and context parallelism each round in a way of their own, which one cell shows.
-Replicas, stages, schedules, experts' ranks, shards, copies, recomputation, offload, buckets and devices show in no bit.
+Tensor, sequence and context parallelism each have their own rounding, for which one cell is the reference. Replicas,
+stages, schedules, expert ranks, shards, copies, recomputation, offload, buckets and devices change no bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.elastic_train.training.whole_runs.compared import (
 from tests.memory_job import start
 from tests.rounding import assert_same_but_for_rounding
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # runs to compare with
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # reference runs
 Keys = Mapping[str, object]
 Reference = Callable[[Keys], Path]
 LONG, HUNT = pytest.mark.long, pytest.mark.hunt  # other rows have each of these keys
@@ -46,7 +46,7 @@ UNITS = {"parallel.recompute": "units"}
 AUDITED = {"run.audit_lanes": 1}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
 OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision")
-"""The keys that decide the bits."""
+"""The keys that determine the bits."""
 
 
 def flags(keys: Keys) -> list[str]:
@@ -55,13 +55,13 @@ def flags(keys: Keys) -> list[str]:
 
 
 def sizes(keys: Keys) -> dict[str, object]:
-    """Return the other sizes of a job's model: one whose experts are spread has some."""
+    """Return the other sizes of a job's model, set for models with spread experts."""
     return EXPERTS if "parallel.expert" in keys else {}
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Reference:
-    """Runs of one cell, of one process where none is needed, in which every rank holds all of its part."""
+    """Reference runs of one cell (of one process if possible) without shards."""
     known = dict[str, Path]()
 
     def found(keys: Keys) -> Path:
@@ -97,7 +97,7 @@ ROWS = [
     pytest.param(4, {**CONTEXT, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
     pytest.param(8, {**CONTEXT, **CHUNKS, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **STAGES, **UNITS, **AUDITED}, {}, marks=HUNT),
-    # stages
+    # pipeline stages
     pytest.param(4, {"parallel.pipeline": 4}, {}),
     pytest.param(4, {**GPIPE, **OPTIMIZER, **ONCE, **SMALL, **AUDITED}, {}),
     pytest.param(6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}, {}),
@@ -109,7 +109,7 @@ ROWS = [
     pytest.param(4, {**GPIPE, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(6, {**STAGES, **OPTIMIZER}, {}, marks=LONG),
     pytest.param(4, {**CHUNKS, "compile": True}, {}, marks=LONG),
-    # experts spread over ranks, of which some have a lane more than others
+    # experts spread over ranks, some of which have one lane more
     pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}),
     pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}),
     pytest.param(4, {**EXPERT, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
@@ -121,7 +121,7 @@ ROWS = [
     pytest.param(8, {**EXPERT, **CHUNKS, **SMALL, **GRADIENTS, **ONCE}, {}),
     pytest.param(4, {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}, DEVICES),
     pytest.param(8, {**EXPERT, **STAGES, **PARAMETERS, **ONCE}, {}, marks=HUNT),
-    # several of them
+    # combinations
     pytest.param(8, {**TENSOR, **STAGES, **GRADIENTS, **ONCE}, {}),
     pytest.param(8, {**TENSOR, **CONTEXT, **UNITS, **OPTIMIZER, **ONCE}, {}),
     pytest.param(8, {**TENSOR, **CONTEXT, **STAGES}, {}),
@@ -129,7 +129,7 @@ ROWS = [
     pytest.param(4, {**TENSOR, **EXPERT}, {}),
     pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
-    # other kernels; in half precision the first steps find the scale, and stages without a loss leave out the same
+    # other kernels; in fp16 the first steps search for the scale, and stages without a loss must skip the same updates
     pytest.param(4, {**CHUNKS, "precision": "fp16", "parallel.offload": "optimizer"}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
     pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
@@ -140,13 +140,13 @@ ROWS = [
 def test_layouts_that_compute_the_same_have_the_same_bits(
     tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, where: dict[str, bool]
 ) -> None:
-    """With dropout, clipping, an average, validations, cells of unequal numbers of lanes, and a step of one sample."""
+    """Jobs have dropout, clipping, an average, validations, unequal lane counts per cell, and a step of one sample."""
     succeed(start([write(tmp_path, few_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
     assert_same_bits(tmp_path, reference(keys))
 
 
 def test_so_have_devices_of_processes(tmp_path: Path, few_rows: Path, reference: Reference) -> None:
-    """Over gloo, each with a queue and a thread of its own."""
+    """They exchange over gloo; each device has its own queue and thread."""
     keys = {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}
     run = write(tmp_path, few_rows, EXPERTS, "tests.device_task:PacedLanguage")
     succeed(start_processes([run, *flags(keys)], num_ranks=4))
@@ -190,7 +190,7 @@ STRETCHES: dict[str, list[tuple[int, Keys]]] = {
 def test_commits_continue_in_any_layout_that_computes_the_same(
     tmp_path: Path, few_rows: Path, reference: Reference, name: str
 ) -> None:
-    """A commit has whole tensors, moments, too, which torch's own reader and one process find; a stretch is a step."""
+    """A commit has whole tensors, moments included, which torch's reader and one process find; a stretch is a step."""
     stretches = STRETCHES[name]
     run = write(tmp_path, few_rows, sizes(stretches[0][1]))
     for step, (num_ranks, keys) in enumerate(stretches, start=1):
@@ -202,7 +202,7 @@ def test_commits_continue_in_any_layout_that_computes_the_same(
 
 
 def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, few_rows: Path) -> None:
-    """The samples are the same, and the weights but for their last bits; rows in parts draw other random numbers."""
+    """The samples are the same, and the weights up to rounding; split rows draw other random numbers."""
     whole, other, model = tmp_path / "whole", tmp_path / "other", {"dropout": 0.0}
     succeed(start([write(whole, few_rows, model)], num_ranks=1))
     run = write(other, few_rows, model)
@@ -237,7 +237,7 @@ def test_fast_sums_differ_by_rounding_alone(
 
 
 def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference) -> None:
-    """Those of tensor ranks, of tokens in parts, and of both, with experts or without."""
+    """Layouts with tensor ranks, context parallelism, or both, with and without experts."""
     for keys in (TENSOR, SEQUENCE, {**TENSOR, **EXPERT}):
         one = reference({} if "parallel.expert" not in keys else EXPERT)
         assert result(reference(keys))["weights_sha256"] != result(one)["weights_sha256"]
@@ -248,7 +248,7 @@ def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference
 
 
 def test_a_tied_model_has_one_hash_over_one_cell_and_two(tmp_path: Path, few_rows: Path) -> None:
-    """Its first and last layers are one tensor, and cut alike."""
+    """Its first and last layers share one tensor, with the same cut."""
     for name, num_ranks, keys in (("one", 2, SEQUENCE), ("two", 4, {**SEQUENCE, **GRADIENTS})):
         run = write(tmp_path / name, few_rows, {"tied": True, "depth": 2})
         succeed(start([run, *flags(keys)], num_ranks=num_ranks))
@@ -256,7 +256,7 @@ def test_a_tied_model_has_one_hash_over_one_cell_and_two(tmp_path: Path, few_row
 
 
 def test_stages_write_what_they_hold(tmp_path: Path, few_rows: Path) -> None:
-    """Each its blocks, which are neighbours unless a stage has two chunks; no other rank has them."""
+    """Each stage writes its blocks, which are adjacent unless a stage has two chunks; no other rank has them."""
     for keys, files in ((STAGES, ["0", "0", "0", "1", "1", "1"]), (CHUNKS, ["0", "0", "1", "0", "1", "1"])):
         folder = tmp_path / str(keys.get("parallel.schedule", "1f1b"))
         run = write(folder, few_rows)
@@ -276,7 +276,7 @@ def test_stages_write_what_they_hold(tmp_path: Path, few_rows: Path) -> None:
 def test_a_rank_has_the_share_of_moments_that_it_says(
     tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, said: str, parts: int
 ) -> None:
-    """Over three cells, which hold each share once, all ranks together have as much as one cell has of it once."""
+    """Over three cells with one copy of each shard, all ranks together hold what one cell holds of it once."""
     done = succeed(start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks))
     assert said in done.output
     assert_same_bits(tmp_path, reference(keys))
@@ -286,7 +286,7 @@ def test_a_rank_has_the_share_of_moments_that_it_says(
 
 
 def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path) -> None:
-    """It exchanges gradients with the others all the same; then all of them know, and repeat the step without it."""
+    """It still exchanges gradients with the others; then all know, and repeat the step without the sample."""
     data = write_rows(tmp_path / "data", 151, seed=1)
     damage(data, "part-1.parquet", 2)
     rules = {"data": {"train": str(data), "quarantine": ["unreadable"], "too_long": "truncate"}, "validation": {}}
@@ -301,8 +301,8 @@ def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path)
 
 
 def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, few_rows: Path) -> None:
-    """Lanes of a row of four tokens, each for one of two experts: tensor ranks of a cell had gradients of other blocks,
-    so that ranks waited for one another in a circle."""
+    """Lanes with one row of four tokens for one of two experts: if tensor ranks of a cell had gradients of different
+    blocks, they would wait for one another in a cycle."""
     model = {**EXPERTS, "experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0}
     cells: dict[str, tuple[int, Keys]] = {"one": (2, {}), "gradients": (4, GRADIENTS), "parameters": (4, PARAMETERS)}
     for name, (num_ranks, keys) in cells.items():
@@ -317,7 +317,7 @@ def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_pa
 def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
     tmp_path: Path, few_rows: Path, keys: Keys
 ) -> None:
-    """A backward pass comes to experts wherever their tokens are from, also of a lane that is computed again."""
+    """A backward pass reaches experts wherever their tokens come from, also in a recomputed lane."""
     for name, audits in [("plain", {}), ("audited", AUDITED)]:
         run = write(tmp_path / name, few_rows, EXPERTS, "tests.tasks:ExpertsAlone", max_steps=2)
         succeed(start([run, *flags({**EXPERT, **keys, **audits})], num_ranks=4))
@@ -339,7 +339,7 @@ def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
 def test_what_makes_no_cells_is_refused(
     tmp_path: Path, few_rows: Path, num_ranks: int | None, keys: Keys, message: str
 ) -> None:
-    """With exit code 2 before anything ran, and what to do; tests of `config.combinations` have all else."""
+    """The exit code is 2 before anything ran; the tests of `config.combinations` have all other cases."""
     done = start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks)
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
     assert not list((tmp_path / "run").glob("commits/*"))
@@ -348,7 +348,7 @@ def test_what_makes_no_cells_is_refused(
 def test_validate_says_all_that_keeps_a_model_from_stages(
     tmp_path: Path, few_rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not take a start to learn of it, nor one for each reason; of a model that has them, what they cost."""
+    """It reports all reasons without a start; for a model with stages it reports their cost."""
 
     def validate(run: str, keys: Keys) -> tuple[object, str]:
         with pytest.raises(SystemExit) as ended:

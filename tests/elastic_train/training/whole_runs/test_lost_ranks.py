@@ -1,4 +1,4 @@
-"""Live jobs in memory that lose ranks, of each combination: no applied step is given up, and no bit differs."""
+"""Live in-memory jobs that lose ranks, with each combination: no applied step is lost, and no bit differs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests import memory_job, memory_live
 from tests.elastic_train.training.jobs import average_of, config, result, succeed
 from tests.memory_job import Loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # runs to compare with
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
 Parallel = Mapping[str, object]
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 ALONE = ("tensor", "sequence", "context")
-"""What makes other bits; no other degree, and no share, does."""
+"""The degrees that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
 OPTIMIZER, GRADIENTS, PARAMETERS = ({"shards": kind} for kind in ("optimizer", "gradients", "parameters"))
@@ -46,10 +46,10 @@ def write(folder: Path, rows: Path, parallel: Parallel) -> str:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Callable[[Parallel], tuple[object, ...]]:
-    """What jobs with some degrees end with in one cell that loses nobody, each of whose ranks holds all of its part."""
+    """Results of undisturbed jobs, by degrees, in one cell without shards."""
 
     def ended(parallel: Parallel) -> tuple[object, ...]:
-        kept = ("expert", "schedule")  # of which the model is
+        kept = ("expert", "schedule")  # the model depends on these
         own = {key: value for key, value in parallel.items() if key in ALONE} | {
             key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
         }
@@ -107,7 +107,7 @@ def test_lost_ranks_cost_no_applied_step(
     num_cells: int,
     losses: list[Loss],
 ) -> None:
-    """Others go on with their processes and parts, newcomers get those of the lost, and the judge finds nothing."""
+    """Survivors keep their processes and shards, newcomers get the lost ones, and the judge finds nothing."""
     size = num_cells * cell_size({"parallel": parallel})
     done = memory_live.start([write(tmp_path, few_rows, parallel)], num_ranks=size, losses=losses)
     assert sorted(done.codes) == [-9] * len(losses) + [0] * size, done.output
@@ -130,7 +130,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     parallel: Parallel,
     num_cells: int,
 ) -> None:
-    """It is said at the start what a lost rank costs, and no bit differs in the end."""
+    """The log says at the start what losing a rank costs; the final bits match."""
     size = num_cells * cell_size({"parallel": parallel})
     path, lost = write(tmp_path, few_rows, {**parallel, "copies": 1}), Loss(size - 1, 6, "apply")
     done = memory_live.start([path], num_ranks=size, losses=[lost])

@@ -1,4 +1,4 @@
-"""A mixture in whole runs: one hash at any world size and through a kill, every sample accounted for by its source."""
+"""A mixture in whole runs: one hash at any world size and after a kill; every sample is accounted for by source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_ROWS, FEW_ROWS = 331, 57
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source that is passed several times before the training set is passed once."""
+    """A source that completes several passes before the training set completes one."""
     return write_rows(tmp_path_factory.mktemp("few") / "few", FEW_ROWS, seed=3)
 
 
@@ -48,7 +48,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path, few: Path) -> Pa
 def test_a_result_and_its_metrics_say_how_much_of_each_source_was_trained_on(
     alone: Path, rows: Path, few: Path
 ) -> None:
-    """And the commits prove it; the job ends with the step in which its slowest source has been passed once."""
+    """The commits prove it; the job ends with the step in which its slowest source completes one pass."""
     found = result(alone)
     steps = -(-NUM_ROWS * 10 // 7 // 24)
     assert (found["step"], found["num_samples"], found["epochs"]) == (steps, NUM_ROWS + FEW_ROWS, 1)
@@ -64,7 +64,7 @@ def test_a_result_and_its_metrics_say_how_much_of_each_source_was_trained_on(
 
 
 def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path, alone: Path) -> None:
-    """With states in shards as well, whose sums and shares ride on the same tables."""
+    """The second run shards its state; its sums and shards use the same tables."""
     shards = ["--parallel.shards", "gradients"]
     succeed(start([mixed(tmp_path, rows, few, CLASSIFIER), *shards], num_ranks=3))
     keys = ("weights_sha256", "metrics", "coverage", "sources")
@@ -74,7 +74,7 @@ def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, few: Path
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, few: Path, alone: Path
 ) -> None:
-    """Lost at its second commit; four ranks resume from the first, with the sums of sources, none of them over."""
+    """Killed at its second commit; four ranks resume from the first with the sums of sources that are mid-pass."""
     path = mixed(tmp_path, rows, few, CLASSIFIER)
     assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path], num_ranks=4))
@@ -86,7 +86,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
 
 
 def test_what_cannot_be_read_of_a_source_is_left_out_of_it_alone(tmp_path: Path, rows: Path) -> None:
-    """By the witness: each sample as often as its source was passed, but those of the row group that is damaged."""
+    """The witness counts each sample as often as its source was passed, except those of the damaged row group."""
     few = write_rows(tmp_path / "few", FEW_ROWS, seed=3)
     part = few / "part-1.parquet"
     content = part.read_bytes()
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_of_a_source_is_left_out_of_it_alone(tmp_path: Path,
 def test_a_sample_that_is_repeated_ends_training_where_its_source_is_passed(
     tmp_path: Path, rows: Path, few: Path
 ) -> None:
-    """By the source's name, and no commit has the step."""
+    """The error names the source, and no commit has the step."""
     task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": "repeat"}}
     path = mixed(tmp_path, rows, few, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
     done = start_processes([path])

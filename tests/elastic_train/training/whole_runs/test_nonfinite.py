@@ -1,4 +1,4 @@
-"""Steps whose loss is NaN: left out alike on all ranks, named, and too many in a row end training."""
+"""Steps with a NaN loss: all ranks skip the update, the samples are named, and too many in a row end training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def poisoned(folder: Path, rows: Path, ids: list[int], how: str, **changes: obje
 
 
 def samples_of(path: str, *steps: int) -> list[int]:
-    """Return one sample of each of these steps, counted from 1, of the first epoch."""
+    """Return one sample from each of these steps of the first epoch, counted from 1."""
     plan = make_plan(et.load_config(path))
     epoch = plan.order.epoch(0)
     return [int(epoch.ids(0, (step - 1) * plan.micro_batch, step * plan.micro_batch)[0]) for step in steps]
@@ -31,7 +31,7 @@ def samples_of(path: str, *steps: int) -> list[int]:
 def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are_named(
     tmp_path: Path, rows: Path
 ) -> None:
-    """At any number of ranks alike, in commits and in the result; weights stay finite, and every sample counts."""
+    """The same for any number of ranks, in commits and in the result; weights stay finite, and every sample counts."""
     ended = {}
     for name, num_ranks in (("one", None), ("two", 2)):
         done = succeed(start([poisoned(tmp_path / name, rows, [5, 40], "nan")], num_ranks=num_ranks))
@@ -51,7 +51,7 @@ def test_the_update_of_a_step_that_is_not_finite_is_left_out_and_its_samples_are
 def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commit_is_kept(
     tmp_path: Path, rows: Path
 ) -> None:
-    """With a code after which nothing starts it again; `keep` trains on, as every other trainer does."""
+    """The exit code prevents a restart; `keep` trains on, as other trainers do."""
     checkpoint = {"every_steps": 1, "keep_last": 2, "when_busy": "wait"}
     ids = samples_of(poisoned(tmp_path, rows, [], "nan"), *range(4, 14))
     path = poisoned(tmp_path, rows, ids, "nan", checkpoint=checkpoint)

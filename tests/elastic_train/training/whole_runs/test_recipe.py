@@ -1,4 +1,4 @@
-"""Early stopping and the average of the weights in whole runs: one end, one hash, at any world and through a fault."""
+"""Early stopping and weight averaging in whole runs: one last step and one hash, in any world and after a fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECIPE: dict[str, object] = {
     "checkpoint": {"every_steps": 7, "keep_last": 1},
 }
 BEST, END = 3, 9
-"""The loss falls, so that the first validation has the most of it."""
+"""The monitored loss falls, so that the first validation has the highest."""
 
 
 def steps_of_commits(folder: Path) -> list[int]:
@@ -46,7 +46,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 
 
 def test_training_ends_when_validations_do_not_improve_and_says_so(stopped: Path, rows: Path) -> None:
-    """The best commit and the last one are kept; to start again trains nothing, unless there is more patience."""
+    """The best and the last commit are kept; starting again trains nothing unless the patience was raised."""
     ended = result(stopped)
     assert (ended["status"], ended["step"], ended["ended_by"]) == ("done", END, "early stopping")
     assert ended["improvement"]["best_step"] == BEST  # type: ignore[index,call-overload]
@@ -69,7 +69,7 @@ def test_a_fault_in_a_validation_and_another_world_change_nothing(tmp_path: Path
 
 
 def test_the_average_is_what_is_validated_evaluated_and_exported(tmp_path: Path, rows: Path, stopped: Path) -> None:
-    """To the last bit; and it is not what was trained."""
+    """Bit for bit; and the average differs from the trained weights."""
     found = {}
     for weights in ("trained", "ema"):
         trained = open_trained(

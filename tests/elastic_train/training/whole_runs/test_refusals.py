@@ -1,4 +1,4 @@
-"""The trainer from the outside: every kind of bad input, refused with its exit code and what to do."""
+"""The trainer from the outside: every kind of bad input is refused with its exit code and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def damaged(rows: Path, folder: Path) -> Path:
-    """Copy the training set with one file cut short."""
+    """Copy the training set with one file truncated."""
     write_rows(folder / "train", 331, seed=1)
     write_rows(folder / "validation", 101, seed=2)
     path = folder / "train" / "part-1.parquet"
@@ -27,7 +27,7 @@ def damaged(rows: Path, folder: Path) -> Path:
 
 
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path, rows: Path) -> None:
-    """A Parquet file that lost its end stops the run with 65 and the file's name."""
+    """A truncated Parquet file ends the run with 65 and the file's name."""
     done = start([config(tmp_path, damaged(rows, tmp_path / "data"), CLASSIFIER)])
     assert done.code == 65
     assert "part-1.parquet" in done.output
@@ -35,7 +35,7 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path, rows: Path) -> None
 
 
 def test_data_that_changed_since_the_commit_is_refused(tmp_path: Path, rows: Path) -> None:
-    """A run is not resumed on another dataset; its commits stay."""
+    """A run does not resume on another dataset; its commits stay."""
     path = config(tmp_path, rows, CLASSIFIER, epochs=1)
     succeed(start([path]))
     commits = sorted((tmp_path / "run" / "commits").iterdir())
@@ -62,7 +62,7 @@ def test_data_that_changed_since_the_commit_is_refused(tmp_path: Path, rows: Pat
 def test_bad_input_is_refused_before_training(
     tmp_path: Path, rows: Path, arguments: list[str], code: int, expected: list[str]
 ) -> None:
-    """Each mistake ends with its exit code and a message that says what, where, and what to do; nothing is written."""
+    """Each mistake has its exit code and a message that says what, where, and what to do; nothing is written."""
     done = start([config(tmp_path, rows, CLASSIFIER), *arguments])
     assert done.code == code, done.output
     for text in expected:
@@ -98,7 +98,7 @@ def test_batch_norm_across_ranks_is_refused(tmp_path: Path, rows: Path) -> None:
 def test_what_no_other_world_could_have_again_is_refused_before_the_first_step(
     tmp_path: Path, few_rows: Path, task: str, expected: str
 ) -> None:
-    """In one process without a launcher, which does not warm up. A counter alone is warned of: it may be for a log."""
+    """One process without a launcher does not warm up. A counter may be for a log: it only gives a warning."""
     tree = {**CLASSIFIER, "task": {"path": f"tests.tasks:{task}", "params": PARAMS}}
     done = start([config(tmp_path, few_rows, tree, max_steps=2)])
     assert expected in done.output
@@ -109,7 +109,7 @@ def test_what_no_other_world_could_have_again_is_refused_before_the_first_step(
 def test_a_rank_with_another_model_is_turned_away_with_the_first_tensor_that_differs(
     tmp_path: Path, rows: Path
 ) -> None:
-    """Before anything is exchanged whose size follows from the model: that would abort the processes."""
+    """The check precedes any exchange whose size depends on the model, which would abort the processes."""
     tree = {**CLASSIFIER, "task": {"path": "tests.tasks:WiderByRank", "params": PARAMS}}
     done = start([config(tmp_path, rows, tree)], num_ranks=2)
     assert sorted(done.codes) == [1, 2], done.output
@@ -121,7 +121,7 @@ def test_a_rank_with_another_model_is_turned_away_with_the_first_tensor_that_dif
 
 
 def train_with_own_helper(rank: int, size: int, folder: str, port: int) -> None:
-    """Be one rank of a job whose task has a helper module of this rank's node."""
+    """Run one rank of a job whose task has a helper module that belongs to this rank's node."""
     sys.path.insert(0, f"{folder}/{rank}")
     place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
     os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
@@ -131,7 +131,7 @@ def train_with_own_helper(rank: int, size: int, folder: str, port: int) -> None:
 
 @pytest.mark.parametrize("halves", ["0.5", "0.25"])
 def test_a_rank_whose_task_has_another_helper_is_turned_away(tmp_path: Path, rows: Path, halves: str) -> None:
-    """The models have equal shapes, and only what the task imports computes another loss."""
+    """The models have equal shapes; only a module that the task imports computes a different loss."""
     for rank, factor in enumerate(("0.5", halves)):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "own_task.py").write_text(TASK_WITH_HELPER)

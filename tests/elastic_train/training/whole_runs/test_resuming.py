@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, alone: Path) -> None:
-    """A run of two ranks that crashed is resumed by three from its newest commit, and ends with the same bits."""
+    """A crashed run of two ranks is resumed by three from its newest commit, and ends with the same bits."""
     path = config(tmp_path, rows, failing(tmp_path, after=34))
     first = start([path], num_ranks=2)
     assert first.code != 0
@@ -36,7 +36,7 @@ def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
-    """Eleven classes with a long tail; crashed or asked to leave, finished on other ranks: equal to the last digit."""
+    """Eleven classes with a long tail; after a crash or a request to leave, other ranks finish with equal metrics."""
     for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
         synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
     params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
@@ -61,7 +61,7 @@ def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> No
 
 
 def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:
-    """Asked to leave, the trainer commits at the step's boundary, exits with 75, and loses nothing."""
+    """The trainer commits at the step's boundary, exits with 75, and loses nothing."""
     path = config(tmp_path, rows, failing(tmp_path, after=42, how="SIGTERM"))
     assert start([path]).code == 75
     assert result(tmp_path)["status"] == "preempted"
@@ -72,7 +72,7 @@ def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Pa
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path, rows: Path) -> None:
-    """Starting a finished run again ends at once with the same result."""
+    """Starting a finished run again exits at once with the same result."""
     path = config(tmp_path, rows, CLASSIFIER, epochs=1)
     succeed(start([path]))
     first = result(tmp_path)["weights_sha256"]
@@ -97,7 +97,7 @@ def start_on_a_full_disk(*arguments: str) -> Finished:
 
 
 def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
-    """Saves that fail for want of space are counted; training continues. Without its last commit a job is not done."""
+    """Saves that fail for lack of space are counted and training continues; without its last commit no job is done."""
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1))
     assert done.code == 1, done.output
     assert "FAILED (1 so far), training continues" in done.output
@@ -109,7 +109,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
 
 
 def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> None:
-    """After so many failed saves in a row the run ends, in the middle, and says what to do."""
+    """After too many failed saves in a row the run ends early and says what to do."""
     options = ["--checkpoint.every-steps", "1", "--checkpoint.when-busy", "wait"]
     options += ["--checkpoint.give-up-after-s", "0"]
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1), *options)
@@ -129,7 +129,7 @@ def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> Non
 def test_a_flipped_bit_is_found_before_the_next_commit(
     tmp_path: Path, rows: Path, alone: Path, num_ranks: int, rank: int, said: str
 ) -> None:
-    """Tensor and rank are named, nothing of any model is committed, and the job resumes from before the flip."""
+    """Tensor and rank are named, no rank's model is committed, and the job resumes from before the flip."""
     params = {**PARAMS, "marker": str(tmp_path / "flipped"), "after": 30, "rank": rank}
     path = config(tmp_path, rows, {**CLASSIFIER, "task": {"path": "tests.tasks:Flips", "params": params}})
     done = start([path], num_ranks=num_ranks)

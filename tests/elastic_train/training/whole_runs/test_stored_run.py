@@ -1,7 +1,7 @@
-"""A run made before the modules had their present names: it is found, verified and resumed, to the same bits.
+"""A run made before the modules had their present names is found, verified and resumed to the same bits.
 
-It is of format 2, so its hashes are not by grains, and its first half was clipped by torch's norm. None of the steps of
-its second half has a gradient that is clipped. Weight decay acted on norms and biases then, as its configuration says.
+It has format 2, so its hashes are not per grain, and its first half was clipped by torch's norm. No step of its second
+half clips a gradient. Weight decay applied to norms and biases, as its configuration says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ print(json.dumps([result.status, result.step, result.weights_sha256, result.cove
 
 
 def rounds_alike() -> bool:
-    """Say whether this machine computes with the library and the instructions that made the stored run."""
+    """Return True if this machine has the library and the instructions that made the stored run."""
     return (EXPECTED["torch"], EXPECTED["cpu"]) == (torch.__version__, torch.backends.cpu.get_cpu_capability())
 
 
@@ -57,9 +57,9 @@ def test_the_names_that_the_run_kept_still_resolve(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
-    """One process applies the second half of what two ranks began; the weights are those that two ranks ended with.
+    """One process applies the second half of a two-rank run; the weights equal those that two ranks ended with.
 
-    Those two hashed them by the rule of format 2.
+    Those were hashed by the rule of format 2.
     """
     folder, end = copy_stored_run(tmp_path), EXPECTED["result"]
     done = run_source(RESUME, cwd=folder)

@@ -1,4 +1,4 @@
-"""The trainer from the outside: one hash at any world size, whatever is trained."""
+"""The trainer from the outside: one hash at any world size, for several kinds of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, num_ranks: int) -> None:
-    """Weights, losses, metrics and coverage of W ranks are those of one process, to the last bit."""
+    """Weights, losses, metrics and coverage of W ranks equal one process's, bit for bit."""
     succeed(start([config(tmp_path, rows, CLASSIFIER)], num_ranks=num_ranks))
     expected, actual = result(alone), result(tmp_path)
     for key in ("weights_sha256", "metrics", "coverage", "step"):
@@ -36,7 +36,7 @@ def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precisions_keep_the_bits(tmp_path: Path, rows: Path, precision: str) -> None:
-    """Autocast, and the gradient scaler's decisions, do not depend on the world either."""
+    """Autocast and the gradient scaler's decisions do not depend on the world."""
     digests = set()
     for num_ranks in (None, 2):
         folder = tmp_path / str(num_ranks)
@@ -60,7 +60,7 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path) -> None:
 
 
 def test_stock_dcp_reads_a_commit_that_two_ranks_wrote(tmp_path: Path, rows: Path) -> None:
-    """torch.distributed.checkpoint.load, without any of our code, gives the weights that record and result name."""
+    """torch.distributed.checkpoint.load, without our code, gives the weights that record and result name."""
     task = {"path": CLASSIFIER["task"]["path"], "params": {**PARAMS, "vocabulary": 60_000}}  # type: ignore[index]
     succeed(start([config(tmp_path, rows, CLASSIFIER, epochs=1, task=task)], num_ranks=2))
     record = json.loads(max((tmp_path / "run" / "commits").iterdir()).read_text())
@@ -88,7 +88,8 @@ main_train()
 def test_a_custom_task_and_schema(tmp_path: Path) -> None:
     """The example trains a user's task on a user's columns, from outside the package, on one rank and on two.
 
-    It says nothing of how its model could be shared, and two ranks share its parameters out."""
+    The task does not say how to cut its model, yet two ranks shard its parameters.
+    """
     example = ROOT / "examples" / "own_task"
     environ = {"PYTHONPATH": str(example)}
     made = subprocess.run([sys.executable, example / "make_data.py", tmp_path / "prices"], check=False, timeout=240)
@@ -108,7 +109,7 @@ def with_batch_norm(folder: Path, rows: Path, **changes: object) -> str:
 
 
 def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path) -> None:
-    """BatchNorm's statistics are those of one process at any world size, and come back with a commit."""
+    """BatchNorm's statistics equal one process's at any world size, and are restored from a commit."""
     succeed(start([with_batch_norm(tmp_path / "alone", rows)]))
     expected = result(tmp_path / "alone")
     for num_ranks in (2, 3, 4):
@@ -127,7 +128,7 @@ def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path
 
 
 def test_ranks_that_begin_with_other_weights_take_those_of_rank_0(tmp_path: Path, rows: Path) -> None:
-    """A task that initialises with another library's generator trains one model all the same, as under DDP."""
+    """A task that initialises with another library's generator still trains one model, as under DDP."""
     tree = {**CLASSIFIER, "task": {"path": "tests.tasks:OwnWeights", "params": PARAMS}}
     succeed(start([config(tmp_path / "alone", rows, tree)]))
     done = succeed(start([config(tmp_path / "two", rows, tree)], num_ranks=2))

@@ -1,4 +1,4 @@
-"""Models of transformers whose rows ranks compute together, in whole runs: one hash in cells and stages."""
+"""Models of transformers under context parallelism, in whole runs: one hash in cells and stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def transformers() -> Any:
 
 
 def test_rows_of_transformers_have_one_hash_in_cells_and_in_stages(tmp_path: Path, few_rows: Path) -> None:
-    """With dropout in attention, which tensor ranks cannot have; beside them, and beside whole rows, by rounding."""
+    """Without attention dropout, with and without tensor ranks, the results equal whole rows' up to rounding."""
     found, none = {}, {"attention_dropout": 0.0}
     for name, changes, num_ranks, how in (
         ("one cell", {}, 2, CONTEXT),

@@ -1,4 +1,4 @@
-"""Images in whole runs: one hash at any world size and through a kill, with BatchNorm and augmentation."""
+"""Images in whole runs: one hash at any world size and after a kill, with BatchNorm and augmentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.jobs import config, history, result, succeed
 from tests.memory_job import AT_SECOND_COMMIT, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("images")]  # one run to compare with
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("images")]  # one reference run
 
 PARAMS: dict[str, object] = {"size": 8, "channels": 1, "model": {"width": 4}}
 IMAGES: dict[str, object] = {
@@ -63,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[str, o
 def test_any_world_gives_the_same_bits(
     tmp_path: Path, digits: Path, alone: dict[str, object], num_ranks: int, how: list[str]
 ) -> None:
-    """Crops, flips and mixtures are the samples' own, statistics of BatchNorm the lanes' mean."""
+    """Crops, flips and mixtures depend on the sample alone; BatchNorm's statistics are the mean over lanes."""
     succeed(start([config(tmp_path, digits, IMAGES), *how], num_ranks=num_ranks))
     found = result(tmp_path)
     assert [found[key] for key in ("weights_sha256", "metrics")] == [
@@ -74,7 +74,7 @@ def test_any_world_gives_the_same_bits(
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, digits: Path, alone: dict[str, object]
 ) -> None:
-    """Lost at its second commit, and resumed from the first by another number of ranks."""
+    """Killed at its second commit, and resumed from the first with another number of ranks."""
     path = config(tmp_path, digits, IMAGES)
     assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path], num_ranks=3))
@@ -90,10 +90,10 @@ def jpeg(seed: int) -> bytes:
 
 @pytest.mark.parametrize("part", ["train", "validation"])
 def test_an_image_that_is_cut_off_is_refused_before_the_first_step(tmp_path: Path, part: str) -> None:
-    """Of Parquet that nobody imported, wherever it is: with file, row group, row and what to do.
+    """The error for an unimported Parquet file in either part has file, row group, row and what to do.
 
-    Each of the part's row groups has one, and the other part is a single row group: so one of the two ranks meets such
-    a group first, which is inspected however little time there is.
+    Each row group of the part has one such image, and the other part is a single row group: so one of the two ranks
+    reaches a bad row group first, which is inspected however little time there is.
     """
     images = {name: [jpeg(seed) for seed in range(120)] for name in ("train", "validation")}
     for number in range(7, 120, 50):
@@ -113,7 +113,7 @@ def test_an_image_that_is_cut_off_is_refused_before_the_first_step(tmp_path: Pat
 
 
 def test_rows_are_inspected_once_in_a_run(tmp_path: Path, digits: Path) -> None:
-    """By two ranks, as many as there is time for; and not when it is resumed."""
+    """Two ranks inspect as many rows as time permits, and do not repeat it on resume."""
     path = config(tmp_path, digits, {**IMAGES, "max_steps": 4})
     said = r"[\d,]+ of 1,797 rows were inspected before the first step, and are fit for the task"
     assert re.search(said, succeed(start([path], num_ranks=2)).output)
@@ -121,7 +121,7 @@ def test_rows_are_inspected_once_in_a_run(tmp_path: Path, digits: Path) -> None:
 
 
 def test_all_rows_of_a_small_dataset_are_inspected(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of three ranks has a part of them, and the parts together are all rows."""
+    """Three ranks each inspect a part, and the parts together are all rows."""
     monkeypatch.setattr(inspection, "LIMIT_S", PATIENCE_S)
     manifests = [load_manifest(str(digits / part)) for part in ("train", "validation")]
     feed = SimpleNamespace(manifests=manifests)

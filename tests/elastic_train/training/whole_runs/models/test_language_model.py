@@ -1,4 +1,4 @@
-"""A language model in whole runs: one hash at any world size, in every mode, and through a kill."""
+"""A language model in whole runs: one hash at any world size, in every mode, and after a kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import config, result, succeed
 from tests.memory_job import start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("language model")]  # one run to compare with
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("language model")]  # one reference run
 
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "dropout": 0.1}
 LANGUAGE: dict[str, object] = {
@@ -43,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> dict[str,
 
 
 def test_the_example_is_a_configuration_of_this_task(few_rows: Path) -> None:
-    """With the model that it names; other data has to say how many token ids it has."""
+    """It uses the model that it names; a configuration for other data has to give the number of token ids."""
     given = load_config(ROOT / "configs" / "language.yaml", {"data.train": few_rows / "train", "data.validation": None})
     with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
         make_plan(given)
@@ -56,7 +56,7 @@ def test_the_example_is_a_configuration_of_this_task(few_rows: Path) -> None:
 def test_any_world_and_mode_gives_the_same_bits(
     tmp_path: Path, few_rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
 ) -> None:
-    """Rows have as many targets as they have: weights, and the metrics of the validation."""
+    """Rows have different numbers of targets; compared are weights and validation metrics."""
     succeed(start([config(tmp_path, few_rows, LANGUAGE), *how], num_ranks=num_ranks))
     found = result(tmp_path)
     assert {key: found[key] for key in ("weights_sha256", "metrics")} == {
@@ -69,7 +69,7 @@ def test_any_world_and_mode_gives_the_same_bits(
 def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     tmp_path: Path, few_rows: Path, alone: dict[str, object]
 ) -> None:
-    """Their own, in every mode; an epoch's last micro-batches have other shapes, and are computed as without."""
+    """Compiled blocks have their own hash, in every mode; an epoch's last micro-batches differ in shape: uncompiled."""
     params = {"model": MODEL, "max_tokens": 16, "fixed_width": True}
     job = {**LANGUAGE, "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}, "compile": True}
     points = tmp_path / "points"
@@ -94,7 +94,7 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, few_rows: Path, alone: dict[str, object]
 ) -> None:
-    """Killed at its second commit, and resumed from the first by another number of ranks."""
+    """Killed at its second commit, and resumed from the first with another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "record", "kill", nth=2)

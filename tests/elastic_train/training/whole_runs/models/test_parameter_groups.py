@@ -13,7 +13,7 @@ from elastic_train.checkpoint.commits.reader import read_record, read_state
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, result, succeed
 from tests.memory_job import start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parameter groups")]  # one run to compare with
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parameter groups")]  # one reference run
 
 
 def grouped(folder: Path, rows: Path, after: int | None = None) -> str:
@@ -23,7 +23,7 @@ def grouped(folder: Path, rows: Path, after: int | None = None) -> str:
 
 
 def commits(folder: Path) -> list[dict[str, Tensor]]:
-    """Return the model of every commit, by step, and the names that the optimizer has moments of."""
+    """Return the model of every commit, by step, and the names of the parameters with optimizer moments."""
     store = open_store(str(folder / "run"))
     keys = sorted(f"commits/{path.name}" for path in (folder / "run" / "commits").iterdir())
     states = [read_state(store, read_record(store, key)) for key in keys]
@@ -40,7 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, num_ranks: int) -> None:
-    """Two groups and a frozen block: also where another world resumes what failed in between."""
+    """Two groups and a frozen block, also if another world resumes a failed run."""
     path = grouped(tmp_path, rows, after=20 if num_ranks == 2 else None)
     if num_ranks == 2:
         assert start([path], num_ranks=3).code != 0
@@ -54,7 +54,7 @@ def test_any_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Path, 
 
 
 def test_a_layer_is_thawed_when_a_run_resumes(tmp_path: Path, rows: Path) -> None:
-    """What was trained keeps its moments; one hash on any world that resumes it."""
+    """Parameters that were trained before keep their moments; one hash in any world that resumes."""
     digests = set()
     for num_ranks in (1, 2):
         folder = tmp_path / str(num_ranks)

@@ -29,7 +29,7 @@ BETA = 0.3
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small Llama, with dropout in attention, which the reference must not have."""
+    """A folder with a small Llama that has attention dropout, which the reference must not apply."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     torch.manual_seed(3)
@@ -65,14 +65,14 @@ def task_of(base: Path, rows: Path, **params: Any) -> Preferences:
 
 
 def likelihoods(model: Any, ids: list[int], labels: list[int]) -> Tensor:
-    """Return the log-likelihood of the labels of one chat, as anybody would compute it."""
+    """Return the log-likelihood of one chat's labels, computed directly."""
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     targets = torch.tensor(labels[1:])
     return logits[targets >= 0].gather(-1, targets[targets >= 0, None]).sum()
 
 
 def test_the_loss_is_the_papers(base: Path, rows: Path) -> None:
-    """Against the base alone, in a micro-batch of rows of several lengths; before training it is log 2 each."""
+    """Against the base alone, in a micro-batch of rows of several lengths; before training it is log 2 per pair."""
     import transformers
 
     task = task_of(base, rows)
@@ -102,7 +102,7 @@ def test_the_loss_is_the_papers(base: Path, rows: Path) -> None:
 
 
 def test_the_reference_has_no_dropout_and_leaves_the_model_as_it_was(base: Path, rows: Path) -> None:
-    """Adapters are on again, in training mode, and get all of the gradient."""
+    """Adapters are enabled again in training mode, and receive the entire gradient."""
     task = task_of(base, rows)
     model: Any = task.build_model().train()
     batch = task.collate(pq.read_table(rows / "a.parquet").slice(0, 4), np.arange(4))
@@ -144,7 +144,7 @@ def job(folder: Path, rows: Path, base: Path) -> str:
 
 
 def test_preferences_have_one_hash_at_any_world(tmp_path: Path, rows: Path, base: Path) -> None:
-    """Also of shards, with recomputation, and after a loss; the chosen answers become likelier."""
+    """This includes shards, recomputation and a lost rank; the chosen answers become likelier."""
     succeed(start([job(tmp_path / "alone", rows, base)]))
     alone = result(tmp_path / "alone")
     assert alone["metrics"]["accuracy"] > 0.8 and alone["metrics"]["loss"] < math.log(2)  # type: ignore[index]

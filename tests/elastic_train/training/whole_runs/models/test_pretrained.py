@@ -50,7 +50,7 @@ def rows(few_rows: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, transformers: object) -> Path:
-    """The folder of a small Llama of 64 tokens."""
+    """A folder with a small Llama of 64 tokens."""
     return drawn(tmp_path_factory.mktemp("base"), transformers, seed=3)
 
 
@@ -98,7 +98,7 @@ def test_adapters_have_one_hash_at_any_world(
 def test_ranks_share_layers_with_adapters_or_their_tokens(
     tmp_path: Path, rows: Path, transformers: object, degree: str
 ) -> None:
-    """One hash whatever the number of cells and how their state is held, and scores near those of one rank."""
+    """One hash for any number of cells and any sharding, and scores close to one rank's."""
     modules, found = ["q_proj", "o_proj", "down_proj"], {}
     base = drawn(tmp_path / "base", transformers, seed=3, num_key_value_heads=2)
     params = {"max_tokens": 16, "hf": {"path": str(base)}, "lora": {"r": 4, "target_modules": modules}}
@@ -119,7 +119,7 @@ def test_ranks_share_layers_with_adapters_or_their_tokens(
 def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, rows: Path, base: Path, alone: Path, shards: str
 ) -> None:
-    """Lost at its second commit, and resumed from the first, of the adapters alone, by another number of ranks."""
+    """Killed at its second commit, and resumed from the first (which has only adapters) with other numbers of ranks."""
     path = adapted(tmp_path, rows, base)
     assert start([path], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     done = succeed(start([path, "--parallel.shards", shards], num_ranks=4))
@@ -130,7 +130,7 @@ def test_a_killed_run_of_adapters_ends_with_the_bits_of_one_that_was_not(
 def test_a_commit_of_adapters_has_no_weights_of_the_base_but_its_digest(
     tmp_path: Path, alone: Path, base: Path, transformers: object
 ) -> None:
-    """With another base it is not continued."""
+    """With another base the commit is refused."""
     store = open_store(str(alone / "run"))
     head = discover(store).head
     assert head is not None and head.weights_sha256 == result(alone)["weights_sha256"]
@@ -145,7 +145,7 @@ def test_a_commit_of_adapters_has_no_weights_of_the_base_but_its_digest(
 
 
 def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
-    """Return the state that a process with adapters on a base begins with."""
+    """Return the initial state of a process with adapters on a base."""
     task = CausalLM(hf={"path": str(base)}, lora={"r": 4}, max_tokens=16)
     torch.manual_seed(1)
     model, config = task.build_model(), OptimizerConfig()
@@ -154,7 +154,7 @@ def built(base: Path, shards: Literal["none", "parameters"]) -> AppliedState:
 
 
 def test_adapters_alone_are_handed_over(base: Path) -> None:
-    """What a newcomer on the same base gets makes its model the giver's."""
+    """A newcomer on the same base that receives the adapters has the sender's model."""
     torch.manual_seed(1)
     giver = built(base, "none")
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
 
 
 def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> None:
-    """A commit does not hold it, so a process that has only its share left begins again before it loads one."""
+    """A commit does not hold it, so a process that has only its shard left restarts before it loads a commit."""
     group, whole, state = Group(0, 1, None, 60), built(base, "none"), built(base, "parameters")
     assert isinstance(state.shards.share, Zero1Share)
     nobody = [PeerState(Place(0, 0), None, ("", "0"))]
@@ -184,7 +184,7 @@ def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> No
 
 
 def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path, rows: Path) -> None:
-    """An encoder with dropout, metadata beside it, and weights for its classes."""
+    """An encoder with dropout, metadata inputs and class weights."""
     params = {"hf": {"config": {**BERT, "vocab_size": 64}}, "max_tokens": 16, "class_weights": "balanced"}
     params |= {"numeric": ["size"], "categorical": ["kind"]}
     task = {"path": "elastic_train.tasks.sequence_classifier:SequenceClassifier", "params": params}
@@ -201,7 +201,7 @@ def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path
 def test_adapters_are_exported_beside_their_base_or_merged_with_it(
     tmp_path: Path, alone: Path, base: Path, transformers: object, is_merged: bool
 ) -> None:
-    """Alone to the last bit; merged, they round otherwise."""
+    """Separate adapters are bit-exact; merged ones round differently."""
     trained = open_trained(str(alone / "run"))
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
@@ -232,7 +232,7 @@ OTHERS: dict[str, dict[str, object]] = {
 
 
 def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -> Path:
-    """Train on one process, and on two that end early and are continued by three; return the folder of the second."""
+    """Train in one process, then on two ranks that stop early, then on three; return the second run's folder."""
     short = {**JOB, "max_steps": 4, "checkpoint": {"every_steps": 2}}
     succeed(start([config(folder / "alone", rows, short, task=task)]))
     path, how = config(folder / "many", rows, short, task=task), ["--parallel.shards", "gradients"]
@@ -247,7 +247,7 @@ def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -
 def test_other_adapters_have_one_hash_and_are_exported(
     tmp_path: Path, rows: Path, base: Path, transformers: object, name: str
 ) -> None:
-    """A commit has them and the base's digest alone; peft loads what is exported, to the last bit."""
+    """A commit has only the adapters and the base's digest; peft loads the export bit-exactly."""
     peft = pytest.importorskip("peft")
     params = {"max_tokens": 16, "hf": {"path": str(base)}, "adapter": OTHERS[name]}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
@@ -272,7 +272,7 @@ def test_other_adapters_have_one_hash_and_are_exported(
 
 
 def test_adapters_of_a_classifier_have_one_hash(tmp_path: Path, rows: Path, transformers: object) -> None:
-    """Beside a head, and metadata."""
+    """The classifier has a head and reads metadata."""
     torch.manual_seed(3)
     made = transformers.AutoConfig.for_model(**{**BERT, "vocab_size": 64})  # type: ignore[attr-defined]
     transformers.AutoModel.from_config(made).save_pretrained(tmp_path / "bert")  # type: ignore[attr-defined]
@@ -290,7 +290,7 @@ VIT |= {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 3
 def test_adapters_of_a_vision_transformer_have_one_hash(
     tmp_path: Path, transformers: object, adapter: dict[str, object] | None
 ) -> None:
-    """With a head that is drawn for the classes, and trained whole; merged, the folder classifies alike."""
+    """The newly initialised head is trained in full; the merged folder gives the same classifications."""
     torch.manual_seed(3)
     made = transformers.AutoConfig.for_model(**VIT)  # type: ignore[attr-defined]
     transformers.AutoModelForImageClassification.from_config(made).save_pretrained(tmp_path / "vit")  # type: ignore[attr-defined]
@@ -313,7 +313,7 @@ def test_adapters_of_a_vision_transformer_have_one_hash(
 
 
 def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells(tmp_path: Path, rows: Path) -> None:
-    """Its commits have whole tensors: one process goes on from them, and rounds otherwise."""
+    """Its commits have whole tensors: one process continues from them, with different rounding."""
     sizes = {"model_type": "qwen3", "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8}
     params = {"max_tokens": 16, "hf": {"config": {**LLAMA, **sizes}}}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}

@@ -1,4 +1,4 @@
-"""Models of transformers in stages, in whole runs: the hash and the exported folder of one process."""
+"""Pipeline stages of transformers models, in whole runs: the hash and the exported folder of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def transformers() -> Any:
 
 @pytest.fixture(scope="module")
 def folder_of_gpt2(tmp_path_factory: pytest.TempPathFactory, transformers: Any) -> Path:
-    """A folder whose output layer is its embedding, as most of this kind are."""
+    """A folder whose output layer is tied to its embedding, as in most models of this type."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(3)
     made = transformers.AutoConfig.for_model(**{**GPT2, "vocab_size": 64, "n_layer": 3})
@@ -58,7 +58,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory, few_rows: Path, folder_of_
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [
-        pytest.param(2, stages(2), marks=pytest.mark.long),  # a stretch below is of these
+        pytest.param(2, stages(2), marks=pytest.mark.long),  # the stretches below have these
         (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
         (4, [*stages(2), "--parallel.shards", "gradients", "--parallel.copies", "1"]),
         (3, [*stages(3), "--parallel.recompute", "units"]),
@@ -67,7 +67,7 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory, few_rows: Path, folder_of_
 def test_stages_of_a_folders_model_have_the_bits_of_one_process(
     tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, of_gpt2: Path, num_ranks: int, how: list[str]
 ) -> None:
-    """With dropout before and in the layers, and an output layer that begins as a copy of the embedding."""
+    """The model has dropout before and in its layers; its output layer starts as a copy of the embedding."""
     run = job(tmp_path, few_rows, {"path": str(folder_of_gpt2), "config": UNTIED})
     succeed(start([run, *how], num_ranks=num_ranks))
     for what in ("weights_sha256", "metrics", "num_samples"):
@@ -78,7 +78,7 @@ def test_stages_of_a_folders_model_have_the_bits_of_one_process(
 def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
     tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, of_gpt2: Path, transformers: Any
 ) -> None:
-    """Each stage writes its own tensors; torch's own reader, one process and transformers find whole ones."""
+    """Each stage writes its own tensors; torch's reader, one process and transformers find whole tensors."""
     run = job(tmp_path, few_rows, {"path": str(folder_of_gpt2), "config": UNTIED})
     for until, num_stages, num_ranks in [(2, 2, 2), (3, 1, 1), (4, 3, 3)]:
         succeed(start([run, *stages(num_stages), "--max_steps", str(until)], num_ranks=num_ranks))
@@ -100,8 +100,8 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
 
 
 def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path) -> None:
-    """A pipeline and its schedule are in no bit: neither beside one process, in bf16, nor beside tensor ranks alone,
-    with all tokens or some; nor is the number of cells."""
+    """The pipeline, its schedule and the number of cells change no bit: neither relative to one process, in bf16, nor
+    to tensor ranks alone, with or without sequence parallelism."""
     found, bf16 = {}, ["--precision", "bf16"]
     no_dropout, tensor = {"attention_dropout": 0.0}, ["--parallel.tensor", "2"]
     tokens = [*tensor, "--parallel.sequence", "true"]
@@ -128,7 +128,7 @@ def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, few_rows: Path
 def test_validate_says_what_keeps_a_model_of_transformers_from_stages(
     tmp_path: Path, few_rows: Path, folder_of_gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it at once, and what to do."""
+    """All reasons at once, and what to do."""
     with pytest.raises(SystemExit) as ended:
         main(["validate", job(tmp_path, few_rows, {"path": str(folder_of_gpt2)}), *stages(4)])
     said = " ".join("".join(capsys.readouterr()).split())
