@@ -1,4 +1,4 @@
-"""Faults at any point of a step, which ranks of a small job live through, or do not."""
+"""Faults at any point of a step, for ranks of a small job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.memory_machine import die
 
 @dataclass(frozen=True)
 class Fault:
-    """At `step` the `dying` leave at a point of the step; `missing` survivors miss the norm that others have, and
-    `unable` ones miss a part of the gradient.
+    """At `step` the `dying` ranks leave at a point; `missing` survivors lack the norm, and `unable` ones a gradient
+    part.
 
     Points: `computing`, before the exchange; `summed`, after it and before the ranks meet; `applied`, after the update.
     """
@@ -33,7 +33,7 @@ class Fault:
 def step_with(
     fault: Fault, who: int, group: Group, state: AppliedState, term: int, compute: Callable[[], Tensor]
 ) -> None:
-    """Compute the step in which a world ends, as far as this member comes in it."""
+    """Compute the step in which a world ends, up to the point that this member reaches."""
     if fault.point == "computing" and who in fault.dying:
         die()
     try:

@@ -1,4 +1,4 @@
-"""What ranks bring is judged over all columns, also of those that have nothing to hold or to train."""
+"""Peer states are judged over all shard groups, including those with nothing to hold or to train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TWO: Any = SimpleNamespace(columns=[NOTHING, NOTHING], column_of=lambda rank: ra
 
 
 def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it() -> None:
-    """A stage that is frozen as a whole comes to the step of the others, or nobody comes to it."""
+    """A stage that is entirely frozen reaches the step of the others, or nobody reaches it."""
     retained = PeerState(Place(5, 1), None, (), trained_in=1)
     pending = PeerState(Place(5, 1), None, (), pending=2, trained_in=2)
     assert _all_left(TWO, [retained, pending], [0, 1], 2) == []
@@ -24,7 +24,7 @@ def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it(
 
 
 def test_a_column_without_anybody_at_a_step_has_lost_it() -> None:
-    """A newcomer, which begins at step 0, brings nothing of a stage without parameters either."""
+    """A newcomer starts at step 0, so it holds no copy of a stage without parameters either."""
     new, old = PeerState(Place(0, 0), None, ()), PeerState(Place(7, 1), None, ())
     kept, num_lost = leave_out_unfinished(TWO, [new, old])
     assert num_lost == 1 and [one.place for one in kept] == [Place(0, 0), Place(0, 0)]

@@ -1,4 +1,4 @@
-"""Trials: samples that end the process which computes them are found, by processes that do end."""
+"""Samples that crash the process that computes them are found with trial processes, which do crash."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def samples_of(plan: Plan, step: int, lane: int) -> list[int]:
 
 
 def test_each_deadly_sample_of_a_step_is_found_whatever_lane_it_is_in(rows: Path) -> None:
-    """Two in one lane and one in another, and none that only sits beside them."""
+    """Two in one lane and one in another, and none that is only in the same lane."""
     healthy = plan_of(rows, [])
     deadly = [samples_of(healthy, 5, 1)[2], samples_of(healthy, 5, 1)[4], samples_of(healthy, 5, 3)[0]]
     plan = plan_of(rows, deadly)
@@ -63,7 +63,7 @@ def test_a_search_that_hangs_ends_in_time_with_what_it_has_found(
 
 
 def test_a_sample_that_is_left_out_counts_as_a_hole_of_one(rows: Path) -> None:
-    """The closed form of the sums lacks it from its epoch on, and the epoch in which it was applied has it."""
+    """The closed form of the sums excludes it from its epoch on, but includes it in the epoch that applied it."""
     plan = plan_of(rows, [])
     num = plan.manifest.num_rows
     sample = samples_of(plan, 5, 1)[2]
@@ -71,7 +71,7 @@ def test_a_sample_that_is_left_out_counts_as_a_hole_of_one(rows: Path) -> None:
     assert (hole.lo, hole.hi, hole.group) == (sample, sample + 1, group_of(plan.order.group_first_id, sample))
     whole = CoverageSums.of_all(num)
     assert expected_sums(whole, [hole], 2) == whole * 2 - CoverageSums.of_range(sample, sample + 1) * 2
-    later = _sample_hole(plan, 9, sample, "gone")  # this epoch has applied it before
+    later = _sample_hole(plan, 9, sample, "gone")  # this epoch has already applied it
     assert expected_sums(whole, [later], 2) == whole * 2 - CoverageSums.of_range(sample, sample + 1)
     rules = plan.feed._rules([hole])
     assert (rules.holes, rules.left_out) == ((), ((sample, sample + 1, 5),))

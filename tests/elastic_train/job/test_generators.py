@@ -1,4 +1,4 @@
-"""Generators begin where `torch.manual_seed` lets them begin, without its price."""
+"""Generators are seeded as by `torch.manual_seed`, without its cost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_train.job.generators import moved_generators, seed_generators, stat
 
 @pytest.fixture(autouse=True)
 def _found_again() -> Iterator[None]:
-    """Each test finds its own accelerator, and leaves none."""
+    """Each test detects its own accelerator, and leaves none."""
     generators._accelerators.cache_clear()
     yield
     generators._accelerators.cache_clear()
@@ -33,7 +33,7 @@ def test_the_numbers_are_those_of_manual_seed(seed: int) -> None:
 
 
 def test_devices_that_nobody_uses_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed notes where it was called from, once for each of them."""
+    """torch.manual_seed records its caller once for each device."""
     noted = []
     monkeypatch.setattr(traceback, "format_stack", lambda: noted.append(1) or [])  # type: ignore[func-returns-value]
     torch.manual_seed(3)
@@ -46,7 +46,7 @@ def test_devices_that_nobody_uses_cost_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["manual_seed_all", "manual_seed"])
 def test_an_accelerator_is_seeded_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """All of its devices, where its module has a function for that."""
+    """All of its devices, if its module has a function for that."""
     seeded: list[int] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What a plan makes of a mixture, and which sources it refuses: each by its own name, before training."""
+"""A plan's view of a mixture, and the sources that it refuses by name before training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planned(*sources: Path, task: object = None, **changes: object) -> Plan:
 
 
 def write_tokens(folder: Path, *, kind: pa.DataType | None = None, packed: bool = False, **facts: object) -> Path:
-    """Write rows of tokens alone, as a language model reads them."""
+    """Write rows that have only tokens, as a language model reads them."""
     columns = {"input_ids": pa.array([[number, 1, 2] for number in range(30)], pa.list_(kind or pa.int32()))}
     if packed:
         columns["document_ids"] = pa.array([[0, 0, 1]] * 30, pa.list_(pa.int32()))
@@ -48,7 +48,7 @@ def write_tokens(folder: Path, *, kind: pa.DataType | None = None, packed: bool 
 
 
 def test_a_plan_has_the_rows_of_all_sources(data: Path) -> None:
-    """Numbered one after another; training ends with the slowest source, and `validate` says what that means."""
+    """Sources are numbered one after another; training ends with the slowest one, as `validate` explains."""
     plan = planned(data / "wiki", data / "code")
     assert isinstance(plan.order, Mixture)
     assert plan.manifest.num_rows == plan.order.num_samples == 80
@@ -66,7 +66,7 @@ def test_a_plan_has_the_rows_of_all_sources(data: Path) -> None:
 
 
 def test_labels_count_as_often_as_they_are_seen() -> None:
-    """Class weights balance what is trained on: 3 places of 4 have the first source's labels, whatever its size."""
+    """Class weights balance the training data: 3 of 4 places have the first source's labels, whatever its size."""
 
     def source(share: int, counts: tuple[int, ...]) -> Source:
         rows = sum(counts)
@@ -77,7 +77,7 @@ def test_labels_count_as_often_as_they_are_seen() -> None:
 
 
 def test_one_source_is_the_dataset_itself(data: Path) -> None:
-    """Ids and files are its own."""
+    """Ids and files are the dataset's own."""
     plan = planned(data / "wiki")
     assert plan.manifest == load_manifest(str(data / "wiki"))
 
@@ -94,7 +94,7 @@ def test_one_source_is_the_dataset_itself(data: Path) -> None:
 def test_a_source_that_does_not_fit_is_refused(
     data: Path, tmp_path: Path, other: str, error: type[ElasticTrainError], expected: list[str]
 ) -> None:
-    """By its own folder, not by the first one's."""
+    """The error names its folder, not the first source's."""
     if other == "few":
         write_rows(tmp_path / "few", 3, num_files=1)
     if other == "copy":
@@ -130,7 +130,7 @@ def test_a_source_that_does_not_fit_is_refused(
 def test_sources_that_are_not_read_alike_are_refused(
     tmp_path: Path, first: dict[str, object], second: dict[str, object], expected: list[str]
 ) -> None:
-    """Packed and unpacked, other types, other tokenizers: a model would learn nonsense of one of them, silently."""
+    """Packed and unpacked rows, other types, other tokenizers: one source would silently be nonsense to the model."""
     places = [
         write_tokens(tmp_path / "first", **first),  # type: ignore[arg-type]
         write_tokens(tmp_path / "second", **{"vocabulary_size": 39, **second}),  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_sources_that_are_not_read_alike_are_refused(
 
 
 def test_a_commit_of_other_sources_is_refused_by_what_changed() -> None:
-    """The weights, the list, or the data of one source."""
+    """The error names the change: the weights, the list, or one source's data."""
     sources = [Source(name, share, SimpleNamespace(digest=name, url=name)) for name, share in (("a", 7), ("b", 3))]  # type: ignore[arg-type]
     facts = [SourceFacts(each.name, each.share, 9, each.manifest.digest, CoverageSums()) for each in sources]
     config = SimpleNamespace(run=SimpleNamespace(dir="run"))

@@ -1,4 +1,4 @@
-"""The cut of a model's parameters into grains: ties, frozen tensors, groups, and what ranks compare of it."""
+"""Cutting a model's parameters into grains: ties, frozen tensors, groups, and what ranks compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_train.placement.grains import GRAIN
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight, too; a frozen scale; a bias."""
+    """An embedding tied to the head's weight; a frozen scale; a bias."""
 
     def __init__(self, *, is_tied: bool = True, is_frozen: bool = True) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def described(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("start", [0, GRAIN])
 def test_parameters_that_share_memory_without_being_one_are_refused(start: int) -> None:
-    """As a whole or in part: they are two as soon as either is stored elsewhere, as in shards."""
+    """They may share all or a part: stored elsewhere, as in shards, they would become two tensors."""
     model = Tied()
     check_memory_is_apart(model)
     memory = torch.zeros(3 * GRAIN + start)
@@ -61,7 +61,7 @@ def test_a_line_says_what_each_parameter_is() -> None:
 
 
 def test_a_tie_or_a_frozen_tensor_tells_models_of_equal_shapes_apart() -> None:
-    """Their norms would be of other grains."""
+    """Otherwise their norms would be over different grains."""
     kinds = [Tied(is_tied=is_tied, is_frozen=is_frozen) for is_tied in (False, True) for is_frozen in (False, True)]
     assert len({tuple(described(kind)) for kind in kinds}) == 4
     shapes = {tuple((name, tensor.shape) for name, tensor in kind.state_dict().items()) for kind in kinds}
@@ -69,7 +69,7 @@ def test_a_tie_or_a_frozen_tensor_tells_models_of_equal_shapes_apart() -> None:
 
 
 def test_the_weights_digest_is_that_of_all_grains_whoever_holds_them() -> None:
-    """Holders of grains would send their digests; nobody needs the tensors."""
+    """Ranks send the digests of their grains; nobody needs the tensors."""
     model = Tied()
     layout = layout_of(model, torch.optim.SGD(model.parameters(), lr=0.1), {})
     known = dict(model.named_parameters(remove_duplicate=False))

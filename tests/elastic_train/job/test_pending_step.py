@@ -1,4 +1,4 @@
-"""Steps that cells left between the sum and its application: applied where somebody may have, else dropped."""
+"""Steps that cells left between the sum and the update: applied if a rank may have applied them, else dropped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rank(Group):
 
 
 def make_state(mesh: Mesh, step: int) -> AppliedState:
-    """Return the state of a place in a cell of two at a step, with the next one's gradient in place."""
+    """Return the state of a place in a cell of two at a step, with the next step's gradient ready."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
@@ -90,7 +90,7 @@ def _fill(state: AppliedState, gradient: Tensor) -> None:
 def settle(
     steps: list[int], pending: list[bool], newcomers: tuple[int, ...] = ()
 ) -> tuple[list[Place], list[AppliedState]]:
-    """Let ranks of cells of two that have applied so many steps, some holding the next as pending, settle it."""
+    """Let ranks of cells of two settle the next step, given the steps that each has applied and has pending."""
     meeting, size = Meeting(len(steps)), len(steps)
     states = [make_state(Mesh(rank, size, Cell(tensor=2)), step) for rank, step in enumerate(steps)]
     found: dict[int, list[Place]] = {}
@@ -121,7 +121,7 @@ def weights_of(state: AppliedState) -> list[Tensor]:
 
 
 def test_what_one_has_applied_all_apply() -> None:
-    """With its norm, which those that hold the step as pending do not know."""
+    """The others take its norm, which ranks with the step pending do not know."""
     places, states = settle([2, 1, 1, 1], [False, True, True, True])
     assert places == [Place(2, TERM)] * 4
     for one, other in ((0, 2), (1, 3)):
@@ -130,7 +130,7 @@ def test_what_one_has_applied_all_apply() -> None:
 
 
 def test_what_all_that_are_left_hold_is_applied_with_the_norm_of_all_parts() -> None:
-    """A newcomer at the other place of a cell does not keep them from it, as long as each part is known."""
+    """A newcomer at the cell's other place does not prevent it, as long as each part is known."""
     places, states = settle([1, 1, 1, 0], [True, True, True, False], newcomers=(3,))
     assert places == [Place(2, TERM)] * 3 + [Place(0, 0)]
     squares = GRADIENT.double().square().sum() + 8 * 0.25**2
@@ -144,7 +144,7 @@ def test_what_all_that_are_left_hold_is_applied_with_the_norm_of_all_parts() -> 
 def test_what_somebody_lacks_nobody_has_applied(
     steps: list[int], pending: list[bool], newcomers: tuple[int, ...]
 ) -> None:
-    """A survivor without the step, or a part of the state that nobody is left of: it is dropped."""
+    """A survivor lacks the step, or no holder of a part of the state is left: the step is dropped."""
     before = [weights_of(make_state(Mesh(rank, len(steps), Cell(tensor=2)), step)) for rank, step in enumerate(steps)]
     places, states = settle(steps, pending, newcomers)
     assert [place.step for place in places] == steps
@@ -153,7 +153,7 @@ def test_what_somebody_lacks_nobody_has_applied(
 
 
 def whole(places: list[Place], cell: Cell) -> Place:
-    """Return the furthest place at which all of the state is held, from where all ranks are."""
+    """Return the furthest step at which all of the state is held, given each rank's step."""
     columns = [Column(Layout((), ())) for _ in range(cell.num_parts)]
     shards: Any = SimpleNamespace(columns=columns, column_of=lambda rank: cell.holder_of(rank)[0])
     kept, _ = leave_out_unfinished(shards, [PeerState(place, None, ()) for place in places])
@@ -170,7 +170,7 @@ def test_only_what_each_place_holds_is_whole() -> None:
 
 
 def test_copies_of_a_part_have_one_gradient() -> None:
-    """Ranks of equal place must have measured the same, and so must all of what is not cut; else nothing is applied."""
+    """Ranks at the same place must have equal measurements, and so must all uncut tensors; else nothing is applied."""
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
     rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
     assert float(gradient_norm.norm_of(rows, shards.table)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)

@@ -1,4 +1,4 @@
-"""What a plan refuses before training: commits of another run, and what could never come true; each says why."""
+"""A plan refuses commits of another run and unsatisfiable settings before training, with the reason."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from elastic_train.job.plan import Plan, check_can_be_in_cells, make_gradients_d
 from elastic_train.job.plan_facts import describe_rate, describe_tests
 from elastic_train.tasks.task import load_task
 
-in_one_process = pytest.mark.xdist_group("torchmetrics")  # to ask the task for its metrics imports it, for two seconds
+in_one_process = pytest.mark.xdist_group("torchmetrics")  # the task's metrics import it, which takes two seconds
 
 
 def commit_of(**fields: object) -> CommitRecord:
-    """A commit with nothing but what a plan compares."""
+    """Return a commit with only the fields that a plan compares."""
     record = object.__new__(CommitRecord)
     facts = {"config_digest": "one", "manifest_digest": "two", "order": {"version": VERSION, "lengths": 0}, **fields}
     for name, value in {"term": 1, "step": 9, **facts}.items():
@@ -52,7 +52,7 @@ def commit_of(**fields: object) -> CommitRecord:
 def test_a_commit_of_another_run_is_refused(
     fields: dict[str, object], error: type[ElasticTrainError], message: str
 ) -> None:
-    """Continuing would repeat samples and leave others out."""
+    """Continuing would repeat samples and skip others."""
     config = SimpleNamespace(
         run=SimpleNamespace(dir="run"), checkpoint_url="run", identity=lambda: "one", changed_since=lambda before: {}
     )
@@ -67,7 +67,7 @@ def test_a_commit_of_another_run_is_refused(
 def test_a_refused_resume_names_the_keys_that_differ_with_both_values(
     tmp_path: Path, is_beside_the_commits: bool
 ) -> None:
-    """Those that decide the order and the state, and no other that has changed as well."""
+    """It names the keys that determine the order and the state, and no other changed key."""
     folder = tmp_path / "run"
     tree = {"data": {"train": "rows"}, "run": {"dir": str(folder)}, "checkpoint": {"url": str(tmp_path / "commits")}}
     before = Config.model_validate({**tree, "batch": {"global_batch": 64}, "task": {"params": {"dim": 8}}, "epochs": 2})
@@ -94,7 +94,7 @@ def planned(rows: Path, **changes: object) -> Plan:
 @in_one_process
 @pytest.mark.parametrize("best", ["min loss", "max samples", "max macro_f1"])
 def test_a_keep_best_by_a_validation_metric_is_accepted(rows: Path, best: str) -> None:
-    """Those of every task, and those of this one."""
+    """Metrics of every task, and those of this one."""
     assert planned(rows, checkpoint={"keep_best": best}).retention.policies[-1] == Best.parse(best)
 
 
@@ -110,7 +110,7 @@ def test_a_keep_best_by_a_validation_metric_is_accepted(rows: Path, best: str) -
 def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
     rows: Path, best: str, validation: bool, message: str
 ) -> None:
-    """It would keep nothing, and nobody would notice before the commit is gone."""
+    """It would keep nothing, and nobody would notice until the commit is gone."""
     data = {"train": str(rows / "train"), "validation": str(rows / "validation") if validation else None}
     with pytest.raises(ConfigError, match=rf"checkpoint\.keep_best '{best}'.*{message}"):
         planned(rows, data=data, checkpoint={"keep_best": best})
@@ -118,7 +118,7 @@ def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
 
 @in_one_process
 def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: Path) -> None:
-    """By the rules of keep_best, which has the last word on what is kept."""
+    """The rules are keep_best's, which decides what is kept."""
     stopping = {"early_stopping": {"metric": "max macro_f1"}}
     assert planned(rows, validation=stopping).retention.policies[-1] == Best.parse("max macro_f1")
     kept = planned(rows, validation=stopping, checkpoint={"keep_best": "min loss"})
@@ -136,7 +136,7 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
 
 
 def test_validations_are_due_after_steps_or_after_whole_epochs(rows: Path) -> None:
-    """Epochs replace the default of steps, also once the configuration was written and read again."""
+    """Epochs replace the default in steps, also after the configuration was written and read back."""
     by_epoch = planned(rows, validation={"every_epochs": 2, "early_stopping": {}}, epochs=3)
     assert by_epoch.validates_every == 2 * by_epoch.total_steps // 3
     assert Config.model_validate(yaml12.parse(by_epoch.config.to_yaml())).validation == by_epoch.config.validation
@@ -181,7 +181,7 @@ def test_a_task_that_cannot_be_built_is_refused(params: dict[str, object], messa
 def test_a_live_node_may_have_workers_beyond_its_cells(
     monkeypatch: pytest.MonkeyPatch, num_workers: int, is_fit: bool
 ) -> None:
-    """They are spares. Other launchers make one world of all ranks, so there is none."""
+    """They are standby ranks. Other launchers form one world of all ranks, so there are none."""
     config = Config.model_validate({"data": {"train": "rows"}, "parallel": {"tensor": 2}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_workers))
     with pytest.raises(ConfigError, match="start a multiple of 2 on each"):
@@ -204,7 +204,7 @@ def test_a_live_node_may_have_workers_beyond_its_cells(
 def test_a_node_has_room_for_a_stage(
     monkeypatch: pytest.MonkeyPatch, num_workers: int, max_nodes: int | None, message: str
 ) -> None:
-    """Stages may be of different nodes, the tensor ranks of a stage may not."""
+    """The stages may be on different nodes, the tensor ranks of a stage may not."""
     config = Config.model_validate({"data": {"train": "rows"}, "parallel": {"tensor": 2, "pipeline": 2}})
     live = None if max_nodes is None else SimpleNamespace(max_nodes=max_nodes)
     monkeypatch.setattr(plan_module, "live_context", lambda: live)
@@ -214,7 +214,7 @@ def test_a_node_has_room_for_a_stage(
 
 
 class Looked(nn.Module):
-    """Looks up rows with gradients that are sparse by torch's own function, or by its module."""
+    """Looks up rows with sparse gradients, through torch's function or its module."""
 
     def __init__(self, *, is_module: bool) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Looked(nn.Module):
 
 
 def test_sparse_gradients_are_dense_or_refused_in_the_first_backward_pass() -> None:
-    """Rows that are added to a sum of lanes one by one round otherwise than a leaf: ranks would show in the bits."""
+    """Adding rows to a sum of lanes one by one rounds differently than a leaf: the bits would depend on the ranks."""
     ids = torch.tensor([1, 1, 4])
     for is_module in (True, False):
         model = Looked(is_module=is_module)
@@ -261,8 +261,8 @@ def test_a_start_says_which_degrees_no_gpu_has_seen(parallel: dict[str, object],
 def test_lanes_share_the_casts_of_weights_and_have_the_bits_of_their_own(
     rows: Path, changes: dict[str, object], num_casts: int, *, recompute: bool
 ) -> None:
-    """Each weight is cast once for a step of three lanes, and anew after an update; not where memory is spared."""
-    plan = replace(planned(rows, precision="bf16", **changes), device=torch.device("cuda"))  # which is not asked
+    """Each weight is cast once per step of three lanes, and again after an update; not in memory-saving modes."""
+    plan = replace(planned(rows, precision="bf16", **changes), device=torch.device("cuda"))  # the device is never used
     torch.manual_seed(0)
     first, second = nn.Linear(16, 32), nn.Linear(32, 4)
     weights, kinds = [*first.parameters(), *second.parameters()], {first.weight.shape, second.weight.shape}
@@ -296,7 +296,7 @@ def test_lanes_share_the_casts_of_weights_and_have_the_bits_of_their_own(
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts to bf16 of tensors of some shapes."""
+    """Counts casts to bf16 of tensors with some shapes."""
 
     def __init__(self, shapes: set[torch.Size]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Seats through faults: no applied step is lost while a copy lives, wherever in a step a rank dies; joiners get shares.
+"""Resharding through faults: no applied step is lost while a copy survives, at any point; joiners get shards.
 
 Ranks in memory; a rank that dies leaves its groups, and its peers learn of it at their next exchange.
 """
@@ -46,12 +46,12 @@ MUON = {"name": "muon"}
 
 @dataclass(frozen=True)
 class World:
-    """The members of a world, by rank, and the fault that ends it, None for the last one."""
+    """The members of a world, by rank, and the fault that ends it (None for the last world)."""
 
     members: Sequence[int]
     fault: Fault | None = None
     breaks_at: int | None = None
-    """The member that leaves the world as soon as it has what belongs to its seat, before others know that it has."""
+    """The member that leaves as soon as it has its shards, before the others know that it has them."""
 
 
 LEAVING: dict[int, Leave] = {}
@@ -65,7 +65,7 @@ def reach(point: str) -> None:
 
 
 class Leave:
-    """Ends a rank's world at the last moment before its seat is taken."""
+    """Ends a rank's world at the last moment before its shards are taken."""
 
     def __init__(self) -> None:
         self._num_reached = 0
@@ -85,7 +85,7 @@ def member(
     offload: Offloads = "none",
     recipe: Mapping[str, Any] | None = None,
 ) -> list[list[object]]:
-    """Live through the worlds that this member is in; return what it saw."""
+    """Live through this member's worlds; return its observations."""
     torch.set_num_threads(1)
     state, seen = build(shards_of_what, copies, offload=offload, recipe=recipe), list[list[object]]()
     shards = state.shards
@@ -123,7 +123,7 @@ def member(
 
 
 def memory_of(state: AppliedState) -> set[int]:
-    """Return where the moments are that this member holds."""
+    """Return the addresses of this member's moments."""
     return {moment.data_ptr() for one in shards_of(state).runs for moment in one.moments.values()}
 
 
@@ -134,9 +134,9 @@ def live_through(
     offload: Offloads = "none",
     recipe: Mapping[str, Any] | None = None,
 ) -> dict[int, list[list[object]]]:
-    """Return what each member that did not die saw: [term, step, weights, grains lost, ...] at every beginning.
+    """Return what each surviving member saw at every beginning: [term, step, weights, grains lost, ...].
 
-    The last two say whether it was sent as much as it holds, and whether what it held is still where it was.
+    The last two tell whether it received as much as it holds, and whether its old shards are still in place.
     """
     num = 1 + max(who for world in worlds for who in world.members)
     with mock.patch.object(reshard, "reach", reach):
@@ -195,7 +195,7 @@ def test_a_lost_rank_costs_no_applied_step(fault: Fault, kept: int, shards: Shar
 def test_what_is_in_host_memory_or_whole_lives_through_faults_alike(
     shards: Shards, offload: Offloads, recipe: Mapping[str, Any]
 ) -> None:
-    """A step is rolled forward there, shares of lost ranks are taken over from there, and a joiner gets its own."""
+    """There, too, a step is rolled forward, shards of lost ranks are taken over, and a joiner gets its own."""
     expected = replicated(STEPS, recipe)
     worlds = [
         World([0, 1, 2], Fault(2, "applied", dying=[1], missing=[0, 2])),
@@ -214,7 +214,7 @@ def test_what_is_in_host_memory_or_whole_lives_through_faults_alike(
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 def test_joiners_take_their_shares_and_leavers_take_nothing_along(shards: Shards) -> None:
-    """One rank, then three, then four of whom two are new, then two."""
+    """One rank, then three, then four of which two are new, then two."""
     expected = replicated(STEPS)
     worlds = [
         World([0], Fault(1, "applied", dying=[], missing=[])),
@@ -233,7 +233,7 @@ def test_joiners_take_their_shares_and_leavers_take_nothing_along(shards: Shards
 @pytest.mark.slow
 @pytest.mark.parametrize(("copies", "dying", "is_lost"), [(1, [1], True), (2, [1, 3], True), (2, [0, 1], False)])
 def test_what_no_rank_holds_any_more_is_said_to_be_lost(copies: int, dying: Sequence[int], is_lost: bool) -> None:
-    """Ranks 0 and 1 hold everything once, 2 and 3 do again; where a grain is lost, nothing has changed."""
+    """Ranks 0 and 1 together hold everything once, as do 2 and 3; if a grain is lost, nothing has changed."""
     expected = replicated(STEPS)
     left = [who for who in range(4) if who not in dying]
     seen = live_through([World(range(4), Fault(3, "computing", dying=dying)), World(left)], copies)
@@ -245,7 +245,7 @@ def test_what_no_rank_holds_any_more_is_said_to_be_lost(copies: int, dying: Sequ
 
 @pytest.mark.slow
 def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all() -> None:
-    """Rank 3 dies before it sends anything; ranks 0 to 2 have nothing to apply, and compute the step again."""
+    """Rank 3 dies before it sends anything; ranks 0 to 2 cannot apply the step and recompute it."""
     expected = replicated(STEPS)
     seen = live_through([World(range(4), Fault(2, "computing", dying=[3])), World(range(3))])
     assert [rows[1][1:3] for rows in seen.values()] == [[2, expected[1]]] * 3
@@ -255,7 +255,7 @@ def test_a_step_that_one_of_its_world_cannot_apply_is_dropped_by_all() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 def test_a_rank_may_be_lost_and_another_join_before_the_first_step(shards: Shards) -> None:
-    """First weights that were shared out come from who holds them; the newcomer's own do not count."""
+    """Sharded initial weights come from their holders; the newcomer's own do not count."""
     expected = replicated(STEPS)
     seen = live_through([World(range(4), Fault(0, "computing", dying=[3])), World([4, 0, 1, 2])], shards=shards)
     assert [[row[3] for row in rows] for rows in seen.values()] == [[0, 0, 0]] * 3 + [[0, 0]]
@@ -266,7 +266,7 @@ def test_a_rank_may_be_lost_and_another_join_before_the_first_step(shards: Shard
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 @pytest.mark.parametrize("breaks_at", [2, 0])
 def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int, shards: Shards) -> None:
-    """One holder of each share: who has given a part away keeps it until the taker is known to have its seat."""
+    """With one copy of each shard: a sender keeps a shard until its receiver is known to have it."""
     expected = replicated(STEPS)
     grown = World([0, 1, 2], breaks_at=breaks_at)
     seen = live_through(
@@ -277,7 +277,7 @@ def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int,
 
 
 def test_who_was_away_while_shares_were_lost_is_not_followed() -> None:
-    """It is further than the others are now, and what it holds there is not the whole of the state."""
+    """It is further than the others, but holds only part of the state at that step."""
     shards = build("optimizer", 1).shards
     half, rest = seats_of([("", "0"), ("", "1")], 1)
     behind = [PeerState(Place(7, 20), half, ("", "0")), PeerState(Place(7, 20), rest, ("", "1"))]

@@ -1,4 +1,4 @@
-"""The streams of a run's samples: what `collate` draws in training and in validation."""
+"""The sample streams of a run: random draws of `collate` in training and in validation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_training_draws_by_the_runs_seed_and_the_epoch(feed: tuple[Feed, Order])
 
 
 def test_every_validation_draws_the_same(feed: tuple[Feed, Order]) -> None:
-    """Seed 0 and epoch 0, whatever the run and however far it is: values of two validations can be compared."""
+    """Seed 0 and epoch 0, whatever the run and its progress, so that two validations can be compared."""
     feed_, _ = feed
     for _ in range(2):
         steps = feed_.validation(range(NUM_LANES))
@@ -88,7 +88,7 @@ def test_every_validation_draws_the_same(feed: tuple[Feed, Order]) -> None:
 
 
 def test_only_training_is_augmented(feed: tuple[Feed, Order]) -> None:
-    """What draws can ask whether its rows are trained on, or measured: also in a worker process."""
+    """Drawing code can ask whether its rows are for training or validation, also in a worker process."""
     feed_, order = feed
     for is_training, steps in (
         (True, feed_.training(order, range(NUM_LANES), Cursor(), 2)),
@@ -128,7 +128,7 @@ _GENERATOR, _TORCH, _CALLS = np.random.default_rng(3), torch.Generator(), iter(r
 def test_a_collate_whose_results_cannot_be_had_again_is_refused(
     feed: tuple[Feed, Order], draws: Callable[[], float], named: str
 ) -> None:
-    """Global generators are named; a generator, a counter or a clock of the task's own shows in a second call."""
+    """Global generators are named; a private generator, counter or clock is detected by a second call."""
 
     def collate(rows: pa.Table, ids: npt.NDArray[np.int64]) -> dict[str, Tensor]:
         return {"ids": torch.from_numpy(ids.copy()), "x": torch.tensor(float(draws()))}

@@ -1,4 +1,4 @@
-"""Seats in cells: the bits of cells whose ranks hold all of their parts, through faults; a share comes from its column.
+"""Sharded cells have the bits of replicated cells, through faults; a shard comes from its shard group.
 
 Ranks in memory; a rank that dies leaves its groups, and its peers learn of it at their next exchange.
 """
@@ -47,7 +47,7 @@ KINDS: Sequence[Shards] = ("optimizer", "gradients", "parameters")
 
 @dataclass(frozen=True)
 class World:
-    """The members of a world, cell by cell, and the fault that ends it, None for the last one."""
+    """The members of a world, cell by cell, and the fault that ends it (None for the last world)."""
 
     members: Sequence[int]
     fault: Fault | None = None
@@ -56,7 +56,7 @@ class World:
 def member(
     who: int, num: int, worlds: Sequence[World], copies: int, shards: Shards, wire: Wire, cell: Cell
 ) -> list[list[object]]:
-    """Live through the worlds that this member is in; return what it saw at their beginnings, and at the end."""
+    """Live through this member's worlds; return its observations at their beginnings and at the end."""
     torch.set_num_threads(1)
     state, seen = build(shards, copies, wire, cell), list[list[object]]()
     for term, world in enumerate(worlds, start=1):
@@ -98,8 +98,8 @@ def live_through(
     wire: Wire = "exact",
     cell: Cell = CELL,
 ) -> dict[int, list[list[object]]]:
-    """Return what each member that did not die saw: [term, step, weights, shards lost] at every beginning and the end,
-    and then the numbers of moments that it holds, of its weights, and of gradients that it keeps."""
+    """Return what each surviving member saw: [term, step, weights, shards lost] at every beginning and the end, then
+    the elements that it holds of moments, of weights, and of the gradients that it keeps."""
     num = 1 + max(who for world in worlds for who in world.members)
     seen = in_memory(member, num, worlds, copies, shards, wire, cell)
     return {who: rows for who, rows in enumerate(seen) if rows is not None}
@@ -125,7 +125,7 @@ def alone(cell: Cell) -> list[object]:
 def test_a_rank_holds_its_share_of_its_places_moments(
     expected: list[object], num_cells: int, copies: int, shards: Shards
 ) -> None:
-    """And the weights are those of cells that hold all of them: over any number of cells, however often each share."""
+    """The weights equal those of replicated cells, for any number of cells and copies."""
     seen = live_through([World(range(num_cells * SIZE))], copies, shards)
     assert {row[1][2] for row in seen.values()} == {expected[-1]}
     held, weights = (sum(int(str(row[2][column])) for row in seen.values()) for column in (0, 1))
@@ -162,7 +162,7 @@ def test_leaves_that_are_rounded_on_their_way_have_the_same_bits_in_any_number_o
 )
 @pytest.mark.parametrize("shards", KINDS)
 def test_a_lost_rank_costs_no_applied_step(expected: list[object], fault: Fault, kept: int, shards: Shards) -> None:
-    """Three cells lose a rank, and go on as two: its mate is a spare, which comes back with a newcomer at the end."""
+    """Three cells lose a rank and continue as two; its cell mate becomes a standby until a newcomer joins."""
     [dead] = fault.dying
     mate = dead ^ 1
     left = [who for who in range(3 * SIZE) if who not in (dead, mate)]
@@ -179,7 +179,7 @@ def test_a_lost_rank_costs_no_applied_step(expected: list[object], fault: Fault,
 
 @pytest.mark.parametrize("shards", KINDS)
 def test_a_rank_that_comes_to_another_place_gets_its_part(expected: list[object], shards: Shards) -> None:
-    """What it held at its old place is of no use there, and at the beginning it has the weights of neither."""
+    """Its old shards are useless there, and at the beginning it has the weights of neither place."""
     worlds = [
         World([0, 1, 2, 3], Fault(3, "applied", dying=[2])),
         World([0, 1, 4, 3], Fault(4, "computing", dying=[4])),
@@ -195,7 +195,7 @@ def test_a_rank_that_comes_to_another_place_gets_its_part(expected: list[object]
 
 @pytest.mark.parametrize("shards", KINDS)
 def test_ranks_of_two_cells_that_make_one_compute_the_same_lanes(expected: list[object], shards: Shards) -> None:
-    """They held other shares, and both take the one that moves least; so do newcomers that make a third cell again."""
+    """They held different shards, and both take the one that moves least; so do newcomers that form a third cell."""
     worlds = [World(range(6), Fault(2, "summed", dying=[2, 5])), World([0, 1, 4, 3], Fault(4, "applied", dying=[1]))]
     seen = live_through([*worlds, World([0, 3, 4, 6, 7, 8])], shards=shards)
     for who in (0, 3, 4):
@@ -204,7 +204,7 @@ def test_ranks_of_two_cells_that_make_one_compute_the_same_lanes(expected: list[
 
 @pytest.mark.parametrize("dying", [[4], [0, 2]])
 def test_what_no_rank_of_a_column_holds_any_more_is_said_to_be_lost(dying: Sequence[int]) -> None:
-    """Of one copy, with one rank: nothing has changed then."""
+    """One rank holds the only copy; nothing has changed when it is lost."""
     gone = {one for dead in dying for one in (dead, dead ^ 1)}
     left = [who for who in range(3 * SIZE) if who not in gone]
     seen = live_through([World(range(6), Fault(3, "computing", dying=dying)), World(left)], copies=1)
@@ -213,7 +213,7 @@ def test_what_no_rank_of_a_column_holds_any_more_is_said_to_be_lost(dying: Seque
 
 
 TOKENS = Cell(context=2)
-"""Two ranks with some tokens of every row each, which hold one and the same part."""
+"""Two context-parallel ranks, which hold the same part."""
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def of_tokens() -> list[object]:
 
 @pytest.mark.parametrize(("num_cells", "copies"), [(1, 1), (2, 2), (3, 1)])
 def test_ranks_with_parts_of_rows_hold_shares_of_one_part(of_tokens: list[object], num_cells: int, copies: int) -> None:
-    """In one cell, too: of its moments each has a half."""
+    """Even in one cell each rank holds half of its moments."""
     seen = live_through([World(range(num_cells * 2))], copies, cell=TOKENS)
     assert {row[1][2] for row in seen.values()} == {of_tokens[-1]}
     weights = int(str(seen[0][2][1]))
@@ -253,7 +253,7 @@ def test_parts_of_tensor_ranks_are_shared_by_those_with_other_tokens() -> None:
 def test_a_lost_rank_with_parts_of_rows_costs_no_applied_step(
     of_tokens: list[object], worlds: list[World], kept: int
 ) -> None:
-    """Copies are in different cells where there are two; and a rank that has other tokens next keeps its share."""
+    """With two cells, copies are in different cells; a rank that gets other tokens next keeps its shard."""
     seen = live_through(worlds, cell=TOKENS)
     for who in worlds[1].members:
         assert [row[1:] for row in seen[who][-3:-1]] == [[kept, of_tokens[kept - 1], 0], [6, of_tokens[5], 0]]
@@ -267,7 +267,7 @@ def test_what_one_rank_of_a_cell_held_alone_is_said_to_be_lost() -> None:
 
 @pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
 def test_ranks_that_change_places_before_the_first_step_bring_no_seat(expected: list[object], shards: Shards) -> None:
-    """The seats of the world that broke were of other parts."""
+    """The shards of the world that broke belonged to other places."""
     worlds = [World(range(4), Fault(0, "computing", dying=[2, 3])), World([1, 0])]
     seen = live_through(worlds, copies=1, shards=shards)
     ends = [next(row for row in reversed(seen[who]) if len(row) == 4) for who in (0, 1)]
@@ -276,7 +276,7 @@ def test_ranks_that_change_places_before_the_first_step_bring_no_seat(expected: 
 
 @pytest.mark.parametrize("shards", ["none", "optimizer", "gradients", "parameters"])
 def test_a_part_that_is_lost_before_the_first_step_begins_anew(shards: Shards) -> None:
-    """One of two tensor ranks has its seat already; a newcomer has all of the other part to begin with."""
+    """One of two tensor ranks already has its shards; a newcomer has all of the other part's initial weights."""
     worlds = [World([0, 1], Fault(0, "computing", dying=[1])), World([0, 2])]
     seen = live_through(worlds, copies=1, shards=shards, cell=CELL)
     ends = [[row for row in seen[who] if len(row) == 4][-1] for who in (0, 2)]
@@ -284,7 +284,7 @@ def test_a_part_that_is_lost_before_the_first_step_begins_anew(shards: Shards) -
 
 
 class Row(NamedTuple):
-    """What is set, of a job whose replicas are cells."""
+    """The options of a job whose replicas are cells."""
 
     cell: Cell
     shards: Shards = "none"
@@ -413,12 +413,12 @@ EACH_ONCE = [
     Row(STAGES, "gradients", schedule="interleaved", wire="bf16"),
     Row(EXPERTS, "gradients"),
 ]
-"""Each degree, kind of shards and option; all of the rows are hunted."""
+"""Each degree, shard mode and option once; the hunt runs all of the rows."""
 
 
 @pytest.mark.parametrize("row", EACH_ONCE, ids=str)
 def test_a_rank_is_lost_at_an_exchange_and_no_bit_changes(row: Row) -> None:
-    """Each row at another: taking its place, in a pass, between the parts of a sum, or while updates are shared."""
+    """Each row at another one: taking its place, in a pass, between the parts of a sum, or while sharing updates."""
     assert row in ROWS
     place = zlib.crc32(str(row).encode()) / (1 << 32)
     assert_lost_ranks_change_nothing(row, lambda total: [int(place * total)])
@@ -432,7 +432,7 @@ def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
 
 
 def assert_lost_ranks_change_nothing(row: Row, places: Callable[[int], Sequence[int]]) -> None:
-    """Lose the last of three cells' ranks at each of some exchanges, given how many it makes if it is not lost."""
+    """Lose the last of three cells' ranks at some exchanges; `places` gets the number of exchanges without a loss."""
     cell = row.cell
     num, victim = 3 * cell.size, 3 * cell.size - 1
     [expected] = set(in_memory(of_one_cell, cell.size, row))

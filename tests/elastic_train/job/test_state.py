@@ -1,4 +1,4 @@
-"""The applied state: what a restoration takes over, and what stays as the configuration says."""
+"""The applied state: what a restore takes over, and what stays as configured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(state: AppliedState) -> None:
 
 
 def measured(state: AppliedState, gradient: float) -> Tensor:
-    """Give all parameters such gradients, in fp16 those of a scaled loss, and measure them."""
+    """Set all parameters' gradients (for fp16 those of a scaled loss), and measure them."""
     scaled = state.scaler.scale(torch.tensor(gradient))
     for parameter in state.model.parameters():
         parameter.grad = torch.full_like(parameter, scaled.item())
@@ -46,7 +46,7 @@ def measured(state: AppliedState, gradient: float) -> Tensor:
 
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
-    """Return a state that another configuration built, and that took over this one as from a commit."""
+    """Return a state of another configuration that has restored this one as from a commit."""
     saved, other = copy.deepcopy(state.shards.held()), built(config, total_steps)
 
     def fill(tensors: State) -> None:
@@ -59,7 +59,7 @@ def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps: int) -> None:
-    """Rates that are computed again are those that were saved."""
+    """Recomputed rates equal the saved ones."""
     config = OptimizerConfig(name=name, lr=0.0123, warmup_steps=3)  # type: ignore[arg-type]
     through = built(config)
     for _ in range(num_steps):
@@ -73,7 +73,7 @@ def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps:
 
 
 def test_a_changed_rate_applies_from_the_next_step() -> None:
-    """Also a changed decay and a longer schedule; moments and the schedule's place are those that were saved."""
+    """A changed decay or a longer schedule does so as well; moments and the schedule's position are the saved ones."""
     before = OptimizerConfig(lr=0.1, weight_decay=0.5, options={"betas": (0.8, 0.9)}, warmup_steps=2)
     state = built(before)
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_a_changed_rate_applies_from_the_next_step() -> None:
 
 @pytest.mark.parametrize("is_fp16", [False, True])
 def test_a_state_that_begins_again_updates_as_one_that_was_just_built(is_fp16: bool) -> None:
-    """A rank whose part is of no use in the next world gets first weights; rates and scale are the first, too."""
+    """A rank whose part is useless in the next world gets initial weights, with initial rates and scale."""
     config = OptimizerConfig(lr=0.1, warmup_steps=6)
     state, expected = built(config, is_fp16=is_fp16), built(config, is_fp16=is_fp16)
     for _ in range(4):
@@ -112,7 +112,7 @@ def test_a_state_that_begins_again_updates_as_one_that_was_just_built(is_fp16: b
 
 
 def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() -> None:
-    """Two jobs that end at different steps have the same rates, and the cosine is at zero where it was asked to be."""
+    """Two jobs that end at different steps have the same rates, and the cosine reaches zero where configured."""
     config = OptimizerConfig(warmup_steps=2, schedule_steps=12)
     rates = [[rate_factor(step, config, total) for step in range(15)] for total in (5, 1000)]
     assert rates[0] == rates[1]
@@ -120,7 +120,7 @@ def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() ->
 
 
 def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
-    """In the midst of a world, too: a rank that took rank 0's state before a commit trained on its own lanes alone."""
+    """This includes a hand-over within a world, where a rank would otherwise train on its own lanes only."""
     state, other = built(OptimizerConfig()), built(OptimizerConfig())
     flats = place_gradients(list(other.model.parameters()))[0]
     step(state)
@@ -131,7 +131,7 @@ def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
 
 
 def test_what_may_be_cut_is_stored_in_the_order_of_its_parts_after_a_restoration_too() -> None:
-    """Weights, gradients and moments have the same strides, which kernels for many tensors ask for."""
+    """Weights, gradients and moments have equal strides, which multi-tensor kernels require."""
     dims = {"0.weight": 1, "1.weight": 0}
     models = [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)) for _ in range(2)]
     one, other = (build_state(each, OptimizerConfig(), 20, "cpu", is_fp16=False, dims=dims) for each in models)
@@ -161,7 +161,7 @@ def test_what_may_be_cut_is_stored_in_the_order_of_its_parts_after_a_restoration
 
 
 def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_counts() -> None:
-    """Neither a loss nor a gradient that is not finite changes anything but the place."""
+    """A non-finite loss or gradient changes nothing but the progress."""
     state = built(OptimizerConfig(warmup_steps=0, schedule="constant"))
     step(state)
     before = copy.deepcopy(state.shards.held())
@@ -182,9 +182,8 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
 
 @pytest.mark.parametrize("leaves_out", ["overflow", "loss"])
 def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out: str) -> None:
-    """Whether fp16 was looking for its scale or the loss was not finite: initial weights are not in it, nor after a
-    resume among such steps.
-    """
+    """While fp16 searches for its scale or the loss is not finite: initial weights are excluded, also after a
+    resume."""
     config = OptimizerConfig(warmup_steps=0, ema_decay=0.9)  # type: ignore[arg-type]
     state = built(config, is_fp16=leaves_out == "overflow")
     gradient, loss = (math.inf, 1.0) if leaves_out == "overflow" else (0.25, math.nan)
@@ -206,7 +205,7 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out
 
 
 def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:
-    """A scaler that halves its scale for ever would train for ever without an update, and say nothing."""
+    """Otherwise a scaler would halve its scale for ever, and training would continue silently without updates."""
     state = built(OptimizerConfig(warmup_steps=0), is_fp16=True)
     kinds = []
     for _ in range(34):
@@ -245,7 +244,7 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> None:
-    """No order of additions is left to a kernel, which would promise nothing."""
+    """The order of additions is never left to a kernel, which guarantees none."""
     digests, before = [], torch.get_num_threads()
     try:
         for number in (1, threads):
@@ -264,7 +263,7 @@ def test_the_number_of_threads_does_not_show_in_a_clipped_step(threads: int) -> 
 
 
 def test_a_state_remembers_which_steps_were_fast() -> None:
-    """In ranges, so that a million steps of one kind are two numbers."""
+    """It stores ranges, so that a million steps of one kind are two numbers."""
     reached = TrainProgress()
     for number in range(10):
         facts = StepFacts(Cursor(0, number), CoverageSums(), 1, SampleAccount(), is_fast=number in (2, 3, 4, 8))

@@ -1,4 +1,4 @@
-"""Warming up changes nothing that training sees, and leaves nothing to import to the first step."""
+"""Warming up has no effect on training, and leaves nothing to import for the first step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Counts(nn.Module):
 
 
 def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that trains on a real micro-batch keeps weights, buffers, random numbers, and has no gradients."""
+    """A model trained on a real micro-batch keeps weights, buffers and random state, and has no gradients."""
     plan, _ = planned(config(tmp_path, rows, CLASSIFIER))
     build = plan.task.build_model
     monkeypatch.setattr(plan.task, "build_model", lambda: Counts(build()))
@@ -59,7 +59,7 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
     random = torch.get_rng_state()
     warm_up(plan, state)
-    assert passes == [1, 1]  # the second from the buffers that the first began with
+    assert passes == [1, 1]  # the second pass starts from the buffers of the first
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in state.model.parameters())
@@ -70,7 +70,7 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
 def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a pass that nothing is left of; here with the CPU's kernels, and no other process to agree with."""
+    """The choosing pass leaves no trace; here it uses the CPU's kernels, and no other processes must agree."""
     plan, state = planned(config(tmp_path, rows, CLASSIFIER))
     before = {name: value.clone() for name, value in state.model.state_dict().items()}
     monkeypatch.setattr(warm_up_module, "machine_of", lambda device, *, compiles: Machine(device, (9, 0), compiles))
@@ -94,7 +94,7 @@ def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
 def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:
     """Warming up reads a sample of one lane; an unreadable one does not keep a rank from joining.
 
-    Unless blocks are compiled for its shape: a rank without them would round otherwise than the others.
+    Unless blocks are compiled for its shape: a rank without them would round differently.
     """
     write_rows(tmp_path / "rows" / "train", 331, seed=1)
     write_rows(tmp_path / "rows" / "validation", 101, seed=2)
@@ -110,9 +110,9 @@ def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:
 
 
 def test_a_forked_worker_has_nothing_to_import(tmp_path: Path, rows: Path) -> None:
-    """What training uses is imported by what a node's standby process loads: no package comes with the first steps.
+    """A node's standby process imports all that training uses: the first steps import no package.
 
-    Nor does that process import what torchmetrics only names, or what this task does not use: that takes seconds.
+    It does not import what torchmetrics only refers to or this task does not use, which would take seconds.
     """
     program = (
         "import runpy, sys, elastic_train.preload\n"

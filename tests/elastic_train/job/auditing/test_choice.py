@@ -1,4 +1,4 @@
-"""Audits: which lanes are computed twice, by whom, and who is named where two computations differ."""
+"""Audits: which lanes are computed twice, by which ranks, and which ranks are named when two computations differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_train.job.auditing.choice import audits_of, others
 def test_one_lane_of_so_many_is_computed_by_another_cell(
     num_cells: int, num_lanes: int, every: int, num_crews: int
 ) -> None:
-    """Every lane is, in turn, and by every other cell's crew of the same place; never more than once in a step."""
+    """Every lane has its turn, with every other cell's compute group at the same position; at most once per step."""
     mesh = Mesh(0, num_cells * num_crews, Cell(expert=num_crews))
     assigned, found = mesh.assigned(num_lanes), Counter[tuple[int, int, int]]()
     num_steps = 4 * every * num_cells

@@ -1,4 +1,4 @@
-"""One lane through stages, for an audit: the gradients of what is trained are looked at, and nothing is added."""
+"""An audited lane runs through stages: gradients of trained parameters are recorded, and nothing is accumulated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_first_stage_of_which_nothing_is_trained_has_nothing_to_compare() -> N
 
 @pytest.mark.parametrize("has_lane", [True, False])
 def test_a_stage_looks_at_what_its_experts_get_of_the_crews_lane_alone(has_lane: bool) -> None:
-    """Whose lane that is, this rank's or one beside it."""
+    """The lane may be this rank's or another rank's."""
     experts = Experts(3, 4, 2)
     links, leaf = ExpertLinks([]), {id(experts.up): torch.ones(2, 4, 3)}
     links.bind(Group(0, 1, None, 60))

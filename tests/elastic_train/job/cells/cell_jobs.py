@@ -1,7 +1,7 @@
-"""A small job on cells of a few ranks, step by step, in memory: what its tests share.
+"""Shared code for tests: a small job on cells of a few ranks, step by step, in memory.
 
-Ranks that would compute some tokens of a lane each compute all of it here, and their sum is of as many leaves. Stages,
-ranks with some of the experts, and those that share out tokens, run a decoder as the training loop does.
+Context-parallel ranks each compute all tokens of a lane here, so that their sum has as many leaves. Stages, ranks with
+some of the experts, and sequence-parallel ranks run a decoder as the training loop does.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from tests.memory_machine import when_all_have_ended
 from tests.memory_world import group_of
 
 SIZE = 2
-"""Ranks of a cell, unless a test says otherwise."""
+"""Ranks per cell, unless a test says otherwise."""
 CELL = Cell(tensor=SIZE)
 Shards = Literal["none", "optimizer", "gradients", "parameters"]
 USES: Mapping[str, Use] = {"blocks.0.0": "column", "blocks.0.3": "row", "blocks.1.0": "column", "blocks.1.3": "row"}
 WIDTHS = 602, 90
-"""Of matrices that are cut by columns and by rows, with several grains in some."""
+"""Sizes of matrices that are cut by columns and by rows, with several grains in some."""
 SIZES = {"dim": 16, "depth": 4, "heads": 2, "tied": False, "experts": 4, "expert_hidden": 6, "dropout": 0.3}
 TASK = CausalLM(model=SIZES, balance_loss=0.1, router_z_loss=0.01)
 TOKEN_SIZES = {**SIZES, "experts": 0, "depth": 2}
@@ -78,11 +78,11 @@ class Ranks(NamedTuple):
     world: Group
     cell: Group
     column: Group
-    """The ranks that hold this one's part."""
+    """The ranks that hold the same parameter shard as this one."""
     owners: Group
-    """The ranks that sum up what it sums up, but for experts."""
+    """The ranks that sum the same gradients as this one, experts excepted."""
     tokens: Group
-    """The ranks that compute the same rows with it."""
+    """The ranks that compute the same rows as this one."""
     mesh: Mesh
 
 
@@ -97,9 +97,9 @@ def build(
     schedule: Kind = "1f1b",
     sequence: bool = False,
 ) -> AppliedState:
-    """Return a state as a process begins with it; a newcomer has the same weights.
+    """Return a process's initial state; a newcomer has the same weights.
 
-    With `is_fp16` losses are scaled as in half precision, in which nothing is computed here.
+    With `is_fp16` losses are scaled as in half precision, though nothing is computed in it here.
     """
     torch.manual_seed(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
@@ -128,7 +128,7 @@ def build(
 
 
 def runs_decoder(cell: Cell) -> bool:
-    """Say whether cells of a shape run a decoder here."""
+    """Return True if cells of a shape run a decoder here."""
     return cell.stage * cell.expert > 1
 
 
@@ -138,7 +138,7 @@ def share_of(state: AppliedState) -> Zero1Share:
 
 
 def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
-    """Return the groups of a world whose ranks have this name for it; neighbours make cells."""
+    """Return the groups of the world whose ranks meet under this name; neighbours form cells."""
     mesh = Mesh(rank, size, shape)
     world = group_of(name, rank, size)
     first, (part, _) = mesh.replica * shape.size, shape.holder_of(rank)
@@ -149,7 +149,7 @@ def meet(name: str, rank: int, size: int, shape: Cell = CELL) -> Ranks:
 
 
 def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
-    """Take the place and the seat that a world gives this rank; return how many shards are lost, if any."""
+    """Take the rank's place and shards in a world; return the number of lost shards, if any."""
     shape = ranks.mesh.cell
     sequence = bool(state.shards.cut.plan.shares_tokens)
     first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
@@ -166,13 +166,13 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
 
 
 def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tensor:
-    """Compute the next step's gradient; return what this rank measures of it."""
+    """Compute the next step's gradient; return this rank's measurements of it."""
     assigned = state.shards.table.assigned(NUM_LANES)
     lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
     if not isinstance(state.model, Decoder):
         return compute_lanes(state, lanes, gradients, ranks.world, ranks.mesh.coordinates.context)
     run_lanes(_session_of(ranks, state, gradients, assigned, schedule), [_batch_of(state, lane) for lane in lanes])
-    ranks.world.barrier()  # as the training loop gathers its tables here
+    ranks.world.barrier()  # the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()
 
@@ -180,7 +180,7 @@ def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tenso
 def _session_of(
     ranks: Ranks, state: AppliedState, gradients: GradientSum, assigned: Assignment, schedule: Kind
 ) -> Session:
-    """Return what the training loop needs of a session to run a decoder's lanes."""
+    """Return a session with all that the training loop needs to run a decoder's lanes."""
     cut, mesh, config = state.shards.cut, ranks.mesh, SimpleNamespace(run=SimpleNamespace(seed=1))
     task, context = TASK, None
     if cut.plan.shares_tokens:
@@ -236,12 +236,12 @@ def fingerprint(ranks: Ranks, state: AppliedState) -> str:
 
 
 def elements_held(state: AppliedState) -> int:
-    """Return how many numbers of moments this rank holds."""
+    """Return the number of moment elements that this rank holds."""
     return sum(moment.numel() for one in share_of(state).runs for moment in one.moments.values())
 
 
 def elements_of_gradients(state: AppliedState) -> int:
-    """Return how many numbers of the mean gradient this rank keeps after a step; none before it."""
+    """Return the number of elements of the mean gradient that this rank keeps after a step; 0 before the first."""
     total = state.shards._sum
     kept = [] if total is None else total.tensors()
     return sum(tensor.numel() for part, tensor in kept if part == "gradients")

@@ -1,4 +1,4 @@
-"""Ranks whose blocks are compiled between their exchanges: one hash in any number of cells, and through a lost rank.
+"""Blocks compiled between their exchanges: one hash for any number of cells, and after a lost rank.
 
 Ranks in memory, with a real plan, warm-up and compiler. Each process compiles before it has peers.
 """
@@ -39,12 +39,12 @@ EXPERTS = {"experts": 4, "shared_hidden": 8}
 
 
 class Row(NamedTuple):
-    """What is set, of a job with cells of two ranks or four."""
+    """The options of a job with cells of two or four ranks."""
 
     parallel: dict[str, object]
     has_experts: bool = False
     is_like_one: bool = False
-    """Whether the degree is in no bit, so that one rank has the same."""
+    """True if the degree does not change the bits, so that one rank gets the same."""
 
     def __str__(self) -> str:
         return "-".join(self.parallel)
@@ -61,7 +61,7 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def torch_as_before() -> Iterator[None]:
-    """Forget what was compiled; ranks that are threads leave torch's stance in any order, and it is of a process."""
+    """Reset the compiler; ranks as threads restore torch's stance in any order, though it is global."""
     yield
     torch.compiler.set_stance("default")
     torch.compiler.reset()
@@ -120,8 +120,8 @@ def train(plan: Plan, state: AppliedState, world: World) -> str:
 
 
 def live(who: int, num: int, plan: Plan) -> tuple[str, int] | None:
-    """Train in a world; after a lost rank, in one of whole cells without the last; return the hash, and how many calls
-    ran without compiled kernels."""
+    """Train in a world, and after a lost rank in one of complete cells without the last; return the hash and the number
+    of uncompiled calls."""
     torch.set_num_threads(1)
     state, cell = plan.build_state(), plan.config.parallel.cell
     warm_up(plan, state)
@@ -138,7 +138,7 @@ def live(who: int, num: int, plan: Plan) -> tuple[str, int] | None:
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_what_is_compiled_between_exchanges_has_one_hash_in_any_world(row: Row, tmp_path: Path) -> None:
-    """The last rank is lost in a pass, or later; its cell leaves with it."""
+    """The last rank is lost in a pass or later; its cell leaves with it."""
     plan = plan_of(tmp_path, row)
     size = plan.config.parallel.cell.size
     seen, machine = set[tuple[str, int] | None](), Machine(3 * size)

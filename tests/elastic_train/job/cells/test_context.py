@@ -1,4 +1,4 @@
-"""Rows in parts add up to whole ones: losses, weights and gradients, to rounding, and all ranks learn the same sums."""
+"""Rows split over ranks add up to whole rows: losses, weights, gradients, up to rounding; all ranks get equal sums."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ ROWS = pa.table(
 
 @pytest.fixture(autouse=True)
 def _in_chunks() -> Iterator[None]:
-    """Compute losses by chunks of a few rows, as those of a large vocabulary are."""
+    """Compute losses in chunks of a few rows, as for a large vocabulary."""
     with chunks_of(4):
         yield
 
 
 def batches() -> list[Batch]:
-    """Whole rows, packed ones, and a row whose targets are in the first of more than one part."""
+    """Whole rows, packed rows, and a row with targets in the first of several parts only."""
     plain, packed = TokenColumns("input_ids"), TokenColumns("input_ids", documents="document_ids")
     ids = torch.arange(len(ROWS)).numpy()
     return [plain.collate(ROWS, ids, 16, 11), packed.collate(ROWS, ids, 16, 11), plain.collate(ROWS[1:2], ids, 16, 11)]
@@ -90,8 +90,7 @@ def of_rank(rank: int, size: int) -> None:
 def of_tensor_rank(
     rank: int, size: int, tensor: int, task: CausalLM = TASK, build: Callable[[], nn.Module] = make_model
 ) -> None:
-    """Compute the batches as a rank of one cell that shares out tokens between its tensor ranks, and as one of one that
-    does not; rows of 8 and 16 tokens."""
+    """Compute rows of 8 and 16 tokens as a rank of a cell with sequence parallelism, and of one without."""
     context, whole = size // tensor, build()
     expected = run(whole, lambda batch: task.loss(whole, batch))
     store_in_memory_order(whole, cut_dims_of(task, whole))
@@ -116,7 +115,7 @@ def of_tensor_rank(
             torch.testing.assert_close(total, mine, rtol=0, atol=1e-5 * float(grad.abs().max()))
         group.close()
     (without, gradients), (losses, others) = found[False], found[True]
-    if 16 % (tensor * context) == 0:  # else there is more padding, with which kernels may round otherwise
+    if 16 % (tensor * context) == 0:  # otherwise there is more padding, for which kernels may round differently
         assert losses == without
         differing = {name for name in gradients if not torch.equal(gradients[name], others[name])}
         uses = {plan.tensor.get(name.rpartition(".")[0]) for name in differing}
@@ -125,7 +124,7 @@ def of_tensor_rank(
 
 @pytest.mark.parametrize(("tensor", "context"), [(2, 2), (4, 2), (4, 3)])
 def test_parts_are_shared_out_between_tensor_ranks(tensor: int, context: int) -> None:
-    """With the bits of those that do not share them out, but for norms, where rows need no more padding for it."""
+    """They have the bits of ranks without sequence parallelism, except for norms, if rows need no extra padding."""
     in_memory(of_tensor_rank, tensor * context, tensor)
 
 
@@ -136,7 +135,7 @@ def test_parts_add_up_to_whole_rows(size: int, on_devices: bool) -> None:
 
 
 def test_a_lone_part_runs_without_peers() -> None:
-    """With what it computes itself in place of theirs: for a pass whose results nobody uses."""
+    """It uses its own values in place of its peers', for a pass whose results are discarded."""
     model = make_model()
     losses = run(model, lambda batch: loss_of(TASK, model, batch, lone_part(2)))
     assert all(torch.isfinite(torch.tensor(loss)) for loss, _ in losses)

@@ -1,4 +1,4 @@
-"""A model cut into parts computes what the whole one does, to rounding; what does not fit is refused."""
+"""A cut model computes the same as the whole one, up to rounding; a model that does not fit the cut is refused."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def assert_like(one: Tensor, other: Tensor, tolerance: float) -> None:
 def compare(
     make_model: Callable[[], nn.Module], group: Group, share: float, tolerance: float = 1e-11, task: Task = TASK
 ) -> None:
-    """Compare a model that is cut with a whole one; of its numbers a rank has at most that share.
+    """Compare a cut model with a whole one; a rank has at most `share` of its elements.
 
-    `tolerance` is relative to a tensor's largest number.
+    `tolerance` is relative to a tensor's largest element.
     """
     rank, size = group.rank, group.size
     whole, model = make_model(), make_model()
@@ -107,12 +107,12 @@ def compare(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_parts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
-    """Outputs and gradients, in float64, where a wrong or missing sum would show in the first digits."""
+    """Outputs and gradients in float64, where a wrong or missing sum would show in the first digits."""
     in_memory(of_rank, size, on_devices=on_devices)
 
 
 def test_a_pass_without_peers_computes_with_a_part_and_leaves_the_model_whole() -> None:
-    """Of all stages: a process does not know yet which it will run."""
+    """It covers all stages, since the process does not know yet which one it will run."""
     model = Decoder(replace(SHAPE, tied=False)).double()
     parallel = ParallelConfig(tensor=2, pipeline=2)
     plan = cell_plan_of(TASK, model, parallel)
@@ -128,7 +128,7 @@ def test_a_pass_without_peers_computes_with_a_part_and_leaves_the_model_whole() 
 
 
 def with_experts(rank: int, size: int) -> None:
-    """Routers compute in fp32 whatever the rest is in, so that is how far the sums over ranks may be off."""
+    """Routers compute in fp32 whatever the rest uses, which limits the precision of the sums over ranks."""
     shape = replace(SHAPE, experts=8, expert_hidden=6, shared_hidden=12)
     group = group_of("world", rank, size)
 
@@ -144,7 +144,7 @@ def with_experts(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
-    """Each rank has some of the experts, and all route all tokens."""
+    """Each rank has some of the experts, and all ranks route all tokens."""
     in_memory(with_experts, size, on_devices=on_devices)
 
 
@@ -163,7 +163,7 @@ def test_a_degree_has_to_divide_what_is_cut(changes: dict[str, int], degree: int
 
 
 class Cutting(Witness):
-    """A task with a plan of its own."""
+    """A task with its own plan."""
 
     def __init__(self, **plan: str) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Cutting(Witness):
 
 
 class Block(nn.Module):
-    """Layers of the kinds that a plan may name."""
+    """One layer of each kind that a plan may name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_plan_that_does_not_fit_its_model_is_refused(plan: dict[str, str], mes
 
 
 class Failing(Witness):
-    """A task whose plan is of some degrees alone, or none."""
+    """A task with a plan for some degrees only, or for none."""
 
     def __init__(self, plan: object) -> None:
         super().__init__()
@@ -219,13 +219,13 @@ class Failing(Witness):
     ],
 )
 def test_a_plan_that_cannot_be_asked_for_one_rank_is_refused_in_words(plan: object, message: str) -> None:
-    """Also where nothing is cut: gradients are measured by the parts that all degrees have in common."""
+    """This applies even if nothing is cut: gradients are measured by the parts that all degrees have in common."""
     with pytest.raises(ConfigError, match=rf"placements\(model, Degrees\(tensor=1, .*\)\) of Failing {message}"):
         cut_dims_of(Failing(plan), Block())
 
 
 def test_frozen_weights_that_commits_do_not_hold_are_cut_like_others() -> None:
-    """The base of adapters: a rank that comes to another place takes that one's part of it."""
+    """Example: the base of adapters. A rank that moves to another place takes that place's part."""
     parallel = ParallelConfig(tensor=2)
     model, whole = make_model(), make_model()
     model.embed.requires_grad_(requires_grad=False)
@@ -267,7 +267,7 @@ def test_experts_that_cannot_be_spread_are_refused(experts: int, degrees: dict[s
 
 
 class Opaque(CausalLM):
-    """A language model whose user builds another one."""
+    """A language model with a user's own model class."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
@@ -283,7 +283,7 @@ class Opaque(CausalLM):
     ],
 )
 def test_a_model_of_which_nothing_is_said_is_whole_wherever_it_is(task: Task) -> None:
-    """In every shard mode; and no other degree takes it without a word."""
+    """This holds in every shard mode; any other degree is refused."""
     model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
     assert cut_dims_of(task, model) == {}
     for shards in ("none", "optimizer", "gradients", "parameters"):

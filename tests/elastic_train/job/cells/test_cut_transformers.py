@@ -1,4 +1,4 @@
-"""Models of transformers are cut by their own plans, and compute what the whole ones do, to rounding."""
+"""Models of transformers cut by their own plans compute the same as whole ones, up to rounding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FAMILIES = (
     "olmo2",
 )
 
-"""Kinds of models of transformers: with norms of single heads, biases of rows, and attention that is not cut, too."""
+"""Model types of transformers, including per-head norms, biases of row layers, and attention that is not cut."""
 
 
 def model_of_transformers(kind: str) -> nn.Module:
@@ -60,7 +60,7 @@ def model_of_transformers(kind: str) -> nn.Module:
 
     torch.manual_seed(3)
     model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).double()
-    for one in model.parameters():  # biases and norms too, which begin as zeros and ones
+    for one in model.parameters():  # including biases and norms, which are initialised to zeros and ones
         torch.nn.init.normal_(one, std=0.3)
     return model
 
@@ -83,7 +83,7 @@ WITH_SOME_TOKENS = tuple(kind for kind in FAMILIES if kind != "olmo2")
 
 
 def with_dropout(kind: str) -> nn.Module:
-    """The same with dropout where that is a module of layers."""
+    """Return the model type with dropout, if its dropout is a module."""
     model = model_of_transformers(kind)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -95,7 +95,7 @@ def of_rank_with_some_tokens(rank: int, size: int) -> None:
     group = group_of("world", rank, size)
     for kind in WITH_SOME_TOKENS:
         task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
-        share = (0.8 if size == 2 else 0.6) if kind == "llama" else 1.0  # others have wide heads beside the rest
+        share = (0.8 if size == 2 else 0.6) if kind == "llama" else 1.0  # other kinds have comparatively wide heads
         compare_tokens(partial(with_dropout, kind), task, group, share=share, tolerance=1e-4)
     group.close()
 
@@ -109,7 +109,7 @@ def test_parts_of_rows_are_shared_out_between_ranks_of_models_of_transformers(ki
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_with_all_do(size: int) -> None:
-    """Outputs have the bits of tensor ranks alone, as have all gradients but those of norms and row layers' biases."""
+    """Outputs and gradients have the bits of tensor ranks alone, except gradients of norms and row layers' biases."""
     standby_with("tests.preload_transformers")
     in_memory(of_rank_with_some_tokens, size)
 
@@ -175,7 +175,7 @@ def test_models_of_transformers_whose_tokens_cannot_be_shared_out_are_refused(
 
 
 def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
-    """As that of a classifier which reads metadata, too."""
+    """Examples are classifiers, including one that reads metadata."""
     plan = cell_plan_of(
         SequenceClassifier(hf={"config": {"model_type": "llama"}}),
         nn.ModuleDict({"body": model_of_transformers("llama")}),
@@ -215,7 +215,7 @@ def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
 
 
 def with_lora(dropout: float = 0.0) -> nn.Module:
-    """Return a model with LoRA's layers in some of its layers, all of whose weights are drawn and trained."""
+    """Return a model with LoRA in some layers; all weights are drawn and trained."""
     from peft import LoraConfig, get_peft_model
 
     modules = ["q_proj", "k_proj", "o_proj", "down_proj"]
@@ -236,7 +236,7 @@ def of_rank_with_lora(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_of_adapters_compute_what_the_whole_does(size: int) -> None:
-    """LoRA's matrices are cut as the layers around which they are."""
+    """LoRA's matrices are cut like the layers that they adapt."""
     standby_with("tests.preload_transformers")
     in_memory(of_rank_with_lora, size)
 
@@ -262,7 +262,7 @@ class Counted(CellLinks):
 
 @pytest.mark.parametrize(("kind", "num_sums"), [("llama", 4), ("phi", 4), ("qwen3", 6), ("olmo2", 2)])
 def test_layers_with_one_input_exchange_its_gradient_once(kind: str, num_sums: int) -> None:
-    """For each block: two outputs, the gradients of two inputs, and of norms of heads; a second pass has as many."""
+    """Sums per block: two outputs, the gradients of two inputs and of per-head norms; a second pass has as many."""
     model, links = model_of_transformers(kind), Counted()
     plan = cell_plan_of(CausalLM(hf={"config": {"model_type": kind, **SIZES}}), model, ParallelConfig(tensor=2))
     assert plan is not None

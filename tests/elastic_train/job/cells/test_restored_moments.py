@@ -1,4 +1,4 @@
-"""What a rank of a cell takes from a commit: of each parameter its own moments."""
+"""A rank of a cell restores from a commit each parameter's own moments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.memory_machine import in_memory
 
 
 def restored(rank: int, size: int) -> tuple[bool, bool]:
-    """Train on from what was held, and from the same in a state that begins with it."""
+    """Train on from the live state, and from the same state restored into a new one."""
     ranks = meet("restored", rank, size)
     state = build("none")
     enter(ranks, state, rank, 1)
@@ -43,5 +43,5 @@ def restored(rank: int, size: int) -> tuple[bool, bool]:
 
 
 def test_parameters_of_one_shape_have_their_own_moments_after_a_restore() -> None:
-    """Norms and biases are alike in shape, so one's moments could stand for all: the next steps have the same bits."""
+    """Norms and biases have equal shapes and could be confused; the next steps have the same bits."""
     assert in_memory(restored, 2) == [(True, True)] * 2

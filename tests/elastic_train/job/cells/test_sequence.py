@@ -1,4 +1,4 @@
-"""Tensor ranks that share out tokens compute what those do that do not, and keep less of it."""
+"""Sequence-parallel tensor ranks compute the same as plain tensor ranks, and keep less for the backward pass."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TASK = CausalLM(model=SIZES, max_tokens=16)
 
 
 class Biased(Witness):
-    """A task whose layers that are cut have biases, which the decoder's have not."""
+    """A task whose cut layers have biases, unlike the decoder's."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         return Placements({"0": "split", "1": "column", "3": "row", "4": "tokens", "5": "join"})
 
 
 class WithExperts(CausalLM):
-    """Lets ranks share out tokens around mixtures, as was right while each of them had all experts."""
+    """Allows sequence parallelism around mixtures, which was correct while each rank had all experts."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         cuts = {"blocks.*.attention.q": "column", "blocks.*.mlp": "tokens"}
@@ -99,14 +99,14 @@ def run_once(model: nn.Module, width: int = 8) -> Tensor:
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Return how much memory a forward pass keeps, besides the model's own."""
+    """Return the memory that a forward pass keeps, without the model's own."""
     own, kept = {one.untyped_storage().data_ptr() for one in model.parameters()}, dict[int, int]()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a graph that keeps its own outputs would outlive this
+        return tensor.detach()  # a graph that saves its own outputs would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = logits_of(model, torch.zeros(3, 16, dtype=torch.int64))
@@ -124,8 +124,8 @@ def of_rank(rank: int, size: int) -> None:
 def compare_tokens(
     make_model: Callable[[], nn.Module], task: Task, group: Group, *, share: float, tolerance: float = 1e-11
 ) -> None:
-    """Compare ranks that share out tokens with those that do not, and with the whole model; of what these keep for a
-    backward pass they keep at most that share."""
+    """Compare sequence-parallel ranks with plain tensor ranks and with the whole model; for a backward pass they keep
+    at most `share` of what plain ranks keep."""
     rank, size = group.rank, group.size
     whole, plain, model = make_model(), make_model(), make_model()
     store_in_memory_order(whole, cut_dims_of(task, whole))
@@ -173,7 +173,7 @@ def compare_tokens(
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_ranks_with_some_tokens_compute_what_those_with_all_do(size: int, on_devices: bool) -> None:
-    """Outputs and gradients, in float64, with dropout and recomputation, and no more than a part of what is kept."""
+    """Outputs and gradients in float64, with dropout and recomputation, and only a part of the kept memory."""
     in_memory(of_rank, size, on_devices=on_devices)
 
 
@@ -207,19 +207,19 @@ def of_biased_rank(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("on_devices", [False, True])
 def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int, on_devices: bool) -> None:
-    """A row layer's is added to each rank's own tokens, a column layer's to all tokens of its outputs."""
+    """A row layer's bias is added to each rank's tokens, a column layer's to all tokens of its outputs."""
     in_memory(of_biased_rank, size, on_devices=on_devices)
 
 
 class Sharing(Witness):
-    """A task that calls a linear layer a dropout."""
+    """A task that declares a linear layer as dropout."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         return Placements({"0": "column", "1": "dropout"})
 
 
 class Cutting(Witness):
-    """A task that says how matrices are cut, and nothing of tokens."""
+    """A task that says how matrices are cut, but nothing about tokens."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         return Placements({"0": "column", "1": "row"})

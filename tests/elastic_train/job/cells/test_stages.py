@@ -1,4 +1,4 @@
-"""A model in stages: each place holds its own, all together compute what the whole does, and what cannot is refused."""
+"""A model in pipeline stages: each place holds its own, together they compute the whole; misfits are refused."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tests.memory_world import group_of
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=5, heads=4, tied=False, dropout=0.3)
 TASK = CausalLM(model={"dim": 16, "depth": 5, "heads": 4, "tied": False})
 WIDTHS = (7, 4, 7, 0, 5, 4)
-"""Of the lanes' rows; the fourth lane has no samples."""
+"""Row widths of the lanes; the fourth lane has no samples."""
 
 
 @pytest.fixture(autouse=True)
 def _in_chunks() -> Iterator[None]:
-    """Compute losses by chunks of a few rows, as those of a large vocabulary are."""
+    """Compute losses in chunks of a few rows, as for a large vocabulary."""
     with chunks_of(4):
         yield
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is run in stages: its whole model, and its weights where they come one by one."""
+    """The model to run in stages: the whole model, and its weights if they are loaded one by one."""
 
     task: CausalLM
     build: Callable[[], nn.Module]
@@ -69,7 +69,7 @@ def batch_of(number: int) -> Batch:
 
 
 def losses_of_whole(task: CausalLM, model: nn.Module) -> list[float]:
-    """Add the gradients of all lanes, each of which begins the generator anew."""
+    """Accumulate the gradients of all lanes, reseeding the generator for each."""
     losses = []
     for number, width in enumerate(WIDTHS):
         if width:
@@ -157,7 +157,7 @@ def with_experts() -> Subject:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "kind"), [(3, "1f1b"), (2, "interleaved")])
 def test_the_routers_of_all_stages_add_to_the_loss(size: int, kind: str) -> None:
-    """What those of the first ones add goes through all that follow, and their gradients come back."""
+    """Router losses of earlier stages pass through all later stages, and their gradients come back."""
     in_memory(of_rank, size, kind, with_experts)
 
 
@@ -169,7 +169,7 @@ def test_blocks_are_dealt_evenly_and_the_last_stage_has_no_fewer(num_stages: int
 
 
 class Staged(Witness):
-    """A task with stages of its own."""
+    """A task that defines its own stages."""
 
     def __init__(self, *plan: Sequence[str]) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Staged(Witness):
 
 
 class Layers(nn.Module):
-    """Layers, two of which share their weights, and a number."""
+    """Layers, two with shared weights, and a number."""
 
     def __init__(self, **extra: Any) -> None:
         super().__init__()
@@ -234,13 +234,13 @@ def test_all_that_keeps_a_decoder_from_stages_is_said_at_once() -> None:
 
 
 def test_a_model_of_fewer_blocks_than_chunks_is_refused() -> None:
-    """Of two stages with four chunks each there are eight pieces."""
+    """Two stages with four chunks each need eight pieces."""
     with pytest.raises(ConfigError, match=r"task\.params\.model\.depth: 5 in 8 stages"):
         cell_plan_of(TASK, Decoder(SHAPE), ParallelConfig(pipeline=2, schedule="interleaved:4"))
 
 
 class Weighted(CausalLM):
-    """A task of a user, who knows of `loss` alone."""
+    """A user's task that defines `loss` only."""
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         return super().loss(model, batch)

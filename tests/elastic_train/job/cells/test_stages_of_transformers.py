@@ -1,4 +1,4 @@
-"""Models of transformers in stages: they have the bits of the whole model, by each schedule, with dropout."""
+"""Models of transformers in stages have the bits of the whole model, with each schedule and with dropout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {**GPT2, **UNTIED, "n_layer": 5, "embd_pdrop": 0.3, "resid_pdrop": 0.3},
 )
 
-"""GPT-2 has learned positions and draws before its layers, so the second stage has to leave that out."""
+"""GPT-2 has learned positions and dropout before its layers, which the second stage must skip."""
 
 
 def of_transformers(config: dict[str, Any]) -> Subject:
@@ -47,13 +47,13 @@ def of_rank_with_transformers(rank: int, size: int, kind: str) -> None:
 
 @pytest.mark.parametrize(("size", "kind"), [(2, "1f1b"), (3, "gpipe"), (2, "interleaved")])
 def test_stages_of_transformers_compute_the_bits_of_the_whole(size: int, kind: str) -> None:
-    """Losses and gradients, of lanes of several shapes."""
+    """Losses and gradients of lanes with several shapes."""
     standby_with("tests.preload_transformers")
     in_memory(of_rank_with_transformers, size, kind)
 
 
 def pages_of_folders() -> int:
-    """Return how many bytes of weights' files this process has mapped."""
+    """Return the number of bytes of weight files that this process has mapped."""
     found, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -65,7 +65,7 @@ def pages_of_folders() -> int:
 
 
 def test_a_stage_reads_its_own_weights_of_a_folder(tmp_path: Path) -> None:
-    """Also where they are of another type than those that are trained."""
+    """The folder's type may differ from the trained type."""
     import transformers
 
     sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 3}

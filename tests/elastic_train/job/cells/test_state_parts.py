@@ -1,4 +1,4 @@
-"""Parts of tensors in commits: where they are in the whole, who writes them, and what of them is read."""
+"""Parts of tensors in commits: their position in the whole tensor, which ranks write them, and what ranks read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COLUMNS = Cut(0, WHOLE.shape, ((0, 2), (2, 4)), cut_along(WHOLE.shape, 0))
 ROWS = Cut(1, WHOLE.shape, ((0, 1), (1, 3)), cut_along(WHOLE.shape, 1))
 STAGED = Cut(0, WHOLE.shape, ((0, 0), (0, 4)))
 TWICE = Cut(0, WHOLE.shape, ((0, 0), (0, 4), (0, 4)))
-"""Held alike by two places, and not at all by the first."""
+"""Held in full by two places, and not at all by the first."""
 
 
 def in_order(cut: Cut | None) -> Tensor:
-    """The whole tensor's elements in memory order."""
+    """Return the whole tensor's elements in memory order."""
     return in_memory_order(WHOLE, None if cut is None else cut.whole)
 
 
@@ -49,7 +49,7 @@ def test_spans_of_a_part_are_where_they_are_in_the_whole() -> None:
 
 
 def test_ranks_that_hold_the_same_part_write_tensors_by_turns() -> None:
-    """Of three cells' ranks all can write but one; the place without it writes nothing."""
+    """In three cells all ranks but one can write; the place without a part writes nothing."""
     places = [0, 1, 0, 1, 0]
     for turn, chosen in enumerate((1, 3, 1)):
         expected = [[(0, 12)] if number == chosen else [] for number in range(5)]
@@ -59,7 +59,7 @@ def test_ranks_that_hold_the_same_part_write_tensors_by_turns() -> None:
 
 
 def test_each_element_is_written_once_by_a_rank_of_the_first_place_that_holds_it() -> None:
-    """Of two cells, whose ranks all write, or all but one, that speaks for nothing."""
+    """In two cells all ranks write, or all but one, whose opinion then does not count."""
     spans = [[[(0, 4)], [(4, 6)]], [[(0, 1)], [(1, 6)]]]
     assert written_spans(spans, COLUMNS, Cell(tensor=2), range(4)) == [[(0, 4)], [(6, 7)], [(4, 6)], [(7, 12)]]
     of_rows = [[[(0, 4)], []], [[(0, 1)], [(1, 8)]]]
@@ -73,7 +73,7 @@ def test_each_element_is_written_once_by_a_rank_of_the_first_place_that_holds_it
 
 
 def test_no_more_is_read_of_whole_tensors_than_is_held() -> None:
-    """Of weights all of the part, of moments a span: of columns, of rows, and of what is not cut."""
+    """Weights: the entire part; moments: a span. Of columns, of rows, and of uncut tensors."""
     tensors = {"columns": COLUMNS, "rows": ROWS, "other": None, "elsewhere": Cut(0, WHOLE.shape, ((0, 4), (0, 0)))}
     parts = {name: WHOLE.clone() if cut is None else cut.part_of(WHOLE, 1) for name, cut in tensors.items()}
     weights = {name: torch.zeros_like(part) for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Optimizers that keep what they need in odd places: those that commits can hold, and those that have to be refused."""
+"""Optimizers that keep state in unusual places: some that commits can hold, and some that must be refused."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch.optim import SGD, Optimizer
 
 
 class Odd(Optimizer):
-    """Subtracts the gradient times the rate and what `scale` says."""
+    """Subtracts the gradient times the rate and `scale`."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.begin()
 
     def begin(self) -> None:
-        """Make what is kept from the beginning."""
+        """Create the initial state."""
 
     def before(self) -> None:
-        """Do what comes once in each step."""
+        """Run once per step, before the update."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        """Return what a parameter's gradient is multiplied by."""
+        """Return the factor of a parameter's gradient."""
         return 1.0
 
     def parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -44,7 +44,7 @@ class Odd(Optimizer):
 
 
 class Counter(Odd):
-    """Counts in an attribute that is there from the beginning."""
+    """Counts in an attribute that exists from the start."""
 
     def begin(self) -> None:
         self.count = 0
@@ -57,7 +57,7 @@ class Counter(Odd):
 
 
 class LateCounter(Odd):
-    """Has an attribute, and state of parameters, from its tenth step on."""
+    """Gets an attribute and per-parameter state only at its tenth step."""
 
     def begin(self) -> None:
         self.count = 0
@@ -73,7 +73,7 @@ class LateCounter(Odd):
 
 
 class CountingGroups(Odd):
-    """Counts in its groups, as ScheduleFree does, and has a number there that grows, as Prodigy."""
+    """Counts in its parameter groups, like ScheduleFree, and has a growing number there, like Prodigy."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         if parameter is group["params"][0]:
@@ -82,7 +82,7 @@ class CountingGroups(Odd):
 
 
 class TensorInGroups(Odd):
-    """Keeps a tensor in each group, and makes it as it steps."""
+    """Keeps a tensor in each group, created at the first step."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         group.setdefault("d", torch.ones(())).mul_(0.9)
@@ -90,7 +90,7 @@ class TensorInGroups(Odd):
 
 
 class Lists(Odd):
-    """Keeps momentum in a list, norms in a deque, and a dict by parameter."""
+    """Keeps momentum in a list, norms in a deque, and a dict keyed by parameter."""
 
     def begin(self) -> None:
         self.momentum = [torch.zeros_like(one) for _, one in self.parameters()]
@@ -109,7 +109,7 @@ class Lists(Odd):
 
 
 class ListsInState(Odd):
-    """Keeps the last gradients of a parameter in its state, in a deque of tensors."""
+    """Keeps a parameter's last gradients in its state, in a deque of tensors."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         assert parameter.grad is not None, "gradients are in place"
@@ -119,7 +119,7 @@ class ListsInState(Odd):
 
 
 class GlobalKey(Odd):
-    """Keeps a count under a key that is no parameter."""
+    """Keeps a count in its state, under a key that is no parameter."""
 
     def before(self) -> None:
         whole = self.state.setdefault("whole", {"n": 0, "norm": torch.zeros(())})  # type: ignore[call-overload]
@@ -132,7 +132,7 @@ class GlobalKey(Odd):
 
 
 class Lookahead(Odd):
-    """Holds another optimizer, whose groups are its own and whose state is not, and slow weights every third step."""
+    """Wraps another optimizer, sharing its groups but not its state, and updates slow weights every third step."""
 
     def begin(self) -> None:
         self.inner = SGD(self.param_groups, lr=0.1, momentum=0.9)
@@ -164,7 +164,7 @@ class SeededNoise(Odd):
 
 
 class WholeNorm(Odd):
-    """Divides by the norm of all gradients, in which the order of parameters shows."""
+    """Divides by the norm of all gradients, which depends on the parameter order."""
 
     def before(self) -> None:
         self.norm = torch.stack([one.grad.sum() for _, one in self.parameters() if one.grad is not None]).norm()
@@ -174,11 +174,11 @@ class WholeNorm(Odd):
 
 
 LATE = 14
-"""A step after a rehearsal's last one."""
+"""A step after the rehearsal's last one."""
 
 
 class OnParameters(Odd):
-    """Counts in an attribute of each parameter, and has use for it late."""
+    """Counts in an attribute of each parameter, and uses it late."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         parameter.count = getattr(parameter, "count", 0) + 1  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ class InSlots(Odd):
 
 
 class InDefaults(Odd):
-    """Counts among the defaults of its groups, where torch keeps settings."""
+    """Counts in the defaults of its groups, where torch keeps settings."""
 
     def before(self) -> None:
         self.defaults["count"] = self.defaults.get("count", 0) + 1
@@ -215,18 +215,18 @@ SAVED = (
     Counter, LateCounter, CountingGroups, TensorInGroups, Lists, ListsInState, GlobalKey, Lookahead, SeededNoise,
     WholeNorm, OnParameters, InSlots, InDefaults,
 )  # fmt: skip
-"""Those that a run may use where all of the state is whole."""
+"""Those that a run may use if state is replicated."""
 
 
 class ProcessNoise(Odd):
-    """Draws noise from torch's own generator."""
+    """Draws noise from torch's global generator."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         return 1 + torch.randn_like(parameter)
 
 
 class PythonNoise(Odd):
-    """Draws from Python's own generator, from its eighth step on."""
+    """Draws from Python's global generator, from its eighth step on."""
 
     def begin(self) -> None:
         self.count = 0
@@ -239,7 +239,7 @@ class PythonNoise(Odd):
 
 
 class Hook(Odd):
-    """Counts in the closure of a hook of its own step."""
+    """Counts in the closure of its step hook."""
 
     def begin(self) -> None:
         calls: list[int] = []
@@ -269,7 +269,7 @@ class Module(Odd):
 
 
 class Schedule(Odd):
-    """Keeps an iterator that cannot be looked into."""
+    """Keeps an iterator, whose state cannot be inspected."""
 
     def begin(self) -> None:
         self.factors = (1 / number for number in itertools.count(1))
@@ -287,7 +287,7 @@ class Tracker:
 
 
 class OwnObject(Odd):
-    """Counts in an object of a class of its own."""
+    """Counts in an object of its own class."""
 
     def begin(self) -> None:
         self.tracker = Tracker()
@@ -298,7 +298,7 @@ class OwnObject(Odd):
 
 
 class LateClosure(Odd):
-    """Counts in a closure, which does not decide its updates before the hundredth."""
+    """Counts in a closure, which affects its updates only from the hundredth on."""
 
     def begin(self) -> None:
         count = 0
@@ -318,7 +318,7 @@ class LateClosure(Odd):
 
 
 class LateObject(LateClosure):
-    """Counts in a tensor of an object of a class that was made in a function."""
+    """Counts in a tensor of an object whose class was created in a function."""
 
     def begin(self) -> None:
         self.tracker = type("Local", (), {})()
@@ -342,7 +342,7 @@ class ByAddress(Odd):
 
 
 class Views(Odd):
-    """Keeps views of one vector, and changes the vector."""
+    """Keeps views of one vector, and modifies the vector."""
 
     def begin(self) -> None:
         self.whole = torch.zeros(sum(one.numel() for _, one in self.parameters()))
@@ -365,13 +365,13 @@ class OwnRate(Odd):
 
 
 class ScheduleFree(Odd):
-    """Has other weights for training than for use."""
+    """Has different weights for training and for use."""
 
     def train(self) -> None:
-        """Take the weights that are trained."""
+        """Switch to the weights for training."""
 
     def eval(self) -> None:
-        """Take the weights to use."""
+        """Switch to the weights for use."""
 
 
 class Sharpness(Odd):
@@ -382,7 +382,7 @@ class Sharpness(Odd):
 
 
 class InModule(Odd):
-    """Counts in a buffer of a module, and has use for it late."""
+    """Counts in a buffer of a module, and uses it late."""
 
     def begin(self) -> None:
         self.module = torch.nn.BatchNorm1d(2)
@@ -423,7 +423,7 @@ class LateHook(Odd):
 
 
 class InGenerator(Odd):
-    """Counts in the frame of a function that yields factors."""
+    """Counts in the frame of a generator function that yields factors."""
 
     def begin(self) -> None:
         self.factors = (0.5 if number > LATE else 1.0 for number in itertools.count())

@@ -1,4 +1,4 @@
-"""Which optimizer is made of which configuration, of which parameters, and what is refused."""
+"""Which optimizer a configuration makes, with which parameters, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = __name__
 
 
 class Plain(torch.optim.Optimizer):
-    """Takes no weight decay, and any other option."""
+    """Accepts no weight decay, but any other option."""
 
     def __init__(self, params: Any, lr: float, power: int = 1) -> None:
         super().__init__(params, {"lr": lr, "power": power})
@@ -37,7 +37,7 @@ class Plain(torch.optim.Optimizer):
 
 
 class Net(nn.Module):
-    """What Muon's authors tell apart: an embedding, hidden matrices, norms, a convolution, a head."""
+    """The kinds that Muon's authors distinguish: an embedding, hidden matrices, norms, a convolution, a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def built(shards: str = "none", groups: tuple[ParameterGroup, ...] = (), **value
 
 
 def groups_of(state: AppliedState, key: str) -> dict[object, set[str]]:
-    """Return the names of parameters by what their groups say under a key."""
+    """Return the parameter names, by the value that their groups have for a key."""
     names, found = {id(one): name for name, one in state.model.named_parameters()}, dict[object, set[str]]()
     for group in state.optimizer.param_groups:
         found.setdefault(group[key], set()).update(names[id(one)] for one in group["params"])
@@ -102,7 +102,7 @@ def test_an_optimizer_of_ones_own_gets_its_options() -> None:
 
 
 def test_norms_and_biases_do_not_decay_unless_somebody_says_so() -> None:
-    """By the kind of module, too: a norm may have two dimensions. Without any decay nothing is split."""
+    """This goes by module type as well, as a norm may have two dimensions. Without any decay no group is split."""
     matrices = {"embed.weight", "conv.weight", "hidden.weight", "head.weight"}
     everything = {name for name, _ in Net().named_parameters()}
     assert groups_of(built(), "weight_decay") == {0.5: matrices, 0.0: everything - matrices}
@@ -116,10 +116,10 @@ def test_norms_and_biases_do_not_decay_unless_somebody_says_so() -> None:
 
 
 def test_muon_updates_hidden_matrices_and_adamw_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the embedding, and not what a pattern leaves out; one learning rate and one decay suit both."""
+    """AdamW updates the embedding and all that a pattern excludes; both use one learning rate and one decay."""
     assert groups_of(built(name="muon"), "use_muon")[True] == {"hidden.weight", "head.weight"}
     with monkeypatch.context() as patched:
-        patched.setattr(Net, "get_output_embeddings", lambda self: self.head, raising=False)  # as transformers' have it
+        patched.setattr(Net, "get_output_embeddings", lambda self: self.head, raising=False)  # as in transformers
         assert groups_of(built(name="muon"), "use_muon")[True] == {"hidden.weight"}
     state = built(name="muon", options={"adamw_names": ["head.*"]})
     assert groups_of(state, "use_muon")[True] == {"hidden.weight"}
@@ -139,7 +139,7 @@ def test_muon_updates_hidden_matrices_and_adamw_all_else(monkeypatch: pytest.Mon
 def test_a_gpu_updates_by_one_kernel_unless_a_cut_shows_in_its_bits(
     monkeypatch: pytest.MonkeyPatch, has_it: bool
 ) -> None:
-    """Nor where a scaler has to see which updates are left out; a CPU does so if it is asked to."""
+    """It does not do so if a scaler has to see skipped updates; a CPU uses the kernel only on request."""
 
     def fused(name: str, device: str, *, is_fp16: bool = False, **options: object) -> object:
         choice = choose(OptimizerConfig(name=name, options=options), device, is_fp16=is_fp16)
@@ -156,7 +156,7 @@ def test_a_gpu_updates_by_one_kernel_unless_a_cut_shows_in_its_bits(
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_update_on_a_cpu_shows_where_tensors_are_cut(kind: Any) -> None:
-    """Which is why it is not the default there; torch's other updates show nothing."""
+    """Therefore it is not the default there; torch's other updates do not depend on the cuts."""
     options = {} if kind is torch.optim.AdamW else {"momentum": 0.9}
     assert shows_no_cut(partial(kind, **options), {})
     assert not shows_no_cut(partial(kind, fused=True, **options), {}) or not has_fma()

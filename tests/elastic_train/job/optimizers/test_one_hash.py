@@ -1,4 +1,4 @@
-"""Every optimizer has one hash whatever the world and the shards, and through a resumption; so has the average."""
+"""Every optimizer and the average have one hash for any world and sharding, and after a resume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
 
 
 def trained(group: Group, shards: Shards, recipe: Mapping[str, Any], *, resumes: bool = False) -> list[str]:
-    """Return the weights and what the averaged model computes after each step; resumed after the first if asked."""
+    """Return the weights and the averaged model's outputs after each step; resumed after the first if asked."""
     state, found = build(shards, recipe=recipe), list[str]()
     state.shards.enter(Mesh(group.rank, group.size), None, group)
     if isinstance(state.shards.share, Zero1Share):
@@ -54,7 +54,7 @@ def trained(group: Group, shards: Shards, recipe: Mapping[str, Any], *, resumes:
 
 
 def average(group: Group, state: AppliedState) -> str:
-    """Return a digest of what the model of the averaged weights computes."""
+    """Return a digest of the outputs of the model with averaged weights."""
     state.shards.sum_of(group, 7)
     state.model.eval()
     with torch.no_grad(), state.shards.averaged(group):
@@ -64,7 +64,7 @@ def average(group: Group, state: AppliedState) -> str:
 
 
 def resumed(state: AppliedState, recipe: Mapping[str, Any]) -> AppliedState:
-    """Return another state, which has taken over this one as from a commit."""
+    """Return another state that has restored this one as from a commit."""
     saved, other = copy.deepcopy(state.shards.held()), build("none", recipe=recipe)
     other.restore(lambda tensors: tensors.update(saved), state.reached, keeps_rates=True)
     return other
@@ -82,7 +82,7 @@ def ranks(rank: int, size: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[str]]:
-    """What one rank that is never stopped ends with."""
+    """The results of one rank that is never stopped."""
     torch.set_num_threads(1)
     return {name: trained(Group(0, 1, None, 60), "none", recipe) for name, (recipe, _) in RECIPES.items()}
 
@@ -90,7 +90,7 @@ def alone() -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_no_world_and_no_shards_show_in_the_bits(size: int, alone: dict[str, list[str]]) -> None:
-    """In no mode that an optimizer takes; and no two optimizers end with the same."""
+    """This holds in every mode that an optimizer accepts, and no two optimizers give equal results."""
     for found in in_memory(ranks, size):
         assert found == {f"{name}, {mode}": alone[name] for name, (_, modes) in RECIPES.items() for mode in modes}
     assert len({hashes[-1] for hashes in alone.values()}) == len(RECIPES)
@@ -110,7 +110,7 @@ def stepped(state: AppliedState, *, norm: float = 1.0) -> None:
 
 
 def test_the_average_weighs_steps_by_their_age_and_skipped_ones_not_at_all() -> None:
-    """The debiased average: weights of n steps ago count for decay^n, those before the first step for nothing."""
+    """The debiased average: weights of n steps ago have weight decay^n, the initial weights none."""
     state = build("none", recipe={"lr": 0.1, "clip_norm": None, **EMA})
     parameter = state.model.get_parameter("norm.weight")
     history = []
@@ -127,7 +127,7 @@ def test_the_average_weighs_steps_by_their_age_and_skipped_ones_not_at_all() -> 
 
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 def test_an_average_begins_with_the_weights_in_shards_too(shards: Shards) -> None:
-    """As the first steps' updates may be left out, where a scaler finds its scale."""
+    """The first updates may be skipped, while a scaler searches for its scale."""
     group, found = Group(0, 1, None, 60), []
     for mode in ("none", shards):
         state = build(mode, recipe=EMA)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_an_average_begins_with_the_weights_in_shards_too(shards: Shards) -> Non
 
 
 def test_an_average_may_begin_and_end_when_a_run_resumes() -> None:
-    """It begins with the weights that are resumed from; nothing of one that is no longer kept stays in commits."""
+    """It starts from the resumed weights; an average that is switched off leaves nothing in commits."""
     state = build("none")
     stepped(state)
     begun = resumed(state, EMA)
@@ -161,7 +161,7 @@ def test_another_optimizers_moments_are_refused() -> None:
 
 
 def test_the_model_has_its_weights_again_whatever_ends_a_validation() -> None:
-    """And not a bit of what is saved changes while it has not."""
+    """Meanwhile no bit of the saved state changes."""
     state, group = build("none", recipe=EMA), Group(0, 1, None, 60)
     for _ in range(2):
         stepped(state)

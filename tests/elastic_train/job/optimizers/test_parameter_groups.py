@@ -1,4 +1,4 @@
-"""A task's parameter groups: the optimizer's rates and decays, what is frozen, mistakes, and groups that change."""
+"""A task's parameter groups: the optimizer's rates and decays, frozen parameters, mistakes, and changed groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 
 
 class Tied(nn.Module):
-    """Two layers with one weight, and a bias each."""
+    """Two layers that share a weight, with a bias each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def step(state: AppliedState, times: int = 1) -> None:
 
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:
-    """Return the other state, which has taken over this one as from a commit."""
+    """Return the other state after it has restored this one as from a commit."""
     saved = copy.deepcopy(state.shards.held())
     other.restore(lambda tensors: tensors.update(saved), state.reached, keeps_rates=True)
     return other
@@ -78,7 +78,7 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_without_groups_nothing_changes(name: str) -> None:
-    """Not a key of the optimizer's state, nor a bit of the weights, differs from torch's optimizer by itself."""
+    """The keys of the optimizer's state and the bits of the weights equal those of torch's plain optimizer."""
     config = CONFIG.model_copy(update={"name": name, "warmup_steps": 0, "schedule": "constant", "clip_norm": None})
     state, alone = built(config=config), built(config=config).model
     plain = (
@@ -98,7 +98,7 @@ def test_without_groups_nothing_changes(name: str) -> None:
 
 
 def test_frozen_parameters_are_saved_and_not_trained() -> None:
-    """No gradient buffer, no moments, no decay; but a place in every commit and hand-over."""
+    """They have no gradient buffer, moments or decay, but are in every commit and hand-over."""
     state = built(ParameterGroup(BODY, is_frozen=True))
     before = weights(state)
     assert sum(flat.numel() for flat in place_gradients(list(state.model.parameters()))[0]) == 3 * 2 + 2
@@ -130,7 +130,7 @@ def test_a_tied_parameter_counts_once_under_any_of_its_names() -> None:
 
 
 def test_all_mistakes_are_reported_at_once() -> None:
-    """With the group, the value or the nearest name; and nothing is frozen then."""
+    """Each error has the group and the value or the nearest name; in that case no parameter is frozen."""
     groups = [
         ParameterGroup(["0.wieght", "2.bias"], lr_factor=-1.0),
         ParameterGroup(["2.bias"], weight_decay=float("nan")),
@@ -169,7 +169,7 @@ def test_a_fully_frozen_model_is_refused() -> None:
 def test_changed_groups_keep_every_parameters_moments(
     before: Sequence[ParameterGroup], after: Sequence[ParameterGroup]
 ) -> None:
-    """Rates and decays are today's; moments go by name, whichever group the parameter was in, and so do later ones."""
+    """Rates and decays are the new ones; moments go by name, whatever group the parameter was in, now and later."""
     state = built(*before)
     step(state, times=4)
     again, never_stopped = resumed(state, built(*after)), built(*after)
@@ -186,7 +186,7 @@ def test_changed_groups_keep_every_parameters_moments(
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Frozen, its moments are dropped and it keeps its weights; thawed, it begins as at a first step, and says so."""
+    """Freezing drops moments and keeps weights; thawing starts as at a first step, with a message."""
     config = OptimizerConfig(name=name, lr=0.1, warmup_steps=0)
     state = built(config=config)
     step(state, times=3)
@@ -207,7 +207,7 @@ def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest
 
 
 def test_descriptions_differ_exactly_where_groups_do() -> None:
-    """Ranks compare them: by parameters, rates and decays, whatever the order of the names."""
+    """Ranks compare them: parameters, rates and decays, whatever the order of the names."""
 
     def of(*groups: ParameterGroup) -> list[str]:
         state = built(*groups)
@@ -224,7 +224,7 @@ def test_descriptions_differ_exactly_where_groups_do() -> None:
 
 
 def test_first_states_of_two_parameters_share_no_memory() -> None:
-    """A commit is read into them: one step count for all would be advanced once for each parameter."""
+    """A commit is read into them: a shared step count would advance once per parameter."""
     first = FirstStates(torch.optim.AdamW([nn.Parameter(torch.ones(3))]), torch.optim.AdamW, keeps_average=True)
     one, other = (first.of(0, torch.ones(3))[1] for _ in range(2))
     assert {"step", "exp_avg", "exp_avg_sq"} < set(one) == set(other)

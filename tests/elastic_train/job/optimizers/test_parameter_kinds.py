@@ -1,4 +1,4 @@
-"""Updates that rounding loses are said before training."""
+"""Updates that would be lost to rounding are reported before training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_train.job.optimizers.parameter_kinds import precision_hazard
 def test_updates_below_the_precision_of_weights_are_warned_of(
     dtype: torch.dtype, name: str, lr: float, is_lost: bool
 ) -> None:
-    """It names type, key, value and share; frozen weights have no updates."""
+    """The warning names type, key, value and fraction; frozen weights have no updates."""
     weights = (torch.randn(300, 50, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype).requires_grad_()
     frozen = torch.ones(9000, dtype=torch.bfloat16)
     hazard = precision_hazard([weights, frozen], name, lr)

@@ -1,4 +1,4 @@
-"""Whoever changes a recipe at a resume is told, with both values, and what follows for rates and bits."""
+"""Recipe changes at a resume are reported with both values and the effect on rates and bits."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_schedule_that_does_not_fit_the_run_is_said(one: Recipe, step: int, sa
 
 
 def test_a_state_knows_what_has_changed_since_the_commit_that_it_continues() -> None:
-    """Nothing is said of a commit of an older release, which holds no recipe, and a peer's state is of one recipe."""
+    """A commit of an older release has no recipe and reports nothing; a peer's state has the same recipe."""
 
     def built(own: Recipe | None) -> AppliedState:
         torch.manual_seed(1)

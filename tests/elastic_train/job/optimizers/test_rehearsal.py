@@ -1,4 +1,4 @@
-"""Whatever decides an optimizer's next update is in a commit, or the optimizer is refused before training."""
+"""All that determines an optimizer's next update is in a commit, or the optimizer is refused before training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def step(state: AppliedState, times: int) -> None:
 def test_an_optimizer_goes_on_from_a_commit_and_from_a_peer_with_the_same_bits(
     kind: type[Optimizer], num_steps: int, keeps_rates: bool
 ) -> None:
-    """Also into a process that has trained on, which goes back with all that it keeps."""
+    """The process that restores may have trained on; it returns to the older state entirely."""
     rehearse(config_of(kind))
     through = built(kind)
     step(through, num_steps)
@@ -76,7 +76,7 @@ def test_an_optimizer_whose_next_update_no_commit_decides_is_refused(kind: type[
 
 @pytest.mark.parametrize("kind", [one for one in (*SAVED, *REFUSED) if one not in (CountingGroups, TensorInGroups)])
 def test_shards_refuse_what_is_kept_apart_from_parameters_and_groups(kind: type[Optimizer]) -> None:
-    """A share sees its own elements alone, at every step: so does what it keeps."""
+    """A shard sees only its own elements at every step, and so does state kept elsewhere."""
     with pytest.raises(ConfigError):
         choice = choose(config_of(kind))
         choice.rehearse("odd", "cpu")
@@ -84,13 +84,13 @@ def test_shards_refuse_what_is_kept_apart_from_parameters_and_groups(kind: type[
 
 
 def test_shards_keep_what_an_optimizer_counts_in_its_groups() -> None:
-    """Only what does not depend on how many parameters of a group there are is the same for every share."""
+    """Only values that do not depend on the number of a group's parameters are the same for every shard."""
     choice = choose(config_of(CountingGroups))
     assert [one.moments for one in slots_of(choice.tried(), choice.make)] == [()]
 
 
 class Viewing(odd_optimizers.Odd):
-    """Takes every parameter for a contiguous one."""
+    """Treats every parameter as contiguous."""
 
     def scale(self, group: dict[str, object], parameter: torch.Tensor) -> float:
         return float(parameter.view(-1).shape[0])
@@ -132,7 +132,7 @@ def test_options_with_which_no_step_can_be_taken_are_refused(options: dict[str, 
 
 
 class WideMoments(odd_optimizers.Odd):
-    """Keeps momentum in fp32, of whatever type the parameter is."""
+    """Keeps momentum in fp32, whatever the parameter's type."""
 
     def scale(self, group: dict[str, object], parameter: torch.Tensor) -> torch.Tensor:
         assert parameter.grad is not None, "gradients are in place"
@@ -141,7 +141,7 @@ class WideMoments(odd_optimizers.Odd):
 
 
 def test_moments_that_are_wider_than_the_weights_keep_their_type() -> None:
-    """Torch's own loading makes them 16-bit, and the next updates others."""
+    """Torch's own loading would make them 16-bit and change later updates."""
     through, again = built(WideMoments, torch.bfloat16), built(WideMoments, torch.bfloat16)
     step(through, 3)
     saved = copy.deepcopy(through.shards.held())

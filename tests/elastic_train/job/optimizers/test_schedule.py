@@ -1,4 +1,4 @@
-"""Schedules are pure functions of the step: bounded, continuous, with the ends that they promise."""
+"""Schedules are pure functions of the step: bounded, continuous, with the specified end values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(step: int, total_steps: int) -> float:
 
 
 class Decay:
-    """Falls with each call."""
+    """Decreases with each call."""
 
     factor = 1.0
 
@@ -60,7 +60,7 @@ def torch_noise(step: int, total_steps: int) -> float:
 
 
 def since_the_first_call(step: int, total_steps: int) -> float:
-    """Warms up anew in each process."""
+    """Warm up anew in each process."""
     _first.append(step)
     return min(1.0, max(0.1, (step - _first[0]) / total_steps))
 
@@ -113,7 +113,7 @@ def test_a_factor_is_between_the_end_and_1_and_falls_after_the_warm_up(
 
 @given(recipes, st.integers(0, 600))
 def test_a_schedule_has_no_jump(recipe: tuple[OptimizerConfig, int], step: int) -> None:
-    """From one step to the next a rate changes by no more than the steepest part of its shape; it is 1 at the peak."""
+    """Between two steps a rate changes by at most the steepest slope of its shape; it is 1 at the peak."""
     config, last = recipe
     length = last - config.warmup_steps
     steepest = {"constant": 0.0, "linear": 1.0, "cosine": math.pi / 2, "wsd": 1.0 / config.cooldown_share}
@@ -124,7 +124,7 @@ def test_a_schedule_has_no_jump(recipe: tuple[OptimizerConfig, int], step: int) 
 
 
 def test_wsd_is_constant_until_it_cools_down() -> None:
-    """A tenth of the steps after the warm-up, down to a fifth of the rate; total_steps counts unless it is given."""
+    """The last tenth of the steps after warm-up cools to a fifth of the rate; total_steps is the default length."""
     config = OptimizerConfig(schedule="wsd:0.1", warmup_steps=10, schedule_end=0.2)
     factors = [rate_factor(step, config, 110) for step in range(111)]
     assert factors[9:100] == [1.0] * 91 and factors[100] == pytest.approx(1.0)
@@ -185,7 +185,7 @@ def test_a_function_that_does_not_depend_on_the_step_alone_is_refused(name: str,
 
 
 def test_a_function_is_asked_before_training_without_a_trace_of_it() -> None:
-    """A pure one may remember what it has computed; only its own answers decide."""
+    """A pure function may cache its results; only the values that it returns count."""
     check_schedule(OptimizerConfig(schedule=f"{HERE}:halved"), 40)
     with pytest.raises(ConfigError):
         check_schedule(OptimizerConfig(schedule=f"{HERE}:since_the_first_call", warmup_steps=0), 40)
@@ -193,7 +193,7 @@ def test_a_function_is_asked_before_training_without_a_trace_of_it() -> None:
 
 
 def test_the_end_of_a_run_asks_for_no_rate_that_no_step_has() -> None:
-    """Torch's scheduler asks for one step more than there are: a table of the run's steps has none."""
+    """Torch's scheduler asks for one step more than there are, which a table of the run's steps lacks."""
     config = OptimizerConfig(schedule=f"{HERE}:table", warmup_steps=0)
     check_schedule(config, 4)
     assert [rate_factor(step, config, 4) for step in range(5)] == [1.0, 0.9, 0.8, 0.7, 0.7]

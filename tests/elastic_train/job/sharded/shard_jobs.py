@@ -1,4 +1,4 @@
-"""A small job on sharded state, step by step, in memory: what its tests share."""
+"""Shared code for tests: a small job on sharded state, step by step, in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLIPPING = 1e-3
 
 
 class Net(nn.Module):
-    """Several grains and odd sizes, dropout, tied weights, frozen ones, a buffer, and one that no lane uses."""
+    """Several grains and odd sizes, dropout, tied weights, frozen ones, a buffer, and a parameter that no lane uses."""
 
     def __init__(self, widths: Sequence[int] = (301, 90)) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ def build(
     recipe: Mapping[str, Any] | None = None,
     offload: Offloads = "none",
 ) -> AppliedState:
-    """Return a state as a process begins with it; a newcomer has the same weights, by the seed.
+    """Return a process's initial state; a newcomer has the same weights, from the seed.
 
-    What is offloaded is beside a stand-in for a device, whose copies are made whenever events allow.
+    Offloaded state comes with a fake device, whose copies run at any time that events permit.
     """
     torch.manual_seed(seed)
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
@@ -88,7 +88,7 @@ def build(
 
 
 def close_sums(state: AppliedState) -> None:
-    """Leave the model's parameters alone."""
+    """Remove the sums' hooks from the model's parameters."""
     state.shards._close_sums()
 
 
@@ -98,12 +98,12 @@ def shards_of(state: AppliedState) -> Zero1Share:
 
 
 def meet(name: str, rank: int, size: int) -> Group:
-    """Return the group of a world whose ranks have this name for it."""
+    """Return the group of the world whose ranks meet under this name."""
     return group_of(name, rank, size)
 
 
 def compute(group: Group, state: AppliedState) -> Tensor:
-    """Compute the next step's gradient; return what this rank measures of it."""
+    """Compute the next step's gradient; return this rank's measurements of it."""
     lanes = state.shards.table.assigned(NUM_LANES)[group.rank]
     return compute_lanes(state, lanes, state.shards.sum_of(group, NUM_LANES), group)
 
@@ -111,22 +111,22 @@ def compute(group: Group, state: AppliedState) -> Tensor:
 def compute_lanes(
     state: AppliedState, lanes: Sequence[int], gradients: GradientSum, world: Group, part: int = 0
 ) -> Tensor:
-    """Compute lanes of the next step, and finish the sum of all; return what this rank measures of it.
+    """Compute lanes of the next step and finish the sum of all; return this rank's measurements of it.
 
-    Of those that would compute some tokens of a lane each, this rank is one: `part`.
+    `part`: this rank among those that would compute some tokens of each lane.
     """
     gradients.begin()
-    for lane in (*lanes, None):  # others may have a lane more
+    for lane in (*lanes, None):  # other ranks may have one lane more
         with gradients.turn(None if lane is None else leaf_of(lane, part, NUM_LANES)):
             if lane is not None:
                 state.scaler.scale(loss_of(state, lane)).backward()
-    world.barrier()  # as the training loop gathers its tables here
+    world.barrier()  # the training loop gathers its tables here
     gradients.finish(3.0 * NUM_LANES)
     return state.measure()
 
 
 def loss_of(state: AppliedState, lane: int) -> Tensor:
-    """Return the loss of what is drawn for a lane of the next step."""
+    """Return the loss on random data for a lane of the next step."""
     torch.manual_seed(lane_seed(1, state.step, lane))
     tokens = torch.randint(0, 301, (3, 4))
     return state.model(tokens).logsumexp(-1).square().sum()  # type: ignore[no-any-return]
@@ -151,7 +151,7 @@ def fingerprint(group: Group, state: AppliedState) -> str:
 
 
 def replicated(until: int, recipe: Mapping[str, Any] | None = None) -> Sequence[str]:
-    """Return the weights after every step of one rank that holds everything."""
+    """Return the weights after every step of one rank with replicated state."""
     torch.set_num_threads(1)
     state, group, found = build("none", recipe=recipe), Group(0, 1, None, 60), []
     for step in range(until):

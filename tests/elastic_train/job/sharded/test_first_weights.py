@@ -1,4 +1,4 @@
-"""Weights that come one by one are those of the whole model, and no rank has more than its share and a block."""
+"""Weights initialised one by one equal the whole model's, and no rank ever has more than its shard and one block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECIPE = OptimizerConfig(lr=0.01, warmup_steps=2)
 
 
 def built(shape: DecoderShape = SHAPE, *, is_deferred: bool, copies: int = 1) -> AppliedState:
-    """Return the state of a decoder, with weights or before it has any."""
+    """Return the state of a decoder, with or without initialised weights."""
     torch.manual_seed(3)
     parallel = ParallelConfig(shards="parameters", copies=copies)
     if not is_deferred:
@@ -65,7 +65,7 @@ def test_a_decoders_weights_are_drawn_one_by_one_as_they_are_at_once(tied: bool)
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_each_rank_begins_with_its_share_of_the_whole_model(size: int) -> None:
-    """Whatever the world is, and the gaps between tensors stay zero."""
+    """This holds for any world, and the gaps between tensors stay zero."""
     for rank in range(size):
         whole, apart = (shards_of(seated(built(is_deferred=how), rank, size)) for how in (False, True))
         assert [one.run for one in apart.runs] == [one.run for one in whole.runs]
@@ -84,7 +84,7 @@ def test_a_step_has_the_same_bits() -> None:
 
 
 def test_a_rank_never_has_more_than_its_share_and_a_block() -> None:
-    """Of 4 ranks' weights, moments and gradients: from the building of the model on."""
+    """Weights, moments and gradients of 4 ranks, from building the model on."""
     counted = DeviceBytes()
     state = built(is_deferred=True)
     with counted:

@@ -1,4 +1,4 @@
-"""Weights that are gathered block by block: whatever a pass does with the blocks, bits are those of whole state."""
+"""Weights gathered block by block give the bits of replicated state, however a pass uses its blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH, NUM_BLOCKS, STEPS = 64, 5, 3
 
 
 class Block(nn.Module):
-    """Two layers; the lower one is frozen if the block is, and is used after all that is trained."""
+    """Two layers; the lower one is frozen if the block is, and runs after all trained layers."""
 
     def __init__(self, *, is_frozen: bool = False) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def build(kind: str, shards: Shards, *, known_order: bool = True) -> AppliedStat
 
 
 def ranks(rank: int, size: int, kind: str) -> list[str]:
-    """Train a kind of model; leave the weights after each step."""
+    """Train a kind of model; return the weights after each step."""
     torch.set_num_threads(1)
     group, state, found = meet("world", rank, size), build(kind, "parameters"), []
     take_first_seat(group, state.shards, newcomers(size))
@@ -116,7 +116,7 @@ def ranks(rank: int, size: int, kind: str) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3])
 def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(size: int, kind: str) -> None:
-    """Each lane may leave out another block, compute blocks once more, or train a part of them only."""
+    """Each lane may skip another block, recompute blocks, or train only part of them."""
     torch.set_num_threads(1)
     whole, alone, expected = build(kind, "none"), Group(0, 1, None, 60), []
     for step in range(STEPS):
@@ -126,7 +126,7 @@ def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(s
 
 
 def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]:
-    """Return a state of one rank, which holds everything and gathers it all the same."""
+    """Return the state of one rank, which holds everything but gathers it nevertheless."""
     group, state = Group(0, 1, None, 60), build(kind, "parameters", known_order=known_order)
     take_first_seat(group, state.shards, newcomers(1))
     shards_of(state).agree_on_order(group)
@@ -135,7 +135,7 @@ def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]
 
 @pytest.mark.parametrize("last", [NUM_BLOCKS, 2])
 def test_two_blocks_at_most_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """One computes, or is left out, and the next one's weights are on their way; between steps nothing is whole."""
+    """One block runs or is skipped while the next one's weights are gathered; between steps none is gathered."""
     group, state = seated("plain")
     assert isinstance(state.model, Blocks)
     first = state.model.blocks[:last]
@@ -160,7 +160,7 @@ def sized(units: tuple[list[UnitFlats], UnitFlats]) -> tuple[list[UnitFlats], li
 
 
 def test_blocks_without_gradients_hold_no_others_back() -> None:
-    """With gradients alone in shards, all are on their way before the lane's end, whatever is frozen in between."""
+    """If only gradients are sharded, all are sent before the lane ends, whatever is frozen in between."""
     state, group = build("lower frozen", "gradients"), Group(0, 1, None, 60)
     take_first_seat(group, state.shards, newcomers(1))
     gradients = state.shards.sum_of(group, 1)
@@ -172,7 +172,7 @@ def test_blocks_without_gradients_hold_no_others_back() -> None:
 
 
 def test_a_parameter_that_is_used_while_it_is_not_there_is_an_error() -> None:
-    """Not memory of something else, nor a crash."""
+    """It must neither read unrelated memory nor crash."""
     group, state = seated("plain")
     assert isinstance(state.model, Blocks)
     forward, block = state.model.forward, state.model.blocks[2]
@@ -186,7 +186,7 @@ def runs_again(model: Blocks) -> Callable[[], Iterator[nn.Module]]:
 
 
 def test_a_model_that_runs_a_block_twice_is_refused_before_training() -> None:
-    """And where it does so later on, at that step: nobody waits for what never comes."""
+    """If it does so only later, that step fails: no rank waits for an exchange that never starts."""
     state = build("plain", "parameters", known_order=False)
     assert isinstance(state.model, Blocks)
     state.model.path = runs_again(state.model)  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ def test_a_model_that_runs_a_block_twice_is_refused_before_training() -> None:
 
 
 def test_the_order_of_blocks_is_that_of_a_pass() -> None:
-    """The tail is listed first, and runs last; a block that does not run has its place by the list."""
+    """The tail is listed first and runs last; a block that does not run is ordered by the list."""
     _, state = seated("plain")
     blocks = [f"blocks.{number}" for number in range(NUM_BLOCKS)]
     assert shards_of(state).flat.block_names == [*blocks, "tail.0", "tail.1"]

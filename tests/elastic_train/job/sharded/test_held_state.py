@@ -1,4 +1,4 @@
-"""State in shards has the bits of whole state, whatever the world and the copies; each rank holds its share of it."""
+"""Sharded state has the bits of replicated state, for any world and copies; each rank holds its shard."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ STEPS = 4
 
 
 def newcomers(size: int) -> list[PeerState]:
-    """Return what ranks bring that hold nothing, on a node each."""
+    """Return the peer states of ranks that hold nothing, each on its own node."""
     return [PeerState(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
 def ranks(
     rank: int, size: int, shards: Literal["optimizer", "gradients", "parameters"], wire: Wire = "exact"
 ) -> dict[str, list[Any]]:
-    """Train with one to three copies; leave the weights after each step, and how much each rank holds."""
+    """Train with one to three copies; return the weights after each step and the amount that each rank holds."""
     torch.set_num_threads(1)
     group, found = meet("world", rank, size), {}
     for copies in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_weights_are_those_of_whole_state_and_moments_are_shared_out(size: int, 
 
 
 def rounded(until: int) -> list[str]:
-    """Return the weights after every step of one rank that adds up lanes' gradients, each rounded to bf16."""
+    """Return the weights after every step of one rank that sums lane gradients rounded to bf16."""
     state, group, found = build("none"), Group(0, 1, None, 60), []
     state.shards.sum_of(group, NUM_LANES)
     trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
@@ -118,7 +118,7 @@ def rounded(until: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "size"), [("gradients", 1), ("gradients", 3), ("parameters", 3), ("parameters", 4)])
 def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(shards: str, size: int) -> None:
-    """Whatever the world and the copies: each lane's gradient is rounded once, and sums are not."""
+    """For any world and copies: each lane's gradient is rounded once, and sums are not rounded."""
     torch.set_num_threads(1)
     expected = rounded(STEPS)
     assert expected != replicated(STEPS)
@@ -140,7 +140,7 @@ def test_sums_are_not_sent_rounded() -> None:
 
 @pytest.mark.slow
 def test_what_arrives_late_reaches_no_gradient() -> None:
-    """A step that broke off may still be written to by its peers: the next one adds up in other memory."""
+    """Peers may still write to the buffers of an aborted step: the next one sums in other memory."""
     expected, group, state = replicated(2), Group(0, 1, None, 60), build("gradients")
     take_first_seat(group, state.shards, newcomers(1))
     train(group, state, 1)
@@ -158,7 +158,7 @@ def test_what_arrives_late_reaches_no_gradient() -> None:
 
 
 def damaged(rank: int, size: int) -> str:
-    """Let rank 1's copy of a gradient differ by one bit before the ranks meet; leave what each says of it."""
+    """Flip one bit in rank 1's copy of a gradient before the ranks meet; return each rank's report."""
     torch.set_num_threads(1)
     group, state = meet("world", rank, size), build("optimizer", 2)
     shards = state.shards
@@ -185,7 +185,7 @@ def test_copies_that_were_summed_otherwise_are_found_before_the_step_is_applied(
 
 
 def flipped(rank: int, size: int) -> list[str]:
-    """Let one bit of rank 2's share flip; leave what each says of it."""
+    """Flip one bit of rank 2's shard; return each rank's report."""
     torch.set_num_threads(1)
     group, state, said = meet("world", rank, size), build("parameters", 2), list[str]()
     shards = state.shards
@@ -205,7 +205,7 @@ def flipped(rank: int, size: int) -> list[str]:
 
 @pytest.mark.slow
 def test_copies_of_weights_that_differ_are_found_by_all() -> None:
-    """No rank has all weights to compare: those of each grain's holders are."""
+    """No rank has all weights to compare; the holders of each grain compare theirs."""
     seen = in_memory(flipped, 4)
     for rank in range(4):
         before, after = seen[rank] or []
@@ -216,7 +216,7 @@ def test_copies_of_weights_that_differ_are_found_by_all() -> None:
 
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, tmp_path: Path) -> None:
-    """As where states are whole; a commit that lacks anything else is refused as before."""
+    """Replicated state behaves the same; a commit that lacks anything else is refused."""
     torch.set_num_threads(1)
     group, store = Group(0, 1, None, 60), open_store(str(tmp_path))
     begun = build("none")
@@ -240,7 +240,7 @@ def test_averages_that_a_commit_has_not_begin_with_its_weights(shards: Shards, t
 
 
 def committed(store: Store, state: AppliedState) -> CommitRecord:
-    """Commit a state of a rank that holds everything."""
+    """Commit the state of a rank that holds everything."""
     facts = CommitFacts(
         step=state.step,
         cursor=state.cursor,
@@ -261,7 +261,7 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
 def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
     shards: Shards, offload: Offloads, tmp_path: Path
 ) -> None:
-    """A commit of a share continues whole and the reverse; blocks that are offloaded are one update together."""
+    """A commit of sharded state continues replicated and the reverse; offloaded blocks count as one update together."""
     torch.set_num_threads(1)
     group, store = Group(0, 1, None, 60), open_store(str(tmp_path))
     recipe = {"name": f"{CountingGroups.__module__}:{CountingGroups.__name__}"}
@@ -289,7 +289,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
 
 
 def averages_of(state: AppliedState) -> dict[str, Tensor]:
-    """Return all averages that a rank has which holds everything, as vectors."""
+    """Return all averages of a rank that holds everything, as vectors."""
     kept: dict[str, dict[str, Tensor | Pieces]] = state.shards.held()["optimizer"]["state"]  # type: ignore[index, assignment]
     averages = {name: one["ema"] for name, one in kept.items()}
     return {
@@ -301,7 +301,7 @@ def averages_of(state: AppliedState) -> dict[str, Tensor]:
 
 
 class NormedSteps(torch.optim.SGD):
-    """Takes a step of one length for each parameter, as LARS does."""
+    """Takes a step of fixed length for each parameter, as LARS does."""
 
     def norms(self) -> list[Tensor]:
         return [one.grad.norm() for group in self.param_groups for one in group["params"]]
@@ -314,7 +314,7 @@ class NormedSteps(torch.optim.SGD):
 
 
 class NormOfAll(NormedSteps):
-    """Takes steps of one length for all parameters together."""
+    """Takes steps of fixed length for all parameters together."""
 
     def norms(self) -> list[Tensor]:
         norms = super().norms()
@@ -322,7 +322,7 @@ class NormOfAll(NormedSteps):
 
 
 class GroupScale(torch.optim.SGD):
-    """Keeps of a parameter group the largest gradient so far, as Prodigy and others do, which it does not use yet."""
+    """Keeps the largest gradient of each group, unused so far, as Prodigy and others do."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -355,7 +355,7 @@ def test_an_optimizers_moments_are_found_by_trying_it(
 
 
 def test_each_parameter_group_has_moments_of_its_own() -> None:
-    """Muon's matrices are whole, and AdamW's parameters are not."""
+    """Muon's matrices are not split; AdamW's parameters are."""
     choice = choose(OptimizerConfig(name="muon"))
     groups = [{"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": is_muon} for is_muon in (True, False)]
     found = slots_of(choice.make(groups), choice.make)
@@ -378,14 +378,13 @@ def test_each_parameter_group_has_moments_of_its_own() -> None:
 def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
     kind: Callable[..., torch.optim.Optimizer], why: str
 ) -> None:
-    """Adafactor keeps means of rows and columns; some scale by all parameters; a damped momentum begins with a
-    gradient."""
+    """Adafactor keeps row and column means; some scale by all parameters; damped momentum starts with a gradient."""
     with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
         slots(kind)
 
 
 def test_trained_weights_that_commits_do_not_hold_are_refused_in_shares() -> None:
-    """A commit has no other copy of what is lost with a share; frozen ones every process begins with."""
+    """A commit has no copy of a lost shard; frozen weights exist in every process at its start."""
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False)])
     left_out = ["1.weight"]
 

@@ -1,4 +1,4 @@
-"""What a commit is cut into: each writer's spans are its grains, joined where they are one piece of memory."""
+"""How a commit is cut: each writer's spans are its grains, joined where they are contiguous in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ worlds = st.tuples(st.integers(1, 20), st.integers(1, 30))
 
 @given(models(), worlds)
 def test_writers_cut_every_tensor_into_its_elements_once(listed: list[Listed], world: tuple[int, int]) -> None:
-    """Any number of writers, and of sections at whose ends memory is cut."""
+    """This holds for any number of writers and of sections at whose ends memory is cut."""
     layout, written = _written(listed, world)
     for tensor, by_writer in zip(layout.tensors, cuts_of(layout, written), strict=True):
         assert len(by_writer) == len(written)
@@ -29,7 +29,7 @@ def test_writers_cut_every_tensor_into_its_elements_once(listed: list[Listed], w
 
 @given(models(), worlds)
 def test_a_span_joins_grains_of_one_section_and_no_others(listed: list[Listed], world: tuple[int, int]) -> None:
-    """So a writer has as few spans as it has pieces of memory."""
+    """A writer thus has as few spans as contiguous pieces of memory."""
     layout, written = _written(listed, world)
     for held in written:
         for tensor, spans in spans_of(layout, held).items():
@@ -44,7 +44,7 @@ def test_a_span_joins_grains_of_one_section_and_no_others(listed: list[Listed], 
 
 
 def _written(listed: list[Listed], world: tuple[int, int]) -> tuple[Layout, list[Held]]:
-    """Return a layout, and what each rank of a world holds of it, if all of it is held once."""
+    """Return a layout, and the elements that each rank of a world holds if all are held once."""
     layout, (num_ranks, num_sections) = lay_out(listed), world
     circle = circle_of(layout)
     sections = sections_of(circle, num_sections)

@@ -1,4 +1,4 @@
-"""State in host memory has the bits of state on the device, whatever the order in which its copies are made."""
+"""State in host memory has the bits of state on the device, for any order of the copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.fake_memory import DeviceBytes, FakeMemory, is_on_host
 
 STEPS = 2
 _SMALL = 4096
-"""Bytes of all that belongs to no element."""
+"""Bytes that belong to no element."""
 MODES: Sequence[tuple[Shards, Offloads]] = (
     ("none", "optimizer"),
     ("optimizer", "optimizer"),
@@ -59,7 +59,7 @@ MODES: Sequence[tuple[Shards, Offloads]] = (
 def seated(
     group: Group, shards: Shards, offload: Offloads, seed: int = 1, recipe: Mapping[str, Any] | None = None
 ) -> AppliedState:
-    """Return a state that has its seat in a world; the schedule of its device is the seed's, its weights are not."""
+    """Return a state with its shards in a world; the seed sets the device's schedule but not the weights."""
     state = build(shards, 2, offload=offload, recipe=recipe)
     if offload != "none":
         memory_of(state).draw(seed)
@@ -74,7 +74,7 @@ def memory_of(state: AppliedState) -> FakeMemory:
 
 
 def seen_by_groups() -> Device:
-    """Return a device that exchanges what is not in host memory."""
+    """Return a device that exchanges all but host memory."""
     device = FakeDevice()
     return Device(
         torch.device("cpu"),
@@ -85,7 +85,7 @@ def seen_by_groups() -> Device:
 
 
 def ranks(rank: int, size: int, folder: str, connect: Callable[[], Device] | None) -> None:
-    """Train in every mode; leave the weights after each step."""
+    """Train in every mode; return the weights after each step."""
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60, connect() if connect else None)
     found = {}
@@ -113,14 +113,14 @@ def test_no_world_and_no_offload_show_in_the_bits(
 
 @pytest.fixture(scope="module")
 def whole() -> Sequence[str]:
-    """The weights of one rank that holds everything on its device, after each step."""
+    """The weights after each step of one rank that holds everything on its device."""
     return replicated(STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES)
 def test_no_order_of_copies_shows_in_the_bits(shards: Shards, offload: Offloads, whole: Sequence[str]) -> None:
-    """Whenever a device makes them, if only each event has come: nothing is read before, nor written over."""
+    """Whenever a device copies, once the events permit: nothing is read too early or overwritten."""
     group, orders = Group(0, 1, None, 60), set()
     for seed in range(3):
         state = seated(group, shards, offload, seed)
@@ -133,7 +133,7 @@ def test_no_order_of_copies_shows_in_the_bits(shards: Shards, offload: Offloads,
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES)
 def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, offload: Offloads) -> None:
-    """Beside weights and gradients, as far as they are there without; nor does an update need more than blocks."""
+    """It also has weights and gradients unless these are offloaded; an update needs no more than blocks either."""
     group, found = Group(0, 1, None, 60), []
     for what in ("none", offload):
         counted = DeviceBytes()
@@ -158,7 +158,7 @@ def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, off
 
 
 def saved(state: AppliedState) -> dict[tuple[object, ...], object]:
-    """Return what a commit would have, by path."""
+    """Return the tensors that a commit would have, by path."""
     found: dict[tuple[object, ...], object] = {}
     for path, leaf in leaves_of(state.shards.held()):
         if isinstance(leaf, Pieces):
@@ -171,11 +171,11 @@ def saved(state: AppliedState) -> dict[tuple[object, ...], object]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES)
 def test_a_commit_right_after_an_update_has_what_it_came_to(shards: Shards, offload: Offloads) -> None:
-    """It is staged from host memory, where the last blocks may not have come yet; and it is taken up again."""
+    """It is staged from host memory while the last blocks may be in flight, and can be restored."""
     group, sharded = Group(0, 1, None, 60), "optimizer" if shards == "none" else shards
     plain = seated(group, sharded, "none")
     train(group, plain, 2)
-    for seed in range(6):  # under some schedule much is still on its way
+    for seed in range(6):  # under some schedules much is still in flight
         state = seated(group, shards, offload, seed)
         train(group, state, 2)
         assert saved(state) == saved(plain)
@@ -187,7 +187,7 @@ def test_a_commit_right_after_an_update_has_what_it_came_to(shards: Shards, offl
 
 
 def fill_from(tensors: dict[str, object], tree: dict[str, object]) -> None:
-    """Fill a nested state in place with the values of another, as a reader of commits does."""
+    """Fill a nested state in place with another's values, as a reader of commits does."""
     for key, value in tree.items():
         mine = tensors.get(key)
         if isinstance(mine, dict) and isinstance(value, dict):
@@ -209,7 +209,7 @@ def test_an_update_that_needs_more_than_a_parameter_is_not_offloaded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES)
 def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, offload: Offloads) -> None:
-    """Blocks grow to the largest matrix; whenever copies are made, bits are those of a state on the device."""
+    """Blocks grow to the largest matrix; for any order of copies the bits equal those of a state on the device."""
     recipe, group = {"name": "muon"}, Group(0, 1, None, 60)
     for seed in range(3):
         state = seated(group, shards, offload, seed, recipe)
@@ -222,7 +222,7 @@ def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, off
 
 
 def test_a_rank_that_holds_nothing_of_a_parameter_group_has_host_memory_for_it() -> None:
-    """More ranks than grains: memory of no element is of its type, too."""
+    """There are more ranks than grains: even memory without elements has the group's type."""
     for memory in (CpuMemory().zeros(0, torch.float32), pinned(0, torch.device("cpu")).view(torch.float32)):
         assert memory.dtype == torch.float32 and not memory.numel()
 
@@ -243,7 +243,7 @@ def test_what_cannot_be_offloaded_is_refused_with_the_remedy(keys: dict[str, obj
 
 
 def test_a_rank_that_comes_to_another_part_updates_that_alone() -> None:
-    """A share of another part takes the place of the one before in the optimizer's step."""
+    """The new shard replaces the old one in the optimizer's step."""
     weights = [torch.zeros(64) for _ in range(2)]
     parameters = [nn.Parameter(one.clone()) for one in weights]
     optimizer = torch.optim.AdamW(parameters[:1], lr=0.1)

@@ -1,4 +1,4 @@
-"""Blocks that are compiled: for the calls of the first micro-batch alone, and refused where they cannot be."""
+"""Compiled blocks: only for calls with the shapes of the first micro-batch, and refused where impossible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the calls that go to compiled kernels, which are torch's ordinary ones here."""
+    """The shapes of calls to compiled kernels, which are torch's ordinary ones here."""
     calls: list[tuple[int, ...]] = []
 
     def compile_(forward: Callable[..., Tensor], *, dynamic: bool, options: dict[str, Any]) -> Callable[..., Tensor]:
@@ -64,7 +64,7 @@ def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_calls_of_the_first_micro_batch_alone_are_compiled(
     compiled_calls: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other shapes, another mask, another number: all as without; so is whatever has no gradient. It is said once."""
+    """Other shapes, masks or numbers run uncompiled, as do calls without gradients. The log says so once."""
     model = Net().train()
     compiled = CompiledBlocks(model)
     with compiled.learning():
@@ -90,8 +90,8 @@ def test_calls_of_the_first_micro_batch_alone_are_compiled(
 def test_what_is_compiled_of_a_gpus_block_is_kept_with_its_own_code(
     monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
 ) -> None:
-    """Torch keeps it with the code, and compares a call with all of it: of a deep model, with every other block's. On
-    CPUs blocks that are alike have what is compiled in common, as long as they have their code in common."""
+    """Torch stores compiled code with the function's code and checks all of it per call: in a deep model, every other
+    block's as well. On CPUs identical blocks share compiled code as long as they share their code."""
     given: list[Any] = []
 
     def compile_(forward: Any, **_: Any) -> Any:
@@ -114,7 +114,7 @@ def test_what_is_compiled_of_a_gpus_block_is_kept_with_its_own_code(
 
 
 def test_what_is_compiled_tells_ranks_apart(compiled_calls: list[tuple[int, ...]]) -> None:
-    """By shapes and by names, not by the numbers in a tensor."""
+    """Ranks differ by shapes and names, not by values in a tensor."""
     described = []
     for x, mask in ((torch.ones(3, 4), None), (torch.zeros(3, 4), None), (torch.ones(3, 4), torch.ones(4))):
         model = Net().train()
@@ -145,7 +145,7 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_that_torch_cannot_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the line in which a compiler says what is wrong."""
+    """The error has the line in which a compiler reports its error."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     said = "C++ compile error\n\nOutput:\nmain.cpp:1:10: fatal error: Python.h: No such file or directory\n"
@@ -185,7 +185,7 @@ CAUSAL_LM = CausalLM(max_tokens=8, model={"dim": 32, "depth": 1, "heads": 2, "vo
 def test_auto_compiles_where_it_was_measured_to_help(
     monkeypatch: pytest.MonkeyPatch, name: str, task: Task, keys: dict[str, object], said: str
 ) -> None:
-    """A start says on a GPU what it means; on CPUs it means false."""
+    """On a GPU the log says what it resolves to; on CPUs it means false."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     config = Config.model_validate({"data": {"train": "here"}, "precision": "bf16", **keys})

@@ -1,4 +1,4 @@
-"""Blocks that are computed again keep less, and have the same bits: of gradients, and of buffers that passes change."""
+"""Recomputed blocks keep less memory and have the same bits: gradients, and buffers that passes change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Reading(Block):
-    """A block whose result depends on what its earlier passes have left in buffers and attributes."""
+    """A block whose result depends on buffers and attributes that its earlier passes set."""
 
     average: Tensor
     cached: Tensor
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def step(how: Recompute) -> tuple[dict[str, Tensor], int]:
-    """Return gradients and buffers after a step, and the bytes that were kept for its backward pass."""
+    """Return gradients and buffers after a step, and the bytes kept for its backward pass."""
     torch.manual_seed(1)
     model, x = Net(), torch.randn(64, 32)
     recompute_blocks(model, how)
@@ -87,7 +87,7 @@ def step(how: Recompute) -> tuple[dict[str, Tensor], int]:
 
 @pytest.mark.parametrize("how", ["units", "selective"])
 def test_what_is_computed_again_has_the_same_bits(how: Recompute) -> None:
-    """Drawn masks are the same; running statistics count a batch once."""
+    """Dropout masks are the same; running statistics count a batch once."""
     expected, _ = step("none")
     found, _ = step(how)
     assert found.keys() == expected.keys() and len(expected) == 4 * (6 + 3)
@@ -113,7 +113,7 @@ def test_a_second_pass_reads_the_buffers_and_attributes_that_the_first_one_read(
 
 
 class Keeping(nn.Module):
-    """A block that reads what it has just changed; `how` says where it keeps that."""
+    """A block that reads state it has just changed; `how` is where it keeps it."""
 
     total = 0
 
@@ -169,7 +169,7 @@ def trained(kept: str, how: Recompute) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["units", "selective"])
 @pytest.mark.parametrize("kept", ["containers", "generators", "drawn by numpy and Python"])
 def test_a_second_pass_begins_with_containers_and_generators_as_the_first_did(kept: str, how: Recompute) -> None:
-    """Those of numpy and Python, too; and to compare a block's two passes changes nothing."""
+    """This includes the generators of numpy and Python; comparing a block's two passes changes nothing."""
     assert all(map(torch.equal, trained(kept, how), trained(kept, "none")))
 
 
@@ -182,7 +182,7 @@ def test_a_block_that_differs_when_it_is_computed_again_is_refused(kept: str) ->
 
 
 def test_blocks_keep_their_input_alone() -> None:
-    """What torch keeps outside of the graph for `selective` is not counted here."""
+    """The tensors that torch stores outside the graph for `selective` are not counted here."""
     _, whole = step("none")
     _, least = step("units")
     assert least <= 6 * 64 * 32 * 4 and 5 * least < whole

@@ -1,4 +1,4 @@
-"""Results of two passes are compared to the last bit, of any shape and strides."""
+"""The results of two passes are compared bit for bit, for any shape and strides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_train.job.units.same_bits import same_bits
 
 
 def test_bits_are_compared_of_every_shape() -> None:
-    """An empty tensor of numpy's may have strides that torch does not view as bytes."""
+    """Torch cannot view the strides of an empty numpy tensor as bytes."""
 
     def empty() -> Tensor:
         return torch.from_numpy(np.nonzero(np.zeros((2, 3)))[0])
