@@ -1,4 +1,4 @@
-"""The sum of a model's gradients where every rank holds all of them."""
+"""The gradient sum of a model that every rank holds in full."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def make_gradient_sum(
 ) -> GradientSum:
     """Bind the parameters' gradients to buffers and return the sum that the configuration asks for.
 
-    With `bucket_bytes` slices of about that size are exchanged beside the backward pass.
+    With `bucket_bytes`, slices of about that size are exchanged during the backward pass.
     """
     return TreeSum([tree_of(kind, parameters, ranks, contiguous(ranks.size, num_lanes))], bucket_bytes)

@@ -1,4 +1,4 @@
-"""Buffers that forward passes change: the same for every world, the mean of the lanes, and errors that name them."""
+"""Buffers that forward passes change: the lanes' mean, equal for every world, and errors that name them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_buffers_do_not_depend_on_the_world_size(tmp_path: Path, size: int) -> N
 
 
 def test_a_steps_buffers_are_the_mean_of_its_lanes() -> None:
-    """Every lane starts from the step's buffers: the same as copies of the model that see one lane each, averaged."""
+    """Every lane starts from the step's buffers: the same as averaging copies of the model with one lane each."""
     torch.manual_seed(3)
     before = Net()
     copies = [copy.deepcopy(before) for _ in range(4)]
@@ -144,10 +144,10 @@ def test_a_steps_buffers_are_the_mean_of_its_lanes() -> None:
 
 
 def test_lanes_without_samples_do_not_count() -> None:
-    """The mean is over the lanes that ran; a step of four lanes, one of them empty, is a mean of three."""
+    """The mean is over the lanes that ran: a step of four lanes with one empty is a mean of three."""
     first, second = alone(steps=1), alone(steps=2)
     copies = [copy.deepcopy(first) for _ in range(4)]
-    # The weights of the second step are those after the first: the copies' forward passes start from both.
+    # The second step's weights are those after the first: the copies' forward passes start from them and the buffers.
     for lane in (0, 2, 3):
         copies[lane](batch(1, lane))
     expected = torch.stack([copies[lane].state_dict()["average"] for lane in (0, 2, 3)]).mean(0)
@@ -158,7 +158,7 @@ def test_lanes_without_samples_do_not_count() -> None:
 
 
 def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
-    """Constants are looked at and never copied again, added or exchanged."""
+    """Constant buffers are checked, but never copied, added or exchanged."""
     net = nn.Linear(7, 3)
     net.register_buffer("constant", torch.ones(5))
     group = Group(0, 1, None, 60)
@@ -172,7 +172,7 @@ def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
 
 
 def test_validation_leaves_the_buffers_unchanged() -> None:
-    """What forward passes change outside of steps is undone, assigned buffers included."""
+    """Changes by forward passes outside steps are undone, including assigned buffers."""
     net = alone(steps=2)
     group = Group(0, 1, None, 60)
     buffers = BufferMean(net, [], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, 4)))
@@ -202,7 +202,7 @@ class Uneven(nn.Module):
 
 
 class Growing(Uneven):
-    """Keeps a cache among its state."""
+    """Keeps a growing cache in its state."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.tokens = torch.zeros(len(x), dtype=torch.int64)
@@ -210,7 +210,7 @@ class Growing(Uneven):
 
 
 class Complex(Uneven):
-    """Turns a complex buffer."""
+    """Rotates a complex buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,6 +231,6 @@ class Complex(Uneven):
     ],
 )
 def test_a_buffer_that_cannot_be_summed_is_named(make: Callable[[], nn.Module], message: str) -> None:
-    """What is wrong and what to do is said before a step is applied."""
+    """The error says what is wrong and what to do, before a step is applied."""
     with pytest.raises(ConfigError, match=message):
         alone(make=make)

@@ -1,4 +1,4 @@
-"""The gradient sum and the group under it: equal bits for every world, and what a dead peer does."""
+"""The gradient sum and its group: equal bits for every world, and the error after a peer's death."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def train(
 
 
 def dealt(size: int, num_lanes: int) -> Assignment:
-    """Return the lanes of ranks that take turns."""
+    """Return the lanes of each rank, dealt in turn."""
     return tuple(range(rank, num_lanes, size) for rank in range(size))
 
 
@@ -100,7 +100,7 @@ def test_the_gradient_does_not_depend_on_the_world_size(
 ) -> None:
     """For every number of lanes, W ranks end with the weights of one, empty lanes and unused parameters included.
 
-    It does not matter which lanes are whose.
+    The assignment of lanes to ranks does not matter.
     """
     torch.set_num_threads(1)
     expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
@@ -110,7 +110,7 @@ def test_the_gradient_does_not_depend_on_the_world_size(
 
 
 def test_lanes_must_be_run_by_their_owner() -> None:
-    """A rank that skips one of its lanes is caught before anything is exchanged."""
+    """A rank that skips one of its lanes is detected before anything is exchanged."""
     net = nn.Linear(2, 2)
     gradients = make_gradient_sum("canonical", list(net.parameters()), Group(0, 1, None, 60), 4)
     gradients.begin()
@@ -122,7 +122,7 @@ def test_lanes_must_be_run_by_their_owner() -> None:
 
 
 def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
-    """A peer would take the next one for it, and gloo ends a process to which more is sent than it awaits."""
+    """A peer would mistake the next bucket for it, and gloo aborts a process that receives more than it expects."""
     net, begun = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), list[Bucket]()
     flats, placed = place_gradients(list(net.parameters()))
     buckets = cut_buckets(placed, flats, 1)
@@ -139,14 +139,14 @@ def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:
         net(torch.ones(1, 3)).sum().backward()
     with pytest.raises(PeerLostError, match="gone"):
         queue.join()
-    queue._thread.begin(lambda: None).result(PATIENCE_S)  # after all that it was given before
+    queue._thread.begin(lambda: None).result(PATIENCE_S)  # after all earlier work of the queue
     filling.close()
     queue.close()
     assert len(buckets) > 1 and begun == buckets[:1]
 
 
 def beside(rank: int, size: int, folder: str) -> None:
-    """Train with buckets of a parameter each, and of all; then leave a step unfinished, and take another."""
+    """Train with buckets of one parameter each, and of all; then abandon a step, and take another one."""
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     found = [[train(group, num, bucket_bytes=least) for num in LANES] for least in (1, 1 << 20)]
@@ -167,7 +167,7 @@ def beside(rank: int, size: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_what_is_exchanged_beside_the_backward_pass_has_the_same_bits(tmp_path: Path, size: int) -> None:
-    """Also parameters that a lane does not use; a step that is not applied is summed for nothing."""
+    """This includes parameters that a lane does not use, and a step whose sum is discarded."""
     torch.set_num_threads(1)
     expected = [train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES]
     run_ranks(beside, size, str(tmp_path))
@@ -178,7 +178,7 @@ def test_what_is_exchanged_beside_the_backward_pass_has_the_same_bits(tmp_path: 
 
 
 def test_buckets_are_cut_from_the_end_and_cover_every_gradient() -> None:
-    """Of at least the bytes that are asked for, but for a vector's first; in the order in which passes fill them."""
+    """Each has the requested bytes at least, except a vector's first; backward passes fill them in this order."""
     net = Net()
     flats, placed = place_gradients(list(net.parameters()))
     for least in (1, 100, 300, 1 << 20):
@@ -194,7 +194,7 @@ def test_buckets_are_cut_from_the_end_and_cover_every_gradient() -> None:
 
 
 def twice(rank: int, size: int, folder: str) -> None:
-    """Use a parameter in two parts of a model that are computed again reentrantly: its gradient comes in two parts."""
+    """Use a parameter in two reentrantly checkpointed parts of a model: its gradient arrives in two parts."""
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     net, message = nn.Linear(4, 4), ""
@@ -209,7 +209,7 @@ def twice(rank: int, size: int, folder: str) -> None:
         message = str(error)
     (Path(folder) / f"{rank}.txt").write_text(message)
     while not all((Path(folder) / f"{one}.txt").exists() for one in range(size)):
-        time.sleep(0.01)  # whoever leaves first breaks the other's group, which may not be connected yet
+        time.sleep(0.01)  # the first to leave would break the other's group, which may not be connected yet
     os._exit(0)
 
 
@@ -238,13 +238,13 @@ def lonely(rank: int, size: int, folder: str, bucket_bytes: float | None) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
 def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path, bucket_bytes: float | None) -> None:
-    """A rank whose peer was killed gets PeerLostError, long before the group's timeout; also beside a backward pass."""
+    """A rank whose peer was killed gets PeerLostError long before the group's timeout, also during a backward pass."""
     assert run_ranks(lonely, 2, str(tmp_path), bucket_bytes, may_fail=True) == [0, -signal.SIGKILL]
     assert "rank 0 of 2: a collective failed" in (tmp_path / "message").read_text()
 
 
 def test_the_lane_table_keeps_every_bit() -> None:
-    """Floats travel as their bits, integers modulo 2^64, in the order of lanes."""
+    """Floats are sent as their bits, integers modulo 2^64, in the order of lanes."""
     rows = {1: [0.1 + 0.2, -0.0, 2**64 - 1], 0: [float("inf"), 1e-310, 3]}
     tables = gather_tables(Group(0, 1, None, 60), Mesh(0, 1), (range(2),), rows, [7, 0.5])
     assert tables.ranks == [(7, 0.5)]
@@ -257,7 +257,7 @@ def test_the_lane_table_keeps_every_bit() -> None:
 
 @pytest.mark.parametrize("cell", [Cell(), Cell(tensor=2)])
 def test_the_first_rank_of_a_replica_reports_its_lanes(cell: Cell) -> None:
-    """Lanes are found by replica, however many ranks a replica has; every rank has its own row."""
+    """Lanes are found by replica, whatever its number of ranks; every rank has its own row."""
     num_lanes, num_replicas = 5, 2
     rows = []
     for rank in range(num_replicas * cell.size):
@@ -282,7 +282,7 @@ def test_tree_sum_adds_along_the_tree() -> None:
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("length", [1, 7, 64, 1000])
 def test_halving_keeps_every_element_once(size: int, length: int) -> None:
-    """The slices that the ranks keep at the end tile the vector, and partners mirror one another."""
+    """The slices that ranks keep at the end tile the vector, and partners mirror one another."""
     turns = [halving_turns(rank, size, length) for rank in range(size)]
     kept = sorted(rank_turns[-1][1] for rank_turns in turns)
     assert [lo for lo, _ in kept] == [0, *[hi for _, hi in kept[:-1]]]

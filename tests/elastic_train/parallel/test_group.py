@@ -1,4 +1,4 @@
-"""The group of ranks: what its collectives return, how it ends, and the error when it cannot form."""
+"""The group of ranks: the results of its collectives, its end, and the error when it cannot form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 def ranks(rank: int, size: int, folder: str) -> None:
-    """Do each collective once, close the group, and let the interpreter end normally."""
+    """Run each collective once, close the group, and let the interpreter exit normally."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     mine = torch.tensor([float(rank), 10.0 * rank])
     total, copied = mine.clone(), mine.clone()
@@ -48,7 +48,7 @@ def ranks(rank: int, size: int, folder: str) -> None:
 
 
 def test_collectives_agree_and_closing_is_clean(tmp_path: Path) -> None:
-    """Every rank gets the same from each collective; processes whose group was closed end with exit code 0."""
+    """Every rank gets the same from each collective; processes that close their group exit with 0."""
     run_ranks(ranks, 3, str(tmp_path))
     everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
     expected = {
@@ -62,7 +62,7 @@ def test_collectives_agree_and_closing_is_clean(tmp_path: Path) -> None:
 
 
 def test_a_world_of_one_needs_no_peers() -> None:
-    """Alone, every collective returns what was given, and closing does nothing."""
+    """Every collective returns its input, and closing does nothing."""
     group = Group(0, 1, None, 60)
     value = torch.ones(2)
     group.all_reduce(value)
@@ -73,7 +73,7 @@ def test_a_world_of_one_needs_no_peers() -> None:
 
 
 def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """WORLD_SIZE without the rest names what is missing and how to start."""
+    """If WORLD_SIZE is set without the other variables, the error names the missing ones and how to start."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -82,7 +82,7 @@ def test_an_incomplete_launcher_environment_is_refused(monkeypatch: pytest.Monke
 
 
 def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool) -> None:
-    """Rank 1 freezes in every world; rank 0 gives the world up, and counts what it has open before it forms another."""
+    """Rank 1 freezes in every world; rank 0 abandons the world, and counts its open resources before the next one."""
     counts: list[list[int]] = []
     for number in range(4):
         store = PrefixStore(str(number), FileStore(f"{folder}/store", size))
@@ -95,7 +95,7 @@ def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool
             until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         threading.Timer(0.3, is_broken.set).start()
         thread, vector = Bystander("beside"), torch.ones(1_000_000)
-        if is_beside:  # this call is stuck, too, and nobody waits for it
+        if is_beside:  # this call is stuck as well, and nobody waits for it
             group.expect(thread.begin(partial(Aside(group).exchange, [], [(1 - rank, vector)])))
         try:
             group.all_reduce(torch.ones(1_000_000))
@@ -115,7 +115,7 @@ def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool
 
 
 def opened() -> list[int]:
-    """Count this process's descriptors and threads."""
+    """Return the number of this process's file descriptors and threads."""
     return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]
 
 
@@ -128,6 +128,6 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_worlds_given_up_for_a_frozen_peer_leave_nothing_open(tmp_path: Path, is_beside: bool) -> None:
-    """Each once kept five threads, fifteen descriptors and its tensors for as long as peers are waited for."""
+    """Otherwise each keeps five threads, fifteen descriptors and its tensors for as long as peers are waited for."""
     run_ranks(partial(frozen_again_and_again, is_beside=is_beside), 2, str(tmp_path))
     assert len(json.loads((tmp_path / "counts.json").read_text())) == 4

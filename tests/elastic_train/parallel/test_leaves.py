@@ -1,4 +1,4 @@
-"""Memory of summands that were added is used again, whatever the unit, and never more than so much of it is kept."""
+"""The memory of summands that were added is reused, whatever the unit, and the amount kept is bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_memory_is_used_again_for_what_fits_into_it() -> None:
     spare.give_back(first)
     smaller = spare.take(torch.empty(5), torch.float32)
     assert smaller.data_ptr() == first.data_ptr() and smaller.shape == (5,)
-    spare.give_back(smaller)  # all of it comes back
+    spare.give_back(smaller)  # all of it can be kept
     assert spare.take(torch.empty(8), torch.float32).data_ptr() == first.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""A stage's chunks compute lanes in turns of their own, and the sums are those of lanes that run whole."""
+"""A stage's chunks compute lanes in their own turns, and the sums equal those of lanes that run whole."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole() -> list[list[float]]:
 
 
 def in_chunks(group: Group, bucket_bytes: float | None) -> list[list[float]]:
-    """Run this rank's lanes as the first of two stages does; the first time, a step is begun that is not finished."""
+    """Run this rank's lanes as the first of two stages does; before that, abandon a step midway."""
     chunks = make_chunks()
     total, lanes = of_chunks(chunks, group, bucket_bytes), contiguous(group.size, LANES)[group.rank]
     passes = passes_of(Pipeline("interleaved", 2, len(lanes), 3), 0)
@@ -92,7 +92,7 @@ def test_chunks_add_up_to_what_whole_lanes_do() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_exchanges_of_chunks_beside_their_last_lanes_do_not_meet(tmp_path: Path, size: int) -> None:
-    """With buckets of one parameter, of all, and without; some ranks have a lane more than others."""
+    """Buckets hold one parameter, all, or are off; some ranks have one lane more."""
     torch.set_num_threads(1)
     run_ranks(ranks, size, str(tmp_path))
     for rank in range(size):
@@ -114,7 +114,7 @@ def in_any_order(rank: int, size: int) -> list[list[float]]:
 
 
 def test_a_sum_in_any_order_is_that_of_the_tree_but_for_rounding() -> None:
-    """Nothing of it is exchanged beside a pass, whatever the size of buckets; ranks have unequal numbers of lanes."""
+    """It exchanges nothing during a pass, whatever the bucket size; ranks have unequal numbers of lanes."""
     for found in in_memory(in_any_order, 3):
         assert found is not None
         for one, expected in zip(found, whole(), strict=True):

@@ -1,4 +1,4 @@
-"""Which kernel of attention is taken: the first that a probe admits, on CPUs in place of a GPU."""
+"""Which attention kernel is chosen: the first that passes a probe; run on CPUs in place of a GPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_machine_on_which_no_kernel_repeats_its_bits_is_named() -> None:
 
 
 def test_the_real_kernels_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of another kind, without the packages, without a compiler."""
+    """They may lack the machine type, the packages, or a compiler."""
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
     old = replace(CPU, capability=(8, 0))
     found = choose([replace(CAUSAL, dtype=torch.bfloat16)], old, KERNELS, admitting("torch"))
@@ -106,7 +106,7 @@ def test_the_real_kernels_say_what_they_lack(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Drifting:
-    """A kernel whose second run rounds differently, or whose numbers are off."""
+    """A kernel whose second run rounds differently, or whose results are wrong."""
 
     def __init__(self, how: str) -> None:
         self.how, self.num_runs = how, 0
@@ -130,7 +130,7 @@ def test_a_probe_finds_other_bits_and_wrong_numbers(how: str, reason: str, call:
 
 @pytest.mark.slow
 def test_two_processes_have_to_agree_and_one_asks_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process found is kept for the machine."""
+    """Another process's result is cached for the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     call = replace(CAUSAL, dtype=torch.bfloat16)
     check_repeats(KERNELS[-2], call, CPU.device, compiles=False)
@@ -145,7 +145,7 @@ def test_two_processes_have_to_agree_and_one_asks_for_all(tmp_path: Path, monkey
 
 
 def test_another_process_that_fails_admits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A damaged cache is no answer, and neither is one that cannot be written."""
+    """A damaged cache counts as empty, and so does one that cannot be written."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "elastic-train").mkdir()
     (tmp_path / "elastic-train/attention.json").write_text("[")
@@ -202,7 +202,7 @@ def test_plain_arithmetic_stays_in_place_although_switches_are_set_back() -> Non
     ("causal", "is_compiling", "width", "is_deterministic", "expected"),
     [
         ("flex", True, 16, True, flex.causal_attention),
-        ("flex", True, 8, True, None),  # it would be refused
+        ("flex", True, 8, True, None),  # otherwise it would be refused
         ("flex", True, 16, False, None),
         ("flex", False, 16, True, None),
         ("cudnn", True, 16, True, kernels._by_cudnn),

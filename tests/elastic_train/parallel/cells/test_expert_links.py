@@ -1,4 +1,4 @@
-"""What experts keep of a turn, and the order of its passes, on a rank that has all of them."""
+"""The memory that experts keep in a turn, and the order of its passes, on a rank with all experts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=2, experts=4, expert_
 
 
 class Turn:
-    """A model whose experts are spread over one rank, and whether each block's products were computed for a backward
-    pass."""
+    """A model with its experts on one rank; records whether each block's products were computed for a backward pass."""
 
     def __init__(self, how: Recompute) -> None:
         torch.manual_seed(3)
@@ -45,7 +44,7 @@ class Turn:
         return noted
 
     def gradients(self, *, precision: torch.dtype | None = None) -> list[Tensor]:
-        """Run the passes of a lane; return the gradients of experts, and of all else."""
+        """Run the passes of a lane; return the gradients of experts, and of all other parameters."""
         tokens = torch.randint(0, 11, (3, 7), generator=torch.Generator().manual_seed(1))
         torch.manual_seed(5)
         with self.links.turn(trains=True):
@@ -60,7 +59,7 @@ class Turn:
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 @pytest.mark.parametrize("how", ["units", "selective"])
 def test_experts_of_blocks_that_are_computed_again_keep_nothing(how: Recompute, precision: torch.dtype | None) -> None:
-    """Until just before their backward pass; gradients have the same bits."""
+    """They keep nothing until just before their backward pass, and gradients have the same bits."""
     kept, again = Turn("none"), Turn(how)
     expected, found = (turn.gradients(precision=precision) for turn in (kept, again))
     assert len(found) == len(expected) > 6 and all(map(torch.equal, found, expected))
@@ -70,7 +69,7 @@ def test_experts_of_blocks_that_are_computed_again_keep_nothing(how: Recompute, 
 
 @pytest.mark.parametrize(("how", "num"), [("none", 2), ("units", 4)])
 def test_a_rank_without_a_lane_takes_part_as_often(monkeypatch: pytest.MonkeyPatch, how: Recompute, num: int) -> None:
-    """Blocks that are computed again send tokens again, so it gathers counts with the others once more for each."""
+    """Recomputed blocks send their tokens again, so a rank without a lane joins one more count exchange per block."""
     turn, gathered = Turn(how), list[Tensor]()
     gather = Group.all_gather
 
@@ -87,7 +86,7 @@ def test_a_rank_without_a_lane_takes_part_as_often(monkeypatch: pytest.MonkeyPat
 
 
 class Apart(nn.Module):
-    """A model that runs experts, but not the block that they are in."""
+    """A model that runs experts directly, bypassing their block."""
 
     def __init__(self) -> None:
         super().__init__()

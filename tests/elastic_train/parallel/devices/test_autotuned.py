@@ -1,4 +1,4 @@
-"""Kernels that Triton tunes are found among what is loaded, by a stand-in for Triton, and named."""
+"""Kernels that Triton tunes are found among the loaded modules and named, here with a fake Triton."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic_train.parallel.devices.autotuned import TUNED, describe_tuning, tun
 
 
 class KernelInterface:
-    """As Triton's, what each of its decorators returns."""
+    """Like Triton's class, which each of its decorators returns."""
 
     def __init__(self, fn: object = None) -> None:
         self.fn = fn

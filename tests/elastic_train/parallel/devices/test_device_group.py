@@ -1,4 +1,4 @@
-"""Exchanges between devices: the same bits as between hosts, and nothing goes on from one that was not finished."""
+"""Exchanges between devices give the bits of exchanges between hosts, and no result of an unfinished one is used."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def through_host() -> Device:
 
 
 def sums(rank: int, size: int, folder: str, make: Callable[[], Device]) -> None:
-    """Reduce gradients, and do each of the other collectives once."""
+    """Reduce gradients, and run each of the other collectives once."""
     torch.set_num_threads(1)
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60, make())
     digests = {str(num_lanes): train(group, num_lanes) for num_lanes in LANES}
@@ -54,7 +54,7 @@ def sums(rank: int, size: int, folder: str, make: Callable[[], Device]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("make", [direct, through_host])
 def test_devices_give_the_bits_that_hosts_give(tmp_path: Path, size: int, make: Callable[[], Device]) -> None:
-    """Whatever reads a tensor, or adds to it, before the device is done finds NaN, and gives other weights."""
+    """Code that reads or adds to a tensor before the device is done sees NaN, and gets other weights."""
     torch.set_num_threads(1)
     expected = {str(num_lanes): train(Group(0, 1, None, 60), num_lanes) for num_lanes in LANES}
     run_ranks(sums, size, str(tmp_path), make)
@@ -65,7 +65,7 @@ def test_devices_give_the_bits_that_hosts_give(tmp_path: Path, size: int, make: 
 
 
 def worlds(rank: int, size: int, folder: str, how: str) -> None:
-    """Lose the last rank in an exchange that its device has begun; go on without it, in the same process."""
+    """Lose the last rank in an exchange that its device has begun; continue without it in the same process."""
     torch.set_num_threads(1)
     device, is_broken = FakeDevice(), threading.Event()
     store = FileStore(f"{folder}/store", size)
@@ -95,13 +95,13 @@ def worlds(rank: int, size: int, folder: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_peer_lost_in_an_exchange_frees_the_device_for_the_next_world(tmp_path: Path, how: str) -> None:
-    """The process is not held up, what was to be summed is not used, and the next world forms in the same process."""
+    """The process does not block, the aborted sum is not used, and the next world forms in the same process."""
     assert run_ranks(worlds, 3, str(tmp_path), how, may_fail=True)[:2] == [0, 0]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[2.0], 1]] * 2
 
 
 def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind: type[FakeCommunicator]) -> Group:
-    """Return a group whose device is connected to nobody but itself: what peers do is up to the communicator."""
+    """Return a group whose device has no peers: the communicator decides what peers do."""
     group, seen = Group(0, 1, None, 60), device.seen(kind)
     group.size, group._holds, group._is_broken = 2, seen.holds, lambda _: is_broken()
     group._bystander = Bystander("alone")
@@ -112,7 +112,7 @@ def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind:
 
 
 class NeverConnects(FakeCommunicator):
-    """As NCCL where a peer died before it came."""
+    """Like NCCL when a peer died before it connected."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         self._is_aborted.wait()
@@ -130,7 +130,7 @@ def test_connecting_ends_when_the_world_does(tmp_path: Path) -> None:
 
 
 def test_an_update_waits_until_the_device_has_finished(tmp_path: Path) -> None:
-    """Until then it is no use that the call has returned: a value read from the device would hold the process up."""
+    """The call's return is not enough: reading a value from the device would block the process."""
     device = FakeDevice()
     group = alone(tmp_path, device, lambda: False, FakeCommunicator)
     device.gate.clear()
@@ -142,7 +142,7 @@ def test_an_update_waits_until_the_device_has_finished(tmp_path: Path) -> None:
 
 
 def test_an_exchange_that_somebody_else_ended_was_not_finished(tmp_path: Path) -> None:
-    """Such as NCCL's watchdog in torch: the device has come so far, with a gradient that is no sum."""
+    """NCCL's watchdog in torch is an example: the device is done, but the gradient is not the sum."""
 
     class Ended(FakeCommunicator):
         def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
@@ -164,7 +164,7 @@ class NeverAborts(FakeCommunicator):
 def test_a_process_whose_device_does_not_get_free_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FakeCommunicator]
 ) -> None:
-    """It could only hold the next world up; a launcher, or a standby process, replaces it."""
+    """It would only block the next world; a launcher or a standby process replaces it."""
     monkeypatch.setattr(device_group, "ABORT_S", 0.2)
     device, started = FakeDevice(), time.monotonic()
     group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, kind)
@@ -187,7 +187,7 @@ class AbortsLast(FakeCommunicator):
 
 
 def test_groups_that_hold_a_device_up_together_are_ended_together(tmp_path: Path) -> None:
-    """A cell's exchange that misses a peer, and that of its column, which the device would make after it."""
+    """A cell's exchange whose peer is missing, and one of its shard group that the device has queued behind it."""
     device, started = FakeDevice(), time.monotonic()
     world, part = (
         alone(tmp_path / name, device, lambda: time.monotonic() > started + 0.1, AbortsLast) for name in ("1", "2")
@@ -203,7 +203,7 @@ def test_groups_that_hold_a_device_up_together_are_ended_together(tmp_path: Path
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_an_error_of_the_own_device_is_no_lost_peer(tmp_path: Path, kind: type[RuntimeError]) -> None:
-    """Another world would meet it again; a RuntimeError of any other kind is the peers'."""
+    """It would recur in the next world; any other RuntimeError is attributed to the peers."""
 
     class Fails(FakeCommunicator):
         error: RuntimeError = kind("no room")
@@ -220,7 +220,7 @@ def test_an_error_of_the_own_device_is_no_lost_peer(tmp_path: Path, kind: type[R
 
 
 def test_nccl_takes_the_calls_that_are_made_here() -> None:
-    """As torch's backends take them, with or without a GPU: no TypeError on the first one."""
+    """It takes them as torch's backends do, with or without a GPU: the first call raises no TypeError."""
     base = "(self: torch._C._distributed_c10d.Backend)"
     for name in ("_start_coalescing", "_end_coalescing", "abort"):
         assert f"{name}{base} ->" in (getattr(torch.distributed.ProcessGroupGloo, name).__doc__ or "")

@@ -1,4 +1,4 @@
-"""How long a device took, by events that a test says it has come to."""
+"""Device times, measured with events that the test marks as reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PHASES = ("forward", "backward")
 
 
 class FakeEvent:
-    """An event of a device that takes a second from one to the next, and has come to the first few of them."""
+    """An event of a device that takes a second between events, and has reached the first few."""
 
     num_made = num_passed = 0
 
@@ -25,7 +25,7 @@ class FakeEvent:
         return self.number < FakeEvent.num_passed
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        """Return milliseconds; as torch's, it cannot be asked of what the device has not come to."""
+        """Return milliseconds; as in torch, an event that the device has not reached raises an error."""
         if not (self.query() and later.query()):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return 1000.0 * (later.number - self.number)
@@ -52,7 +52,7 @@ def test_time_between_two_moments_is_of_the_phase_that_the_second_names(times: D
 
 
 def test_what_the_device_has_not_done_counts_the_next_time(times: DeviceTimes) -> None:
-    """Of a step without samples nothing is read, so the device may still be busy with the update before."""
+    """After a step without samples nothing is read, so the device may still be busy with the update before."""
     assert times.take(PHASES) == {"forward": 0.0, "backward": 0.0}
     for phase in ("optimizer", "forward", "backward"):
         times.note(phase)

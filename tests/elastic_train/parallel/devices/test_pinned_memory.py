@@ -1,4 +1,4 @@
-"""Host memory that a device copies to by itself: with a driver that a test makes, since a CPU has none."""
+"""Host memory that a device copies to asynchronously, with a fake driver, since a CPU has none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 class FakeDriver:
-    """Notes what is registered, and on which device; `status` is what it answers."""
+    """Records which memory is registered, and on which device; its calls return `status`."""
 
     def __init__(self) -> None:
         self.status, self.current = 0, torch.device("cuda", 0)
@@ -51,7 +51,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 101, 1001])
 def test_memory_is_zeroed_and_pinned_until_nothing_uses_it(driver: FakeDriver, num_bytes: int) -> None:
-    """On the device that it is for: a thread that uses another one, as new threads do, takes memory there, too."""
+    """The memory's own device is current: otherwise the thread would allocate memory on another one."""
     memory = pinned(num_bytes, DEVICE)
     assert torch.equal(memory, torch.zeros(num_bytes, dtype=torch.uint8))
     view = memory[:1]

@@ -1,4 +1,4 @@
-"""What a kernel is given of a gradient, and where its squares go: with a kernel that reads memory by the address."""
+"""Arguments and output of the kernel that squares gradients, with a fake kernel that reads memory by address."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 256
 
 
 def fold(places: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
-    """Fold the squares of each grain to a row, as the kernel does, from its address and its length alone."""
+    """Sum the squares of each grain into a row, as the kernel does, from its address and length alone."""
     for row, (address, numel) in zip(rows, places.tolist(), strict=True):
         memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
         values = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8).copy()).view(dtype).double()
@@ -62,7 +62,7 @@ def test_many_grains_are_folded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_kernel_gets_the_grains_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a matrix whose columns are cut, from a copy in memory order."""
+    """It gets a matrix with cut columns from a copy in memory order."""
     monkeypatch.setattr(squares, "_fold_of", lambda tensors: fold)
     values, cut = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)), cut_along((30, 40), 1)
     found = squares_of_tensors([(values, cut)])

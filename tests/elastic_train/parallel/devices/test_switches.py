@@ -1,4 +1,4 @@
-"""What decides the kernels of a process is set back, and named."""
+"""Switches that determine the kernels of a process are restored, and named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MATMUL = torch.backends.cuda.matmul
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """Begin with torch's own default where other tests of this process make kernels deterministic."""
+    """Start from torch's default, even if other tests of this process made kernels deterministic."""
     kept = KeptSwitches(nn.Identity())
     torch.set_deterministic_debug_mode("default")
     yield
@@ -52,7 +52,7 @@ def test_a_switch_is_set_back_and_named(change: Callable[[], object], line: str)
 
 
 def test_training_modes_are_set_back_module_by_module() -> None:
-    """A module that was in eval mode when training began stays so."""
+    """A module that was in eval mode when training began remains in eval mode."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     kept = KeptSwitches(model)
     model.eval()
@@ -62,7 +62,7 @@ def test_training_modes_are_set_back_module_by_module() -> None:
 
 
 def test_modules_that_a_task_leaves_in_eval_mode_stay_so() -> None:
-    """Those of a model that trains; one that is in eval mode as a whole is as libraries load it."""
+    """Modules of a model in training mode; a model entirely in eval mode is in the state in which libraries load it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
     assert begin_training(model) == ["1"] and [module.training for module in model] == [True, False]
     assert begin_training(model.eval()) == [] and all(module.training for module in model.modules())
