@@ -1,6 +1,6 @@
-"""The laws of shards, as functions that raise AssertionError with the law's name; and strategies that draw models.
+"""The laws of sharding, as functions that raise AssertionError with the law's name; and strategies that draw models.
 
-They are functions so that the same law is also run against variants that are wrong on purpose (`test_planted.py`).
+They are functions so that they also run against deliberately wrong variants (`test_planted.py`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SHAPES = st.one_of(
 )
 
 
-# Made once: to make and check a strategy takes longer than to draw from it.
+# Created once: creating and validating a strategy takes longer than drawing from it.
 BLOCKS, IS_SO = st.integers(0, 3), st.booleans()
 DTYPES, GROUPS = st.sampled_from(["torch.float32", "torch.bfloat16"]), st.sampled_from([0, 0, 1, None])
 
 
 @st.composite
 def models(draw: st.DrawFn, most: int = 12, *, has_atoms: bool = False) -> list[Listed]:
-    """A model: some tensors in some units and parameter groups, frozen ones and tied ones among them.
+    """Draw a model: tensors in several units and parameter groups, including frozen and tied ones.
 
-    If it `has_atoms`, those of parameter group 1 are.
+    If it `has_atoms`, the tensors of parameter group 1 are atomic (never split).
     """
     listed: list[Listed] = []
     for number in range(draw(st.integers(1, most))):
@@ -57,12 +57,12 @@ def models(draw: st.DrawFn, most: int = 12, *, has_atoms: bool = False) -> list[
 
 
 def blocks(num_blocks: int, grains: int) -> Layout:
-    """A model of equal blocks, each a unit of one tensor of so many whole grains."""
+    """Draw a model of equal blocks, each a unit with one tensor of `grains` whole grains."""
     return lay_out([Listed(f"b{i}", (grains, GRAIN), "torch.float32", f"b{i}") for i in range(num_blocks)])
 
 
 def check_cut(layout: Layout) -> None:
-    """Grains tile every tensor, and every part of it at any degree; their spans tile every flat vector."""
+    """Check that grains tile every tensor, and every part of it at any degree; their spans tile every flat vector."""
     pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
     places: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number in range(layout.num_grains):
@@ -87,7 +87,7 @@ def check_cut(layout: Layout) -> None:
 
 
 def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grains: int, copies: int) -> None:
-    """Every grain is in exactly one holding of each group, and there are `copies` groups, or one for every rank."""
+    """Check that each group holds every grain once, and that there are `copies` groups, or one per rank if fewer."""
     groups: dict[int, list[int]] = defaultdict(list)
     for seat, grains in zip(seats, holdings, strict=True):
         assert sorted(grains.tolist()) == grains.tolist(), "ascending"
@@ -99,15 +99,15 @@ def check_partition(seats: Sequence[Seat], holdings: Sequence[Int64s], num_grain
 
 
 def check_balance(circle: Circle, layout: Layout, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> None:
-    """A rank's elements differ from its even share of its group's by less than a grain, or the largest tensor that is
-    held as a whole, for each of its arcs."""
+    """Check that a rank's elements differ from an even share of its group's by less than a grain, or the largest atomic
+    tensor, for each of its arcs."""
     most = max([GRAIN, *(one.numel + ALIGN for one in layout.tensors if one.is_atomic)])
     for seat, grains in zip(seats, holdings, strict=True):
         assert abs(int(layout.span[grains].sum()) - circle.length / seat.size) < most * len(seat.arcs), "balance"
 
 
 def check_atoms(layout: Layout, holdings: Sequence[Int64s], sections: Int64s) -> None:
-    """Who holds a grain of a tensor that is held as a whole holds all of it, in one piece of memory."""
+    """Check that a rank that holds a grain of an atomic tensor holds all of it, contiguous in memory."""
     for one in (one for one in layout.tensors if one.is_atomic):
         for grains in holdings:
             assert np.isin(one.grains, grains).sum() in (0, len(one.grains)), "atoms"
@@ -115,7 +115,7 @@ def check_atoms(layout: Layout, holdings: Sequence[Int64s], sections: Int64s) ->
 
 
 def check_apart(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int) -> None:
-    """In every domain, a grain's holders are in as many of the domains within it as there are such, or holders."""
+    """Check that in every domain, a grain's holders are in as many subdomains as there are subdomains or holders."""
     holders: list[list[int]] = [[] for _ in range(num_grains)]
     for rank, grains in enumerate(holdings):
         for grain in grains.tolist():
@@ -137,13 +137,13 @@ def _inner(path: Path, depth: int, rank: int) -> object:
 
 
 def check_survives(paths: Sequence[Path], holdings: Sequence[Int64s], num_grains: int, lost: Sequence[str]) -> None:
-    """The ranks outside of some lost domains, by their widest names, hold every grain."""
+    """Check that the ranks outside some lost domains, given by their widest names, hold every grain."""
     left = [grains for path, grains in zip(paths, holdings, strict=True) if path[0] not in lost]
     assert np.unique(np.concatenate(left)).size == num_grains, "survival"
 
 
 def check_recut(had: Sequence[Holder], wants: Sequence[Int64s], plan: Recut) -> None:
-    """After the transfers every rank has what it wants; each from one live holder at the furthest step, none twice."""
+    """Check that the transfers give each rank what it wants, each grain once, from holders at the furthest step."""
     furthest = max(holder.reached for holder in had if holder.grains.size)
     has = [set(holder.grains.tolist()) if holder.reached == furthest else set() for holder in had]
     held = set().union(*has)
@@ -164,7 +164,7 @@ def check_recut(had: Sequence[Holder], wants: Sequence[Int64s], plan: Recut) -> 
 
 
 def check_norms(squares: Mapping[int, float], expected: Mapping[int, float]) -> None:
-    """Sums by grain are those of the uncut gradient, to the last bit, each grain once."""
+    """Check that sums by grain equal the uncut gradient's, bit for bit, with each grain once."""
     assert dict(squares) == dict(expected), "norm"
 
 
@@ -172,7 +172,7 @@ Tree = int | tuple["Tree", "Tree"]
 
 
 def lane_tree(num_lanes: int) -> Tree:
-    """The tree of all lanes, symbolically."""
+    """Return the tree of all lanes, symbolically."""
     values: dict[Part, Tree] = {}
     counter: LaneCounter[Tree] = LaneCounter(num_lanes, lambda left, right: (left, right))
     for lane in range(num_lanes):
@@ -186,9 +186,9 @@ Leaf = tuple[int, int]
 
 
 def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
-    """Return what a rank sends of each leaf: to every other holder of its group, that one's grains.
+    """Return the chunks of each leaf that a rank sends: to every other holder of its group, that holder's grains.
 
-    It begins with its right neighbour, so that no receiver is flooded by all at once.
+    The first receiver is its right neighbour, so that not all ranks send to the same receiver at once.
     """
     mine = seats[rank]
     others = [other for other, seat in enumerate(seats) if seat.group == mine.group and other != rank]
@@ -199,9 +199,9 @@ def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) ->
 def num_sent(
     rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s], spans: Int64s, num_lanes: int
 ) -> tuple[int, int]:
-    """Return the elements that a rank sends in a step: of the leaves of its lanes, and of its holdings' sums.
+    """Return the elements that a rank sends in a step: the leaves of its lanes, and the sums of its holdings.
 
-    `spans` has the elements of every grain, shape (grains,). With k lanes, a group of S ranks and n elements that is
+    `spans` has the elements of every grain, shape (grains,). With k lanes, a group of S ranks and n elements, this is
     about k * n * (S - 1) / S, and n / S * (groups - 1) for each of its group's sums.
     """
     seat = seats[rank]
@@ -220,7 +220,7 @@ def sums_of_step(
 ) -> list[dict[int, Tree]]:
     """Run a step's exchange symbolically; return every rank's sums by grain, as trees of lanes.
 
-    Counts how many sums a holder keeps at most as it goes, which the law bounds.
+    Asserts the law's bound on the number of sums that a holder keeps at once.
     """
     num_ranks = len(seats)
     counters = [
@@ -262,7 +262,7 @@ def _finish(parts: dict[Part, Tree], num_lanes: int) -> Tree:
 def check_sums(
     seats: Sequence[Seat], holdings: Sequence[Int64s], num_lanes: int, sums: Sequence[dict[int, Tree]]
 ) -> None:
-    """Every holder of every grain has the sum along the one tree of lanes."""
+    """Check that every holder of every grain has the sum along the one tree of lanes."""
     expected = lane_tree(num_lanes)
     for seat, grains, own in zip(seats, holdings, sums, strict=True):
         assert list(own) == grains.tolist(), "holders"
@@ -272,7 +272,7 @@ def check_sums(
 
 
 def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
-    """Runs cover the grains' spans and nothing else; neighbours are joined."""
+    """Check that runs cover exactly the grains' spans, with neighbours joined."""
     expected = [
         Run(int(layout.flat_of[grain]), int(layout.start[grain]), int(layout.start[grain] + layout.span[grain]))
         for grain in grains.tolist()
@@ -282,7 +282,7 @@ def check_runs(layout: Layout, grains: Int64s, runs: Sequence[Run]) -> None:
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
-    """Return runs in order, neighbours as one."""
+    """Return runs in order, with neighbours joined."""
     found: list[Run] = []
     for flat, lo, hi in sorted(runs):
         is_next = bool(found) and (found[-1].flat, found[-1].hi) == (flat, lo)
@@ -291,5 +291,5 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def squares_of_grains(grains: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squares of each grain, each of which is a vector."""
+    """Return the sum of squares of each grain; each grain is a vector."""
     return grain_squares(grains, [(grain.numel(),) for grain in grains])

@@ -1,6 +1,6 @@
-"""What seats mean, worked out grain by grain and rank by rank: slow, and plain enough to be seen to be right.
+"""Reference for shard assignments, computed grain by grain and rank by rank: slow, but obviously correct.
 
-The order in which amounts are shared out is part of the plan: it decides which rank gets what does not divide.
+The order in which amounts are distributed is part of the plan: it decides which rank gets the remainder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_train.placement.holdings import Circle, Run
 from elastic_train.placement.recut import Holder
 
 Given = dict[tuple[int, int], list[int]]
-"""The numbers of grains by giver and taker."""
+"""The numbers of grains by sender and receiver."""
 
 
 def grains_in(circle: Circle, arcs: Sequence[Arc]) -> list[int]:
@@ -42,7 +42,7 @@ def section_of(circle: Circle, num_sections: int) -> dict[int, int]:
 
 
 def runs_of(layout: Layout, grains: Sequence[int], sections: dict[int, int] | None = None) -> list[Run]:
-    """Return the fewest runs of flat vectors that have all of some grains, in one section each."""
+    """Return the fewest runs of flat vectors that contain all of some grains, each run within one section."""
     runs: list[Run] = []
     last = 0
     for grain in sorted(grains, key=lambda grain: (layout.flat_of[grain], layout.start[grain])):
@@ -56,7 +56,7 @@ def runs_of(layout: Layout, grains: Sequence[int], sections: dict[int, int] | No
 
 
 def side_by_side(layout: Layout, grains: Sequence[int], held: Sequence[Run]) -> list[tuple[Run, tuple[int, ...]]]:
-    """Return where grains are without padding, and their lengths, by tensor and held run."""
+    """Return the positions of grains without padding, and their lengths, by tensor and held run."""
     found: list[tuple[Run, tuple[int, ...]]] = []
     last = None
     for grain in grains:
@@ -73,7 +73,7 @@ def side_by_side(layout: Layout, grains: Sequence[int], held: Sequence[Run]) -> 
 
 
 def plan(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> tuple[list[int], Given]:
-    """Return the grains that are lost, or who gives which grains to whom."""
+    """Return the lost grains, or which rank sends which grains to which rank."""
     furthest = max((holder.reached for holder in had if holder.grains.size), default=None)
     has = [set(holder.grains.tolist()) if holder.reached == furthest else set() for holder in had]
     sets = [*has, *(set(grains.tolist()) for grains in wants)]
@@ -98,7 +98,7 @@ def plan(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> tuple
 
 
 def _even_out(amounts: Sequence[tuple[Sequence[int], int]]) -> list[dict[int, int]]:
-    """Pour one amount after the other on top of all others, until a pass changes nothing, 32 times at most."""
+    """Distribute each amount on top of all others until a pass changes nothing, at most 32 times."""
     given: list[dict[int, int]] = [{} for _ in amounts]
     for _ in range(32):
         before = list(given)
@@ -121,7 +121,7 @@ def _pour(amount: int, totals: dict[int, int]) -> dict[int, int]:
 
 
 def owned_of(holdings: Sequence[Int64s], spans: Int64s) -> list[list[int]]:
-    """Return what each rank owns: what it would give to one that has nothing and wants everything."""
+    """Return the grains that each rank owns: what it would send to a rank that has nothing and wants everything."""
     nothing = np.empty(0, dtype=np.int64)
     wants = [*[nothing] * len(holdings), np.arange(spans.size)]
     _, given = plan([*(Holder((0, 0), grains) for grains in holdings), Holder()], wants, spans)
@@ -129,7 +129,7 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s) -> list[list[int]]:
 
 
 def are_apart(groups: Groups, arcs: Sequence[Sequence[Arc]], paths: Sequence[Path]) -> bool:
-    """Say whether of all that begins anywhere no two holders share a domain while another one has none."""
+    """Return True if, at every grain, no two holders share a domain while another domain has none."""
     for at in {lo for of_rank in arcs for lo, _ in of_rank}:
         holders = [next(r for r in ranks if any(lo <= at < hi for lo, hi in arcs[r])) for ranks in groups]
         for depth in range(1 + max(map(len, paths))):

@@ -14,7 +14,7 @@ from elastic_train.placement.arcs import Arc, arcs_of, kept_part, length, overla
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[int | None], int]:
-    """A group that has lost members and got others, and the number of its bases."""
+    """Draw a group that has lost and gained members, and the number of its bases."""
     num_base = draw(st.integers(1, 12))
     bases: list[int | None] = sorted(draw(st.sets(st.integers(0, num_base - 1))))  # type: ignore[assignment]
     extra = draw(st.integers(0 if bases else 1, 12))
@@ -22,7 +22,7 @@ def groups(draw: st.DrawFn) -> tuple[list[int | None], int]:
 
 
 def check_shares(found: list[tuple[Arc, ...]]) -> None:
-    """Members' arcs tile the circle, in equal shares; those of one member are apart and ascend."""
+    """Check that members' arcs tile the circle in equal shares; those of one member are disjoint and ascend."""
     assert all(length(arcs) == Fraction(1, len(found)) for arcs in found)
     assert all(a[1] < b[0] for arcs in found for a, b in itertools.pairwise(arcs))
     everything = sorted(arc for arcs in found for arc in arcs)
@@ -31,7 +31,7 @@ def check_shares(found: list[tuple[Arc, ...]]) -> None:
 
 @given(groups())
 def test_members_share_the_circle_evenly(group: tuple[list[int | None], int]) -> None:
-    """Whatever bases are free, and however many members have none."""
+    """This holds for any free bases and any number of members without one."""
     bases, num_base = group
     found = arcs_of(bases, num_base)
     check_shares(found)
@@ -44,7 +44,7 @@ def test_members_share_the_circle_evenly(group: tuple[list[int | None], int]) ->
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_the_first_loss_moves_what_was_lost_and_nothing_else(size: int) -> None:
-    """In equal parts to all who are left."""
+    """The lost share goes in equal parts to all remaining members."""
     before = arcs_of(range(size), size)
     for lost in range(size):
         bases = [base for base in range(size) if base != lost]
@@ -54,7 +54,7 @@ def test_the_first_loss_moves_what_was_lost_and_nothing_else(size: int) -> None:
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_a_new_member_gets_its_share_and_nothing_else_moves(size: int) -> None:
-    """Everybody gives up an equal part; if the new member goes again, it gets that back."""
+    """Every member gives up an equal part; if the new member leaves again, each gets its part back."""
     before, after = arcs_of(range(size), size), arcs_of([*range(size), None], size)
     for base in range(size):
         assert overlap(after[base], before[base]) == length(after[base])
@@ -64,7 +64,7 @@ def test_a_new_member_gets_its_share_and_nothing_else_moves(size: int) -> None:
 def test_a_change_moves_what_it_must_and_a_part_of_the_line(
     group: tuple[list[int | None], int], data: st.DataObject
 ) -> None:
-    """What others get of a loss is the lost share, and as much as the line had at most."""
+    """After a loss, the others get at most the lost share plus as much as the line had."""
     bases, num_base = group
     if len(bases) == 1:
         return

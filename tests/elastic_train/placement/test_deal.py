@@ -1,4 +1,4 @@
-"""Dealing lanes: every lane is computed once, and whoever adds, adds the one tree."""
+"""Dealing lanes: every lane is computed once, and the additions form the one tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ worlds = st.tuples(st.integers(1, 20), st.integers(1, 4), st.integers(1, 70))
 
 @given(worlds)
 def test_every_lane_is_computed_by_one_rank(world: tuple[int, int, int]) -> None:
-    """Over all groups, turns and slots; a group's lanes are those that its ranks would own one by one."""
+    """The lanes cover all groups, turns and slots; a group's lanes are those that its ranks would own individually."""
     num_ranks, copies, num_lanes = world
     seats = seats_of([("long",)] * (num_ranks // 2) + [()] * (num_ranks - num_ranks // 2), copies)
     lanes = []
@@ -27,14 +27,14 @@ def test_every_lane_is_computed_by_one_rank(world: tuple[int, int, int]) -> None
 
 
 def test_a_small_group_has_no_more_turns_than_a_large_one() -> None:
-    """Seven ranks beside one, 16 lanes: two turns for each of them, not two and eight."""
+    """A group of seven and a group of one, 16 lanes: two turns for each rank, not two and eight."""
     seats = seats_of([("long",)] * 7 + [("short",)], 2)
     assert {len(deal_lanes(seat, 8, 16)) for seat in seats} == {2}
 
 
 @given(st.integers(1, 130), st.data())
 def test_the_counter_adds_the_tree_from_any_runs_of_subtrees(num_lanes: int, data: st.DataObject) -> None:
-    """Leaves one by one, or the sums of ranks that own neighbouring lanes: one sum of all lanes is left."""
+    """Starting from single leaves, or from sums of ranks that own neighbouring lanes, one sum of all lanes remains."""
     num_ranks = data.draw(st.integers(1, num_lanes))
     counter: Counter[int] = Counter(num_lanes, lambda left, right: left + right)
     for rank in range(num_ranks):
@@ -46,7 +46,7 @@ def test_the_counter_adds_the_tree_from_any_runs_of_subtrees(num_lanes: int, dat
 
 @given(st.permutations(range(11)))
 def test_leaves_in_any_order_make_the_same_sums(leaves: list[int]) -> None:
-    """Each of which adds its right half to its left one."""
+    """Each sum adds its right half to its left half."""
     counter: Counter[tuple[object, ...]] = Counter(11, lambda left, right: (left, right))
     for leaf in leaves:
         counter.push(Part(0, leaf), (leaf,))
@@ -70,7 +70,7 @@ def test_a_lane_that_comes_twice_is_refused() -> None:
 
 @given(worlds, st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 4)]))
 def test_owners_in_cells_compute_every_lane_once(world: tuple[int, int, int], degrees: tuple[int, int]) -> None:
-    """As evenly as can be, those that are dealt lanes together in the order of their turns."""
+    """The lanes are dealt as evenly as possible; lanes that are dealt together follow the order of their turns."""
     (num_cells, copies, num_lanes), (context, expert) = world, degrees
     seats = seats_of([(str(rank // context),) for rank in range(num_cells * context)], copies)
     owned = lanes_by_owner(seats, num_lanes, context, expert)

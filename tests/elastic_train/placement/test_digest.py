@@ -1,4 +1,4 @@
-"""Digests by grains: whoever holds the grains, a tensor has one digest, which changes with every bit of it."""
+"""Digests by grains: a tensor has one digest, whichever ranks hold its grains, and every bit changes it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def grains_of(content: bytearray) -> list[bytes]:
 
 
 def in_order(tensor: Tensor) -> npt.NDArray[np.float32]:
-    """A tensor's elements in its memory order."""
+    """Return a tensor's elements in its memory order."""
     return in_memory_order(torch.from_numpy(VALUES[tensor.names[0]]), tensor.cut).numpy()  # type: ignore[no-any-return]
 
 
 def whole_digests() -> dict[str, str]:
-    """What the replicated path computes: from each whole tensor."""
+    """The digests in the replicated case: from each whole tensor."""
     digests = {}
     for tensor in LAYOUT.tensors:
         values = torch.from_numpy(VALUES[tensor.names[0]])
@@ -57,7 +57,7 @@ def whole_digests() -> dict[str, str]:
 @given(st.integers(1, 12), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=15, deadline=None)
 def test_holders_find_the_digests_of_whole_tensors(num_ranks: int, copies: int, draw: random.Random) -> None:
-    """Each rank hashes its own grains alone; 32 bytes a grain go on."""
+    """Each rank hashes only its own grains, and sends 32 bytes per grain."""
     found: dict[int, bytes] = {}
     holdings = all_held(circle_of(LAYOUT), seats_of([()] * num_ranks, copies))
     draw.shuffle(holdings)

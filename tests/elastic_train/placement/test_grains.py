@@ -1,4 +1,4 @@
-"""The cut of a model: grains tile tensors and flat vectors, and depend on the model alone."""
+"""Cutting a model: grains tile tensors and flat vectors, and depend on the model alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ F32 = "torch.float32"
 
 @given(models())
 def test_grains_tile_every_tensor_and_every_flat_vector(listed: list[Listed]) -> None:
-    """No element is in two grains or in none; every tensor begins at a multiple of 64 elements."""
+    """Every element is in exactly one grain; every tensor begins at a multiple of 64 elements."""
     check_cut(lay_out(listed))
 
 
 @given(models())
 def test_every_name_stands_for_one_tensor_and_ties_count_once(listed: list[Listed]) -> None:
-    """All names are there, and there are as many tensors as there is memory."""
+    """All names exist, and there are as many tensors as separate pieces of memory."""
     layout = lay_out(listed)
     assert sorted(name for tensor in layout.tensors for name in tensor.names) == sorted(one.name for one in listed)
     assert len(layout.tensors) == len({one.memory for one in listed})
@@ -29,7 +29,7 @@ def test_every_name_stands_for_one_tensor_and_ties_count_once(listed: list[Liste
 
 @given(models())
 def test_a_flat_vector_has_one_unit_dtype_and_parameter_group(listed: list[Listed]) -> None:
-    """So that one gather, one kernel and one rate serve all of it; frozen tensors stand apart."""
+    """One gather, one kernel and one rate then serve all of it; frozen tensors are separate."""
     layout = lay_out(listed)
     first = {one.name: one for one in reversed(listed)}
     for tensor in layout.tensors:
@@ -42,7 +42,7 @@ def test_a_flat_vector_has_one_unit_dtype_and_parameter_group(listed: list[Liste
 
 @given(models())
 def test_grains_are_numbered_in_the_models_order_whatever_the_units_and_groups(listed: list[Listed]) -> None:
-    """What is added in the grains' order does not change with the units, the groups, or what is frozen."""
+    """Sums in the grains' order do not change with the units, the groups, or what is frozen."""
     plain = lay_out([Listed(one.name, one.shape, one.dtype, "", 0, one.memory, one.cut) for one in listed])
     layout = lay_out(listed)
     for name in ("tensor_of", "lo", "hi"):
@@ -81,7 +81,7 @@ def test_no_grain_crosses_the_edge_of_a_part() -> None:
 
 
 def test_the_digest_tells_layouts_apart() -> None:
-    """A shape, a name, a group or the order: each changes it; building it again does not."""
+    """It changes with a shape, a name, a group or the order, but not if the layout is rebuilt."""
     a, b = Listed("a", (3, 4), F32), Listed("b", (4,), F32)
     layouts = [[a, b], [b, a], [a], [Listed("a", (4, 3), F32), b], [a, Listed("b", (4,), F32, group=1)]]
     assert len({lay_out(listed).digest for listed in layouts}) == len(layouts)

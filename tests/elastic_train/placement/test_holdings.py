@@ -1,4 +1,4 @@
-"""Holdings: every group holds everything once, in equal parts, whatever the world."""
+"""Holdings: every group holds everything once, in equal shares, in any world."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ worlds = st.tuples(st.integers(1, 40), st.integers(1, 4))
 
 @given(models(), worlds)
 def test_every_group_holds_every_grain_once_in_equal_parts(listed: list[Listed], world: tuple[int, int]) -> None:
-    """Any number of ranks and copies; tensors of any sizes, of which there may be fewer grains than ranks."""
+    """Any number of ranks and copies; tensors of any size, with possibly fewer grains than ranks."""
     layout, (num_ranks, copies) = lay_out(listed), world
     circle, seats = circle_of(layout), seats_of([()] * num_ranks, copies)
     holdings = all_held(circle, seats)
@@ -30,7 +30,7 @@ def test_every_group_holds_every_grain_once_in_equal_parts(listed: list[Listed],
 def test_a_tensor_that_an_optimizer_updates_as_a_whole_is_held_as_a_whole(
     listed: list[Listed], world: tuple[int, int], num_sections: int
 ) -> None:
-    """Every group holds everything once, in parts as equal as the largest such tensor lets them be."""
+    """Every group holds everything once, in shares as equal as the largest such tensor permits."""
     layout, (num_ranks, copies) = lay_out(listed), world
     circle, seats = circle_of(layout), seats_of([()] * num_ranks, copies)
     holdings = all_held(circle, seats)
@@ -41,7 +41,7 @@ def test_a_tensor_that_an_optimizer_updates_as_a_whole_is_held_as_a_whole(
 
 @given(models(), st.integers(1, 30))
 def test_a_seat_has_one_run_of_each_flat_vector_at_most(listed: list[Listed], size: int) -> None:
-    """So that one kernel updates it, and one message carries it."""
+    """One kernel then updates it, and one message carries it."""
     layout = lay_out(listed)
     circle = circle_of(layout)
     for seat in seats_of([()] * size, 1):
@@ -56,7 +56,7 @@ def test_a_seat_has_one_run_of_each_flat_vector_at_most(listed: list[Listed], si
 def test_who_keeps_a_base_keeps_the_runs_that_it_had_of_it(
     listed: list[Listed], num_ranks: int, copies: int, data: st.DataObject
 ) -> None:
-    """A group that keeps its bases and has fewer members cuts what is taken over from what was there."""
+    """A group that keeps its bases but has fewer members splits only the arcs that are taken over."""
     layout = lay_out(listed)
     circle = circle_of(layout)
     paths = [("", str(rank)) for rank in range(num_ranks)]
@@ -76,7 +76,7 @@ def test_who_keeps_a_base_keeps_the_runs_that_it_had_of_it(
 
 @given(models(), st.integers(1, 30))
 def test_every_flat_vector_is_held_in_nearly_equal_parts(listed: list[Listed], size: int) -> None:
-    """Its share differs from the even one by at most 2 + (its part of the whole) * (flat vectors) grains."""
+    """Each share differs from the even one by at most 2 + (its part of the whole) * (flat vectors) grains."""
     layout = lay_out(listed)
     circle = circle_of(layout)
     for seat in seats_of([()] * size, 1):
@@ -91,7 +91,7 @@ def test_every_flat_vector_is_held_in_nearly_equal_parts(listed: list[Listed], s
 @given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 70))
 @settings(max_examples=50)
 def test_equal_blocks_are_held_in_equal_parts_each_and_in_all(num_blocks: int, grains: int, size: int) -> None:
-    """Neither one block nor all of them together differ by more than one grain between two slots."""
+    """Neither one block nor all blocks together differ by more than one grain between two slots."""
     layout = blocks(num_blocks, grains)
     circle = circle_of(layout)
     counts = np.array(
@@ -114,7 +114,7 @@ def test_cutting_each_block_by_itself_would_favour_the_same_slots() -> None:
 
 @given(models())
 def test_one_rank_holds_everything(listed: list[Listed]) -> None:
-    """The replicated state is the world of one slot."""
+    """Replicated state is the world of one slot."""
     layout = lay_out(listed)
     grains = grains_in(circle_of(layout), seats_of([()], 2)[0].arcs)
     assert grains.tolist() == list(range(layout.num_grains))

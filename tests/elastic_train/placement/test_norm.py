@@ -1,4 +1,4 @@
-"""The norm by grains: the same bits however a gradient is cut, and close to the exact norm."""
+"""The norm by grains has the same bits however a gradient is cut, and is close to the exact norm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUT = lay_out(LISTED)
 
 
 def gradients() -> list[Tensor]:
-    """One gradient for each tensor of the layout, of very different sizes."""
+    """One gradient for each tensor of the layout, with very different magnitudes."""
     draw = torch.Generator().manual_seed(3)
     return [
         torch.randn(tensor.shape, generator=draw) * 10.0 ** (number - 4) for number, tensor in enumerate(LAYOUT.tensors)
@@ -48,7 +48,7 @@ def cut_gradients() -> list[tuple[Tensor, Cut | None]]:
 
 
 def flat_vectors(layout: Layout, tensors: list[Tensor]) -> list[Tensor]:
-    """The layout's flat vectors, filled."""
+    """Return the layout's flat vectors, filled."""
     flats = [torch.zeros(flat.numel) for flat in layout.flats]
     for tensor, values in zip(layout.tensors, tensors, strict=True):
         flats[tensor.flat][tensor.start : tensor.start + tensor.numel] = in_memory_order(values, tensor.cut)
@@ -56,14 +56,14 @@ def flat_vectors(layout: Layout, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def uncut() -> dict[int, float]:
-    """What the replicated path computes: from whole tensors in the model's order."""
+    """The norm in the replicated case: from whole tensors in the model's order."""
     return dict(enumerate(squares_of_tensors(cut_gradients()).tolist()))
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_the_norm_is_that_of_the_uncut_gradient(num_ranks: int, copies: int, draw: random.Random) -> None:
-    """Any world, and each rank's grains in any order; out of flat vectors that a rank has only its runs of."""
+    """This holds in any world, for any order of a rank's grains, from flat vectors of which it has only its runs."""
     flats = flat_vectors(LAYOUT, gradients())
     found: dict[int, float] = {}
     for grains in all_held(circle_of(LAYOUT), seats_of([()] * num_ranks, copies)):
@@ -82,7 +82,7 @@ def test_the_norm_is_that_of_the_uncut_gradient(num_ranks: int, copies: int, dra
 
 
 def by_definition(grain: Tensor) -> float:
-    """The sum along the tree, of one grain."""
+    """Return the sum along the tree, of one grain."""
     row = torch.zeros(GRAIN, dtype=torch.float64)
     row[: grain.numel()] = grain.double() ** 2
     while row.numel() > 1:
@@ -93,7 +93,7 @@ def by_definition(grain: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [1 << 10, 8 * GRAIN])
 def test_tables_of_grains_do_not_show(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths that take turns, are many or few, short or long; in one batch and in many, and again in the same room."""
+    """Alternating lengths, many or few, short or long; in one batch or in many, and again in reused buffers."""
     monkeypatch.setattr(norm, "_BLOCK", {"cpu": block})
     norm._kept.cache_clear()
     norm._batches.cache_clear()
@@ -121,7 +121,7 @@ def test_tables_of_grains_do_not_show(dtype: torch.dtype, block: int, monkeypatc
 
 
 def test_the_norm_is_close_to_the_exact_one() -> None:
-    """To a few units in the last place of float64, computed with whole numbers of the least float32."""
+    """The error is a few units in the last place of float64, computed with integer multiples of the least float32."""
     units = [math.ldexp(x, 149) for g in gradients() for x in g.double().reshape(-1).tolist()]
     assert all(unit.is_integer() for unit in units)
     exact = Fraction(sum(int(unit) ** 2 for unit in units), 1 << 298)
@@ -158,7 +158,7 @@ def test_threads_do_not_show(threads: int) -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((96, 500), 0), ((96, 500), 1), ((4, 10, 300_000), 0), ((6,), 0)])
 def test_parts_have_the_norm_of_the_whole(shape: tuple[int, ...], dim: int) -> None:
-    """At every degree, from the parts as each rank has them."""
+    """This holds at every degree, from the parts as each rank has them."""
     whole, cut = torch.randn(shape, generator=torch.Generator().manual_seed(2)), cut_along(shape, dim)
     expected = total_norm(squares_of_tensors([(whole, cut)]).numpy())
     assert cut is not None and expected == pytest.approx(float(whole.double().norm()), rel=1e-12)
@@ -169,7 +169,7 @@ def test_parts_have_the_norm_of_the_whole(shape: tuple[int, ...], dim: int) -> N
 
 
 def test_where_a_gradient_is_in_memory_does_not_show() -> None:
-    """At no alignment, and from a tensor that is not contiguous."""
+    """This holds for any alignment, and for non-contiguous tensors."""
     values = torch.randn(GRAIN, generator=torch.Generator().manual_seed(1))
     expected = squares_of_grains([values])
     for shift in range(9):
@@ -181,7 +181,7 @@ def test_where_a_gradient_is_in_memory_does_not_show() -> None:
 
 @given(st.integers(1, 300))
 def test_a_short_grain_is_a_grain_filled_up_with_zeros(length: int) -> None:
-    """So that padding counts for nothing, wherever it is summed too."""
+    """Padding thus contributes nothing, wherever else it is summed."""
     values = torch.randn(length, generator=torch.Generator().manual_seed(length))
     padded = torch.zeros(512)
     padded[:length] = values
@@ -190,7 +190,7 @@ def test_a_short_grain_is_a_grain_filled_up_with_zeros(length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_squares_neither_overflow_nor_vanish(dtype: torch.dtype) -> None:
-    """The largest and the smallest value of each narrow kind have a norm; as do ordinary ones of float64."""
+    """The largest and smallest values of each narrow type have a norm, as have ordinary float64 values."""
     extreme = torch.finfo(torch.float32 if dtype == torch.float64 else dtype)
     for value in (extreme.max, extreme.smallest_normal):
         found = total_norm(squares_of_grains([torch.full((4,), value, dtype=dtype)]).numpy())
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_finite_has_no_finite_norm(bad: float) -> None:
 
 
 def test_between_two_norms_nothing_of_the_room_is_held() -> None:
-    """Be rows scattered or runs copied: a rank's share of a small model may be less than the room."""
+    """This holds for scattered rows and copied runs: a rank's share of a small model may be smaller than the buffer."""
     vectors = [in_memory_order(gradient, cut) for gradient, cut in cut_gradients()]
     lengths = [lengths_of(tuple(gradient.shape), cut) for gradient, cut in cut_gradients()]
     assert any(batch.scatters for batch in norm._batches(tuple(lengths), "cpu"))

@@ -1,4 +1,4 @@
-"""Owners: every grain that may be owned has one among its holders, and what ranks own is even."""
+"""Owners: every grain that may be owned has one owner among its holders, and ownership is even."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_every_grain_has_one_owner_who_holds_it(listed: list[Listed], world: tup
 
 @given(st.integers(1, 6), st.integers(4, 20), worlds)
 def test_ranks_own_an_even_share(num_blocks: int, grains: int, world: tuple[int, int]) -> None:
-    """Of the work, and of a step's volume, which that follows; copies do not make it more."""
+    """The share is even in work and in a step's volume, which follows it; copies do not increase it."""
     layout, (num_ranks, copies) = blocks(num_blocks, grains), world
     holdings = all_held(circle_of(layout), seats_of([()] * num_ranks, copies))
     loads = [int(layout.span[owned].sum()) for owned in owned_of(holdings, layout.span)]
-    # Each holder's part is cut at whole grains, at both ends, from what each set of holders shares.
+    # Each holder's part of what each set of holders shares is cut at whole grains, at both ends.
     assert max(loads) <= int(layout.span.sum()) / num_ranks + 2 * (copies + 1) * GRAIN
 
 
@@ -51,7 +51,7 @@ def test_owners_are_chosen_among_those_that_may_be() -> None:
 def test_what_ranks_give_one_another_makes_everybody_whole(
     listed: list[Listed], world: tuple[int, int], data: st.DataObject
 ) -> None:
-    """What a rank owns and is given is what it holds of the trained grains; its group's ranks hold everything."""
+    """A rank's owned and received grains are all trained grains that it holds; its group's ranks hold everything."""
     layout, (num_ranks, copies) = lay_out(listed), world
     paths: list[Path] = [("", str(data.draw(st.integers(0, 3)))) for _ in range(num_ranks)]
     circle, seats = circle_of(layout), seats_of(paths, copies)

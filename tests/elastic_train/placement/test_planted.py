@@ -1,4 +1,4 @@
-"""Laws that cannot fail prove nothing: each is broken here by a mistake that somebody could make, and must say so."""
+"""A law that cannot fail proves nothing: each is broken here by a plausible mistake, which it must detect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_laws_hold_without_a_mistake() -> None:
 
 
 def test_a_tensor_that_begins_where_the_last_one_still_pads_is_caught() -> None:
-    """Padding forgotten: a tensor of 70 elements takes 128."""
+    """Forgotten padding: a tensor of 70 elements takes 128."""
     layout = lay_out([Listed("a", (70,), "torch.float32"), Listed("b", (GRAIN,), "torch.float32")])
     a, b = layout.tensors
     wrong = Layout((a, Tensor(b.names, b.shape, b.units, b.flat, 70, b.first_grain)), layout.flats)
@@ -64,7 +64,7 @@ def test_a_cut_through_a_tensor_that_is_held_as_a_whole_is_caught() -> None:
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_boundary_off_by_one_is_caught(shift: int) -> None:
-    """One rank's holding ends a grain early, or late: nobody has it, or two have it."""
+    """One rank's holding ends a grain early or late: no rank has the grain, or two ranks have it."""
     wrong = [grains.copy() for grains in HELD]
     wrong[0] = wrong[0][:-1] if shift < 0 else np.union1d(wrong[0], wrong[1][:1])
     with pytest.raises(AssertionError, match="partition"):
@@ -81,7 +81,7 @@ def test_shares_that_round_to_the_same_side_are_caught() -> None:
 
 
 def test_groups_that_ignore_nodes_are_caught() -> None:
-    """Ranks alternate between two nodes; groups of neighbours in rank would put both copies of a grain on one node."""
+    """Ranks alternate between two nodes; groups of adjacent ranks would put both copies of a grain on one node."""
     paths: list[Path] = [("a",), ("b",), ("a",), ("b",)]
     wrong = all_held(CIRCLE, seats_of([()] * 4, 2))
     with pytest.raises(AssertionError, match="apart"):
@@ -95,7 +95,7 @@ def plan_with(transfers: Sequence[Transfer], plan: Recut) -> Recut:
 
 
 def test_a_neighbour_that_is_one_step_behind_is_caught() -> None:
-    """A plan that takes its grains from a rank at the step before, because it has them, too."""
+    """The plan takes grains from a rank at the previous step, because it has them as well."""
     had = [Holder((7, 1), EVERYTHING), Holder((6, 1), EVERYTHING), Holder()]
     wants: list[Int64s] = [EVERYTHING] * 3
     plan = plan_recut(had, wants, LAYOUT.span)
@@ -108,7 +108,7 @@ def test_a_neighbour_that_is_one_step_behind_is_caught() -> None:
 
 
 def test_a_survivor_that_is_one_step_behind_and_keeps_its_grains_is_caught() -> None:
-    """It has them, but of another step: the model would be mixed."""
+    """It has them at another step: the model would mix two steps."""
     had = [Holder((7, 1), EVERYTHING), Holder((6, 1), EVERYTHING)]
     plan = plan_recut(had, [EVERYTHING] * 2, LAYOUT.span)
     with pytest.raises(AssertionError, match="exactly what is missing"):
@@ -139,7 +139,7 @@ def test_a_loss_that_is_passed_over_is_caught() -> None:
 
 
 def test_a_leaf_that_reaches_the_neighbours_grains_is_caught() -> None:
-    """A chunk's boundary off by one grain: its owner misses a leaf, another one adds it twice."""
+    """A chunk's boundary is off by one grain: its owner misses a leaf, another rank adds it twice."""
 
     def shifted(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[tuple[int, Int64s]]:
         return [
@@ -152,20 +152,20 @@ def test_a_leaf_that_reaches_the_neighbours_grains_is_caught() -> None:
 
 
 def test_lanes_in_one_run_for_each_rank_are_caught_by_the_number_of_sums() -> None:
-    """Contiguous lanes need a counter for every rank: more sums at once than the tree is deep."""
+    """Contiguous lanes need a counter per rank: more sums at once than the tree is deep."""
     seats = seats_of([()] * 16, 1)
     with pytest.raises(AssertionError, match="few sums"):
         sums_of_step(seats, all_held(CIRCLE, seats), 64, deal=contiguous)
 
 
 def contiguous(seat: Seat, num_ranks: int, num_lanes: int) -> list[Sequence[int]]:
-    """Turns in which every rank computes the next lane of a run of its own."""
+    """Deal turns in which every rank computes the next lane of its own run."""
     each = num_lanes // num_ranks
     return [[rank * each + turn for rank in range(num_ranks)] for turn in range(each)]
 
 
 def test_a_grain_that_counts_twice_is_caught() -> None:
-    """Both copies of a grain in the sum: the norm is that of another gradient."""
+    """With both copies of a grain in the sum, the norm is that of another gradient."""
     values = [torch.full((GRAIN,), 0.5 + number) for number in range(4)]
     squares = dict(enumerate(squares_of_grains(values).tolist()))
     with pytest.raises(AssertionError, match="norm"):
@@ -173,7 +173,7 @@ def test_a_grain_that_counts_twice_is_caught() -> None:
 
 
 def test_a_norm_over_other_blocks_is_caught() -> None:
-    """Halves of a grain that are summed on their own and then added, in float32, as a kernel would."""
+    """Halves of a grain are summed separately and then added, in float32, as a kernel might."""
     values = torch.randn(GRAIN, generator=torch.Generator().manual_seed(5))
     wrong = float(values[:1000].square().sum() + values[1000:].square().sum())
     with pytest.raises(AssertionError, match="norm"):

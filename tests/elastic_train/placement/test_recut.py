@@ -1,4 +1,4 @@
-"""Recut: survivors keep what they have, and get what they lack from a live holder; what nobody holds is named."""
+"""Recut: survivors keep their grains and get missing ones from a live holder; grains without a holder are named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ holders = st.builds(Holder, places, grains)
 
 @given(st.lists(st.tuples(holders, grains), min_size=1, max_size=7))
 def test_any_holdings_are_recut_to_any_others(world: list[tuple[Holder, Int64s]]) -> None:
-    """From a live holder at the furthest step, each grain once; and the same plan on every rank."""
+    """Each grain comes once, from a live holder at the furthest step; and every rank computes the same plan."""
     had, wants = [holder for holder, _ in world], [want for _, want in world]
     if any(holder.grains.size for holder in had):
         plan, again = plan_of(had, wants), plan_recut(had, wants, LAYOUT.span)
@@ -56,7 +56,7 @@ def test_any_holdings_are_recut_to_any_others(world: list[tuple[Holder, Int64s]]
 def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_taker(
     world: list[tuple[Holder, Int64s]],
 ) -> None:
-    """No set of givers could be relieved: compared with the bound of every set of ranks that are sole holders."""
+    """No set of senders could be relieved: compared with the bound of every set of ranks that are sole holders."""
     had, wants = [holder for holder, _ in world], [want for _, want in world]
     plan = plan_recut(had, wants, LAYOUT.span)
     if plan.lost.size or not plan.transfers:
@@ -78,7 +78,7 @@ def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_ta
 def test_every_single_and_double_loss(size: int, copies: int, width: int) -> None:
     """Worlds of 1 to 9 ranks on nodes of 1 to 3: every rank, and every two at once.
 
-    While fewer nodes are lost at once than there are copies, and there are as many nodes, no grain is lost.
+    While fewer nodes are lost at once than there are copies (and at least as many nodes), no grain is lost.
     """
     paths: list[Path] = [(f"node{rank // width}",) for rank in range(size)]
     before = seats_of(paths, copies)
@@ -96,7 +96,7 @@ def test_every_single_and_double_loss(size: int, copies: int, width: int) -> Non
         nodes = {paths[rank] for rank in lost}
         if len(nodes) < copies <= len(set(paths)):
             assert not plan.lost.size
-        # A survivor that is a step behind counts as one lost, and gets a whole holding.
+        # A survivor that is a step behind counts as lost, and gets its entire holding.
         behind = [Holder((5 - (rank == stay[0]), 1), holdings[rank]) for rank in stay]
         late = plan_of(behind, wants)
         if not late.lost.size and len(stay) > 1:
@@ -146,14 +146,14 @@ def test_a_sole_holder_is_spared_what_others_can_send() -> None:
 
 
 def test_what_only_a_rank_of_an_earlier_step_holds_is_lost() -> None:
-    """Its grains are of another step: mixing them in would be a model that never was."""
+    """Its grains belong to another step: using them would mix two models."""
     had = [Holder((7, 1), np.arange(0, 40)), Holder((6, 1), np.arange(72))]
     plan = plan_of(had, [np.arange(72), np.arange(72)])
     assert plan.lost.tolist() == list(range(40, 72)) and plan.reached == (7, 1)
 
 
 def test_the_same_step_of_an_older_term_counts_for_nothing() -> None:
-    """A rank that was frozen may have applied a step that others have computed again."""
+    """A rank that was frozen may have applied a step that others have recomputed."""
     plan = plan_of([Holder((7, 2), np.arange(72)), Holder((7, 1), np.arange(72))], [NOTHING, np.arange(72)])
     assert num_received(plan, 1) == 72
 
@@ -164,7 +164,7 @@ def test_a_rank_without_a_state_does_not_decide_what_is_furthest() -> None:
 
 
 def test_of_many_ranks_each_is_told_apart() -> None:
-    """More ranks than a machine word has bits."""
+    """There are more ranks than a machine word has bits."""
     had = [Holder((1, 1), np.array([rank])) for rank in range(72)]
     plan = plan_of(had, [np.array([(rank + 1) % 72]) for rank in range(72)])
     expected = [Transfer((rank + 1) % 72, rank, np.array([(rank + 1) % 72])) for rank in range(72)]
@@ -176,7 +176,7 @@ def test_of_many_ranks_each_is_told_apart() -> None:
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize("size", range(3, 10))
 def test_every_two_losses_one_after_the_other(size: int, copies: int) -> None:
-    """The second one in the world that the first one left; two copies are enough for both."""
+    """The second loss is in the world after the first; two copies suffice for both."""
     before = seats_of([()] * size, copies)
     for first in range(size):
         had, wants = recut_without(first, before, all_held(CIRCLE, before), copies)
@@ -185,7 +185,7 @@ def test_every_two_losses_one_after_the_other(size: int, copies: int) -> None:
 
 
 def recut_without(lost: int, seats: list[Seat], holdings: list[Int64s], copies: int) -> tuple[list[Seat], list[Int64s]]:
-    """Lose one rank and check what follows; return the seats and holdings of those who are left."""
+    """Lose one rank and check the recut; return the survivors' seats and holdings."""
     stay = [rank for rank in range(len(seats)) if rank != lost]
     after = seats_of([()] * len(stay), copies, [seats[rank] for rank in stay])
     wants = all_held(CIRCLE, after)
@@ -219,7 +219,7 @@ def test_a_fault_while_seats_are_taken_is_recut_from_what_everybody_holds() -> N
 def test_those_that_leave_take_something_along_where_the_others_do_not_hold_it(
     size: int, copies: int, who: int
 ) -> None:
-    """So nobody does where fewer leave than there are copies."""
+    """Therefore nothing is lost if fewer ranks leave than there are copies."""
     seats = seats_of([(f"node{rank}",) for rank in range(size)], copies)
     leaving = [bool(who >> rank & 1) for rank in range(size)]
     holdings = all_held(CIRCLE, seats)

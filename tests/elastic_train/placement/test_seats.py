@@ -1,4 +1,4 @@
-"""Seats: groups of ranks over failure domains, so that copies are in different ones wherever that is possible."""
+"""Seats: groups of ranks over failure domains, such that copies are in different domains if possible."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def paths_of(nodes: list[list[int]]) -> list[Path]:
 
 @given(racks, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_copies_are_in_as_many_domains_as_there_are(nodes: list[list[int]], copies: int, draw: random.Random) -> None:
-    """On the level of racks, of nodes in a rack, and of ranks in a node; whatever the order of the ranks."""
+    """This holds for racks, nodes in a rack, and ranks in a node, whatever the order of the ranks."""
     paths = paths_of(nodes)
     draw.shuffle(paths)
     seats = seats_of(paths, copies)
@@ -43,7 +43,7 @@ def test_copies_are_in_as_many_domains_as_there_are(nodes: list[list[int]], copi
 
 @given(racks, st.integers(1, 4))
 def test_one_domain_less_than_copies_may_be_lost(nodes: list[list[int]], copies: int) -> None:
-    """Where there are enough racks, any copies - 1 of them; the nodes and ranks in them included."""
+    """With enough racks, any copies - 1 of them may be lost, including their nodes and ranks."""
     paths = paths_of(nodes)
     names = sorted({path[0] for path in paths})
     if len(names) < copies:
@@ -55,7 +55,7 @@ def test_one_domain_less_than_copies_may_be_lost(nodes: list[list[int]], copies:
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8))
 def test_groups_are_even_where_no_domain_is_too_long(num_nodes: int, copies: int, ranks_each: int) -> None:
-    """Nodes of one size, at least `copies` of them: groups differ by one rank, even where a node is cut through."""
+    """With at least `copies` nodes of one size, groups differ by one rank, even if a node is split between them."""
     num_nodes = max(num_nodes, copies)
     seats = seats_of([(f"node{n}",) for n in range(num_nodes) for _ in range(ranks_each)], copies)
     sizes = {seat.size for seat in seats}
@@ -96,7 +96,7 @@ def test_neighbours_in_rank_need_not_be_neighbours_in_the_line() -> None:
 def test_a_domain_that_replaces_one_of_its_size_moves_nobody_else(
     nodes: list[list[int]], copies: int, data: st.DataObject
 ) -> None:
-    """The newcomers come last by rank, and take the places that were left."""
+    """The newcomers have the last ranks, and take the free places."""
     paths = paths_of(nodes)
     before = seats_of(paths, copies)
     gone = data.draw(st.sampled_from(sorted(set(paths))))
@@ -121,7 +121,7 @@ def test_a_world_without_ranks_or_copies_is_refused(paths: list[Path], copies: i
 
 
 def moved(before: list[Seat | None], after: list[Seat]) -> Fraction:
-    """What ranks get that they did not hold, in parts of the whole."""
+    """Return the amount that ranks receive, as a fraction of the whole."""
     pairs = zip(before, after, strict=True)
     return sum((length(new.arcs) - overlap(new.arcs, old.arcs if old else ()) for old, new in pairs), Fraction(0))
 
@@ -129,7 +129,7 @@ def moved(before: list[Seat | None], after: list[Seat]) -> Fraction:
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("size", range(4, 25))
 def test_a_lost_rank_moves_half_as_much_again_as_it_held_at_most(size: int, copies: int) -> None:
-    """Each rank a node of its own. Where groups stay as they are, what it held moves, and in its group alone."""
+    """Each rank is a separate node. If groups stay the same, only its shard moves, within its group."""
     before = seats_of([()] * size, copies)
     for lost in range(size):
         had = [seat for rank, seat in enumerate(before) if rank != lost]
@@ -147,9 +147,9 @@ def test_a_lost_rank_moves_half_as_much_again_as_it_held_at_most(size: int, copi
     [(16, 2, 1), (16, 3, Fraction(64, 63)), (8, 2, 1), (8, 3, Fraction(68, 9)), (4, 2, Fraction(15, 4))],
 )
 def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | int) -> None:
-    """Nodes of eight ranks, in parts of what the node held.
+    """Nodes of eight ranks; amounts are fractions of the node's holdings.
 
-    With four nodes, groups have to be cut again: kept ones would have 8 and 16 ranks, new ones have 12 each.
+    With four nodes, groups are cut again: kept ones would have 8 and 16 ranks, new ones have 12 each.
     """
     paths: list[Path] = [(f"node{rank // 8:02}",) for rank in range(8 * num_nodes)]
     before = seats_of(paths, copies)
@@ -169,7 +169,7 @@ def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | i
 def test_where_two_groups_share_a_domain_twice_what_a_lost_rank_held_moves_at_most(
     num_nodes: int, each: int, *, is_rack: bool
 ) -> None:
-    """Its ranks hold other things in each group, and may not take over what they have a copy of.
+    """The domain's ranks hold different shards in each group, and may not take over shards that they have a copy of.
 
     A rank that joins the domain gets its share, and nothing else moves.
     """
@@ -190,9 +190,9 @@ def test_where_two_groups_share_a_domain_twice_what_a_lost_rank_held_moves_at_mo
 
 @pytest.mark.parametrize(("num_nodes", "each", "copies"), [(9, 1, 2), (9, 1, 3), (4, 3, 2), (8, 2, 2)])
 def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> None:
-    """Nodes go and come a hundred times: in every world groups hold everything once, and copies stay apart.
+    """Nodes leave and join a hundred times: each group always holds everything once, with copies in different domains.
 
-    In all, at most three times as much moves as was lost and as newcomers have to get.
+    In total, at most three times as much moves as was lost and as newcomers must receive.
     """
     draw = random.Random(num_nodes)
     paths: list[Path] = [(f"node{number}",) for number in range(num_nodes) for _ in range(each)]
@@ -224,9 +224,9 @@ def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> 
 def test_who_is_to_hold_nothing_has_a_seat_without_an_arc(
     nodes: list[list[int]], copies: int, data: st.DataObject
 ) -> None:
-    """The others share all of it, as they would by themselves, and whoever may hold again is a newcomer.
+    """The others share all of it, as they would without it, and a rank that may hold again counts as a newcomer.
 
-    It computes lanes like the others of its group: every lane is some rank's, once.
+    It computes lanes like the others of its group: every lane belongs to one rank.
     """
     paths = paths_of(nodes)
     may = [True, *data.draw(st.lists(st.booleans(), min_size=len(paths) - 1, max_size=len(paths) - 1))]

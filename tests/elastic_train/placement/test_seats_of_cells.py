@@ -1,4 +1,4 @@
-"""Seats of cells: one for all ranks of a cell, with copies apart at each place, and little moved."""
+"""Seats of cells: one for all ranks of a cell, with copies in different domains at each place, and few moves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_cells_of_one_rank_have_the_seats_of_ranks(of_ranks: list[int], copies: 
 
 @given(nodes, nodes)
 def test_cells_are_apart_if_their_ranks_of_every_place_are(first: list[int], second: list[int]) -> None:
-    """Two cells are in one domain where they, or others between them, share that of some place."""
+    """Two cells share a domain if they, directly or through other cells, share one at some place."""
     cells = [named(f"node{one}", f"node{other}") for one, other in zip(first, second, strict=False)]
     paths = paths_of_cells(cells)
     for one, cell in enumerate(cells):
@@ -53,7 +53,7 @@ def _others(cells: list[list[Path]], number: int) -> list[list[Path]]:
 
 
 def test_stages_of_one_node_each_have_copies_on_different_nodes() -> None:
-    """Second stages of two cells share a node, so these cells are in one group, and others have the copies."""
+    """The second stages of two cells share a node, so these cells form one group, and others have the copies."""
     cells = [named("a", "x"), named("b", "x"), named("c", "y"), named("d", "y")]
     seats = seats_of_cells(paths_of_cells(cells), 2, [[None] * 4] * 2, [True] * 4)
     groups = [seat.group for seat in seats]
@@ -61,7 +61,7 @@ def test_stages_of_one_node_each_have_copies_on_different_nodes() -> None:
 
 
 def test_a_newcomer_takes_the_seat_of_its_cell() -> None:
-    """At one place or another: no other rank moves anything."""
+    """This holds at any place; no other rank moves anything."""
     paths = named("a", "b", "c", "d")
     had = seats_of(paths, 2)
     with_gaps = [[None, *had[1:]], [*had[:2], None, had[3]], had]
@@ -69,7 +69,7 @@ def test_a_newcomer_takes_the_seat_of_its_cell() -> None:
 
 
 def test_a_cell_of_two_others_ranks_takes_what_moves_least() -> None:
-    """Three places of its ranks held one share, and one place another."""
+    """Three places of its ranks held one shard, and one place another."""
     had = seats_of(named("a", "b", "c"), 1)
     mixed, kept = [had[0], had[2]], [had[0], had[1]]
     seats = seats_of_cells(named("a", "b"), 1, [mixed, kept, kept, kept], [True] * 2)
@@ -78,6 +78,6 @@ def test_a_cell_of_two_others_ranks_takes_what_moves_least() -> None:
 
 
 def moved(seats: list[Seat], had: list[Seat]) -> Fraction:
-    """Return how much of the circle ranks get that they did not hold."""
+    """Return the fraction of the circle that ranks receive."""
     pairs = zip(seats, had, strict=True)
     return sum((length(seat.arcs) - overlap(seat.arcs, old.arcs) for seat, old in pairs), Fraction(0))

@@ -53,7 +53,7 @@ def test_a_leaf_is_sent_at_a_reduce_scatters_volume(num_ranks: int, copies: int,
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
 def test_one_lane_a_rank_and_one_copy_is_a_reduce_scatter(num_ranks: int) -> None:
-    """Where shares are even, each rank sends exactly (W - 1) / W of the vector, and nothing else."""
+    """With even shares, each rank sends exactly (W - 1) / W of the vector."""
     seats = seats_of([()] * num_ranks, 1)
     holdings = all_held(CIRCLE, seats)
     for rank in range(num_ranks):

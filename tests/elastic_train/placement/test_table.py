@@ -1,4 +1,4 @@
-"""The placement table: who has the same weights, and who speaks for what, as a search over all ranks finds it."""
+"""The placement table (ranks with equal weights, reporting ranks) agrees with a search over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUT = {name: cut_along(shape, 0) for name, shape in {"wide": WIDE, "tall": TALL}
 
 
 def parts_of(degree: int, *, in_shares: bool) -> Parts:
-    """Return a model of which two tensors are cut in `degree` parts, one is whole, and another is not saved."""
+    """Return a model with two tensors cut in `degree` parts, a whole one, and one that is not saved."""
     whole = [
         Listed("wide", WIDE, "torch.float32", cut=CUT["wide"]),
         Listed("norm", (7,), "torch.float32"),
@@ -45,7 +45,7 @@ def parts_of(degree: int, *, in_shares: bool) -> Parts:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    """Draw a world of one to six replicas of a rank or of two or four tensor ranks, whole or in shares."""
+    """Draw a world of one to six replicas of one, two or four tensor ranks, replicated or sharded."""
     degree, replicas = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 6))
     in_shares, copies = draw(st.booleans()), draw(st.integers(1, 3))
     seats = seats_of([(f"node-{number}",) for number in range(replicas)], copies) if in_shares else ()
@@ -97,7 +97,7 @@ def test_a_rank_is_missed_if_it_alone_has_a_grain(table: Table, data: st.DataObj
 
 
 def is_missed(table: Table, leaving: Sequence[bool]) -> bool:
-    """Say whether a part's column, or a grain of it, is left without a rank."""
+    """Return True if the ranks that leave take the last copy of a part or of a grain."""
     for part, ranks in enumerate(table.ranks):
         stay = [number for number, rank in enumerate(ranks) if not leaving[rank]]
         held = range(len(ranks)) if table.is_whole else table.seating(part).holdings
@@ -109,7 +109,7 @@ def is_missed(table: Table, leaving: Sequence[bool]) -> bool:
 
 @given(tables())
 def test_what_parts_have_measured_counts_once(table: Table) -> None:
-    """Grains of the tensor that is whole in every part, too."""
+    """This includes grains of the tensor that is whole in every part."""
     parts = table.parts
     squares = np.arange(1.0, parts.layout.num_grains + 1)
     rows = [

@@ -1,4 +1,4 @@
-"""What is worked out for many grains and ranks at once is what each grain and rank by itself comes to (`oracle`)."""
+"""Vectorised results for many grains and ranks equal the results for each grain and rank (`oracle`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_lists(by_rank: Sequence[np.ndarray]) -> list[list[int]]:
 
 @given(MODELS, st.integers(1, 9), st.integers(1, 3), st.data())
 def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies: int, data: st.DataObject) -> None:
-    """Ranks are lost, join, hold nothing, or retain arcs; one fault may follow another while seats are taken."""
+    """Ranks are lost, join, hold nothing, or retain arcs; a fault may follow another during resharding."""
     column = column_of(lay_out(listed))
     layout, circle = column
     had: list[Seat | None] = [None] * size
@@ -61,7 +61,7 @@ def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies:
 
 
 def check_seating(seating: Seating, brought: Sequence[Holder]) -> None:
-    """Everything that a rank works out from its seating, and from what ranks bring."""
+    """Check everything that a rank computes from its seating and from the peers' states."""
     layout, circle, seats, rank, span = seating.layout, seating.circle, seating.seats, seating.rank, seating.layout.span
     held = [oracle.grains_in(circle, seat.arcs) for seat in seats]
     assert as_lists(seating.holdings) == held
@@ -109,7 +109,7 @@ domains = st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")).map(tuple)
 
 @given(st.lists(cuts, min_size=1, max_size=3), st.data())
 def test_copies_are_apart_where_no_two_share_a_domain_for_nothing(lines: list[list[int]], data: st.DataObject) -> None:
-    """Groups that cut the circle at any ends; ranks anywhere."""
+    """Groups with any cuts of the circle; ranks in any domains."""
     groups, arcs = list[list[int]](), list[list[tuple[Fraction, Fraction]]]()
     for cut in lines:
         ends = [Fraction(end, 12) for end in (0, *cut, 12)]
