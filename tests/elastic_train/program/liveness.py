@@ -1,9 +1,9 @@
-"""A check that the ranks of a world end their programs, whatever its shape; nothing is run.
+"""A check that the ranks of any world end their programs; nothing is executed.
 
 Each rank's program becomes events: messages that it begins, and messages that it waits for. Nothing is buffered, so a
-message is over once both ends have begun it; and it has no name on its way, so of two ranks' messages the first that is
-sent meets the first that is awaited. Programs are wrong if some ranks wait for ever, if two messages meet that are not
-the same, or if an action comes before what it needs.
+message is complete once both ends have begun it; and messages have no tags, so of two ranks' messages the first sent
+matches the first awaited. Programs are wrong if ranks deadlock, if two different messages match, or if an action comes
+before one that it needs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from elastic_train.program.unit_turn import (
 )
 
 Shards = Literal["none", "gradients", "parameters"]
-"""What ranks hold a share of: `none` stands for all whose gradients are whole until their last leaf, too."""
+"""The sharded state; `none` covers every mode in which gradients are whole until their last leaf."""
 
 
 class StuckError(AssertionError):
-    """Some ranks wait for ever, or would take one message for another."""
+    """Some ranks deadlock, or would mistake one message for another."""
 
 
 class Message(NamedTuple):
-    """One end of a message to or from a peer; `links` are those of one group, in which messages keep their order."""
+    """One end of a message to or from a peer; `links` is its group, in which messages keep their order."""
 
     links: str
     peer: int
@@ -52,7 +52,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all messages of a name that were begun are over."""
+    """Wait until all begun messages of a name are complete."""
 
     name: Hashable
 
@@ -62,7 +62,7 @@ Event = Post | Wait
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the programs of a world's ranks are made of.
+    """The parameters of the programs of a world's ranks.
 
     `lanes` are those of each owner, and `groups` the replicas of each group, whose ranks compute in turns together.
     """
@@ -83,7 +83,7 @@ class World:
         return Mesh(rank, self.size, self.cell)
 
     def events(self) -> list[list[Event]]:
-        """Return what each rank does."""
+        """Return each rank's events."""
         return [list(_Rank(self, rank).events()) for rank in range(self.size)]
 
 
@@ -98,23 +98,23 @@ class _Rank:
         replicas = next(group for group in world.groups if self.mesh.replica in group)
         every = range(self.mesh.num_replicas)
         self.group, self.column = self._alike(replicas, "context"), self._alike(every, "context")
-        """The ranks that hold shares of the same, in this rank's group and in all."""
+        """The ranks that hold shards of the same state, in this rank's group and in all."""
         adding: Axis = "expert" if self.has_experts else "context"
         self.owners, self.adders = self._alike(replicas, adding), self._alike(every, adding)
-        """Those that add the same of all but experts, in this rank's group and in all."""
+        """The ranks that add the same gradients, except experts', in this rank's group and in all."""
         self.num_lanes, self.num_turns = self._count(rank), self._turns_of_cell(self.mesh.replica)
         first = self.mesh.replica * cell.size
         axes: list[Axis] = ["tensor", "context", "expert"]
         self.along = {axis: [first + place for place in cell.along(self.mesh.place, axis)] for axis in axes}
         self.done, self.awaited = set[Pass](), set[Pass]()
-        """The passes that have run, and those whose messages were asked for."""
+        """The passes that have run, and those with requested messages."""
         self.leaf: tuple[int, int] | None = None
-        """The turn and chunk whose leaf is open."""
+        """The turn and chunk with the open leaf."""
         self.sent: Hashable = None
-        """The name of the message that was sent last to another stage."""
+        """The name of the last message to another stage."""
 
     def _alike(self, replicas: Iterable[int], axis: Axis) -> list[int]:
-        """Return the ranks of replicas whose places differ from this rank's along an axis alone."""
+        """Return the ranks of replicas whose places differ from this rank's along an axis only."""
         places = self.world.cell.along(self.mesh.place, axis)
         return [replica * self.world.cell.size + place for replica in replicas for place in places]
 
@@ -155,7 +155,7 @@ class _Rank:
         yield from self._finish()
 
     def _finish(self) -> Iterator[Event]:
-        """Yield how the ranks' sums become one, tree by tree; of whole gradients that began with a last leaf."""
+        """Yield how the ranks' sums are combined, tree by tree; for whole gradients it began with a last leaf."""
         chunks = range(self.world.num_chunks)
         for chunk in chunks if self.world.shards == "none" else ():
             for unit in (REST, *range(self.world.num_blocks)):
@@ -165,7 +165,7 @@ class _Rank:
         for chunk in reversed(chunks) if self.world.shards != "none" else ():
             yield from self._all("column", ("sums", chunk), self.adders)
 
-    # A turn.
+    # The actions of a turn.
 
     def _turn(self, action: Open) -> tuple[UnitAction, ...]:
         if self.world.shards == "none":
@@ -179,9 +179,9 @@ class _Rank:
         return (Enter("backward", REST), *reduced) if self.has_experts else reduced
 
     def _pass(self, one: Pass, of_units: Sequence[UnitAction]) -> Iterator[Event]:
-        """Yield what is exchanged in a pass: of units, and within each block."""
+        """Yield the exchanges of a pass: of units, and within each block."""
         self._check(one)
-        yield Wait((self.stage, one))  # what the piece before has made for it
+        yield Wait((self.stage, one))  # its input from the previous piece
         for action in of_units:
             if not isinstance(action, Enter):
                 yield from self._unit(action, one)
@@ -232,7 +232,7 @@ class _Rank:
         return [rank for rank in ranks if number < self._count(rank)]
 
     def _experts(self, one: AddExperts) -> Iterator[Event]:
-        """Yield what ranks give of a turn's leaves of experts, those of whole cells at once."""
+        """Yield the exchanges of a turn's leaves of experts; whole cells send theirs at once."""
         if self.world.shards == "none":
             return
         computing = [rank for rank in self.group if one.number < self._turns_of_cell(rank // self.world.cell.size)]
@@ -240,7 +240,7 @@ class _Rank:
         yield self._give("column", name, self.group, to=self.group, sources=computing)
         yield Wait(name)
 
-    # Messages.
+    # The messages.
 
     def _neighbours(self, action: Exchange, pipeline: Pipeline, stage: int) -> Iterator[Event]:
         yield Wait(self.sent)
@@ -263,7 +263,7 @@ class _Rank:
         return self.rank + (stage - self.stage) * self.world.cell.stage_size
 
     def _all(self, links: str, name: Hashable, ranks: Iterable[int]) -> Iterator[Event]:
-        """Yield what a rank does that gives all others something, and waits for what they give."""
+        """Yield a rank's events in an exchange in which all ranks send to all others."""
         yield self._begin(links, name, ranks)
         yield Wait(name)
 
@@ -281,7 +281,7 @@ class _Rank:
 
 
 def check(events: Sequence[Sequence[Event]]) -> int:
-    """Run all ranks' events; return how many messages there were. Raises StuckError."""
+    """Run all ranks' events; return the number of messages. Raises StuckError."""
     lines: dict[tuple[str, int, int, bool], list[Hashable]] = defaultdict(list)
     begun: list[dict[Hashable, list[tuple[tuple[str, int, int], int]]]] = [defaultdict(list) for _ in events]
     at = [0] * len(events)
@@ -313,7 +313,7 @@ def check(events: Sequence[Sequence[Event]]) -> int:
 
 
 def _check_names(lines: dict[tuple[str, int, int, bool], list[Hashable]]) -> int:
-    """Raise StuckError unless the messages that meet are the same; return how many these are."""
+    """Raise StuckError unless matching messages are the same; return their number."""
     count = 0
     for (links, sender, taker, is_sent), names in list(lines.items()):
         others = lines[links, sender, taker, not is_sent]

@@ -1,4 +1,4 @@
-"""Nobody waits for ever in any small world: stages, chunks, experts, parts of tensors and rows, groups, shares."""
+"""No small world deadlocks: stages, chunks, experts, tensor and context parallelism, groups, shards."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def ends_of(event: Event) -> set[tuple[str, int, bool]]:
 
 @pytest.mark.parametrize("world", SWAPPED)
 def test_a_rank_that_swaps_two_actions_of_its_program_is_found(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    """Wherever the second one needs the first; two others that follow one another may come in either order."""
+    """Wherever the second action needs the first; other adjacent actions may be swapped."""
     num_found = 0
     for rank in range(world.size):
         mesh = world.mesh(rank)
@@ -118,7 +118,7 @@ def test_a_rank_that_swaps_two_actions_of_its_program_is_found(monkeypatch: pyte
 
 
 def needs(first: Action, second: Action, num_lanes: int) -> bool:
-    """Say whether an action of a rank with so many lanes needs the one before it."""
+    """Return True if an action of a rank with `num_lanes` lanes needs the one before it."""
     match first, second:
         case Pass(), Exchange():
             return first == second.sends and first.number < num_lanes

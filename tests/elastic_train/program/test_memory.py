@@ -1,4 +1,4 @@
-"""The memory that is counted from a program is the memory that its execution holds, for all small shapes."""
+"""The memory computed from a program equals the memory that its execution holds, for all small shapes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ UNITS = [
     [UnitBytes(256, 256, 64), UnitBytes(1024, 1024, 0, 512), UnitBytes(1024, 1024, 0, 2048)],
     [UnitBytes(256, 256, 64)],
 ]
-"""The rest of a chunk and its blocks: of equal sizes, of unequal ones, some that are computed again, none at all."""
+"""The rest of a chunk and its blocks: equal sizes, unequal sizes, some recomputed, none."""
 
 
 class Meter:
-    """The bytes of the memory that is watched, and the most of them at any look."""
+    """The bytes of the watched memory, and their peak."""
 
     def __init__(self) -> None:
         self._watched = list[tuple[Any, int]]()
@@ -67,7 +67,7 @@ class Meter:
 
 
 class Layer(torch.autograd.Function):
-    """Keeps as many bytes as it is asked to."""
+    """Keeps a given number of bytes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, kept: int, meter: Meter) -> Tensor:
@@ -85,7 +85,7 @@ class Layer(torch.autograd.Function):
 
 
 class Unit(nn.Module):
-    """A unit that keeps bytes for its backward pass, or computes them again in it."""
+    """A unit that keeps bytes for its backward pass, or recomputes them in it."""
 
     def __init__(self, flat: Tensor, unit: UnitBytes, meter: Meter, *, trains: bool) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Unit(nn.Module):
 
 
 class Alone:
-    """One of two ranks, with which all is exchanged at once."""
+    """One of two ranks; every exchange completes at once."""
 
     rank, size, beside_s = 0, 2, 0.0
 
@@ -122,7 +122,7 @@ class Alone:
 
 
 class Links(NoLinks):
-    """Neighbours that have given at once what a pass begins with."""
+    """Neighbours that have already sent a pass's input."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         self._pipeline, self._stage = pipeline, stage
@@ -135,7 +135,7 @@ class Links(NoLinks):
 
 
 class Running(Passes):
-    """A stage's passes, of modules whose memory is known."""
+    """The passes of a stage whose modules use known amounts of memory."""
 
     def __init__(self, program: RankProgram) -> None:
         self.meter, self._program = Meter(), program
@@ -185,7 +185,7 @@ class Running(Passes):
         return ReduceScatterSum(trees, homes, self._weights, by_turn=self._program.gathers == "turn")
 
     def run(self) -> int:
-        """Run a step; return the most bytes that were held."""
+        """Run a step; return the peak of the bytes held."""
         pipeline, stage = self._program.pipeline, self._program.stage
         made = Leaves._zeros
         with mock.patch.object(Leaves, "_zeros", lambda *of: self.meter.watch(made(*of))):
@@ -235,7 +235,7 @@ def programs(pipeline: Pipeline, units: Sequence[UnitBytes]) -> Iterator[RankPro
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_what_is_counted_is_what_is_held(pipeline: Pipeline) -> None:
-    """As executed: a stage's passes, units that are gathered for a turn, for a step or never, and leaves given away."""
+    """The execution has a stage's passes, units gathered per turn, per step or never, and leaves that are sent away."""
     for units in UNITS:
         for program in programs(pipeline, units):
             assert peak_of(program).held.total == Running(program).run(), program

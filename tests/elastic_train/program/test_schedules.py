@@ -1,4 +1,4 @@
-"""Pipeline schedules: laws for all stages and lanes, and torch's own schedules beside them."""
+"""Pipeline schedules: laws for all stages and lanes, and a comparison with torch's schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pipelines = plain | with_chunks
 
 @given(pipelines)
 def test_each_lane_runs_through_each_chunk_forward_once_and_then_backward_once(pipeline: Pipeline) -> None:
-    """In the order of the lanes, each way: gradients are added in that order, and messages have no other name."""
+    """Each direction follows the lane order: gradients are added in that order, and messages have no tags."""
     lanes = list(range(pipeline.num_lanes))
     for stage in range(pipeline.num_stages):
         passes = passes_of(pipeline, stage)
@@ -62,8 +62,8 @@ def test_a_stage_keeps_no_more_lanes_than_there_are_stages_from_it_on(num_stages
 def test_chunks_keep_a_stage_less_than_two_lanes_for_each_stage(
     num_stages: int, num_lanes: int, num_chunks: int
 ) -> None:
-    """Each in one chunk, so of a stage's activations that is a part: stages + (stages - 1) / chunks lanes of whole ones
-    on the first (Narayanan et al. 2021), where lanes are a multiple of the stages."""
+    """Each lane is in one chunk, so this is part of a stage's activations: on the first stage, stages + (stages - 1) /
+    chunks whole lanes (Narayanan et al. 2021), if lanes are a multiple of the stages."""
     pipeline = Pipeline("interleaved", num_stages, num_lanes, num_chunks)
     rounds = max(1, num_lanes // num_stages)
     longest = -(-num_lanes // rounds)
@@ -75,14 +75,14 @@ def test_chunks_keep_a_stage_less_than_two_lanes_for_each_stage(
 
 @given(pipelines)
 def test_nobody_waits_for_ever_even_where_all_messages_have_to_meet(pipeline: Pipeline) -> None:
-    """A sender that goes on before its message is taken only makes it easier."""
+    """A sender that continues before its message is received only makes it easier."""
     actions = [list(schedule(pipeline, stage)) for stage in range(pipeline.num_stages)]
     assert blocked(actions, pipeline) == []
 
 
 @given(pipelines)
 def test_what_a_pass_needs_is_taken_before_it_and_once(pipeline: Pipeline) -> None:
-    """And all messages between two stages are taken in the order in which they are sent: they have no names."""
+    """All messages between two stages are received in the order in which they are sent: they have no tags."""
     sent: dict[tuple[int, int], list[Pass]] = {}
     taken: dict[tuple[int, int], list[Pass]] = {}
     for stage in range(pipeline.num_stages):
@@ -110,7 +110,7 @@ def test_a_bubble_is_what_stages_wait_where_passes_take_as_long(kind: Kind, num_
 
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 4))
 def test_chunks_make_a_bubble_as_many_times_smaller(num_stages: int, num_rounds: int, num_chunks: int) -> None:
-    """Beside the time that passes take (Narayanan et al. 2021, section 2.2.2), where lanes are a multiple of stages."""
+    """Relative to the passes' time (Narayanan et al. 2021, section 2.2.2), if lanes are a multiple of stages."""
     num_lanes = num_rounds * num_stages
     waits = bubble(Pipeline("interleaved", num_stages, num_lanes, num_chunks))
     assert waits == pytest.approx((num_stages - 1) / (num_chunks * num_lanes + num_stages - 1))
@@ -128,7 +128,7 @@ def test_at_a_tick_a_stage_does_what_others_have_prepared_before_it(pipeline: Pi
 
 
 def lanes_alive(pipeline: Pipeline, stage: int) -> float:
-    """Return how many lanes, each in one chunk, have had their forward pass and not their backward pass, at most."""
+    """Return the maximum number of lanes, each in one chunk, between their forward and their backward pass."""
     chunks = ((UnitBytes(kept=1.0),),) * pipeline.num_chunks
     return peak_of(RankProgram(pipeline, stage, pipeline.num_lanes, chunks)).held.activations
 
@@ -140,7 +140,7 @@ def source_of(one: Pass, stage: int, pipeline: Pipeline) -> int:
 
 
 def blocked(actions: list[list[Scheduled]], pipeline: Pipeline) -> list[int]:
-    """Run stages whose exchanges end when all of their messages have met their other ends; return who does not end."""
+    """Run stages whose exchanges end when all of their messages have matched; return the stages that do not end."""
     cell = Running(actions, pipeline)
     while any(cell.goes_on(stage) for stage in range(len(actions))):
         cell.meet()
@@ -148,11 +148,11 @@ def blocked(actions: list[list[Scheduled]], pipeline: Pipeline) -> list[int]:
 
 
 class Running:
-    """The stages of a cell; a message meets its other end while both stages are in the exchanges that have it."""
+    """The stages of a cell; a message matches when both stages are in the exchange that has it."""
 
     def __init__(self, actions: list[list[Scheduled]], pipeline: Pipeline) -> None:
         self._actions, self.pipeline, self._at = actions, pipeline, [0] * len(actions)
-        self._done: set[tuple[str, int, int]] = set()  # direction, number, and the piece that goes on with it
+        self._done: set[tuple[str, int, int]] = set()  # direction, number, and the piece that continues with it
         self.meet()
 
     @property
@@ -165,7 +165,7 @@ class Running:
         return mine[at] if at < len(mine) else None
 
     def meet(self) -> None:
-        """Let all messages meet whose ends are both there."""
+        """Match all messages with both ends present."""
         sides = Counter(end for stage in self.left for end in self._ends(stage))
         self._done |= {end for end, count in sides.items() if count == 2}
 
@@ -174,7 +174,7 @@ class Running:
         return set() if action is None else ends_of(stage, action, self.pipeline)
 
     def goes_on(self, stage: int) -> bool:
-        """End what a stage does, if it can; say whether it could."""
+        """End a stage's current action if possible; return False if not."""
         can = self.now(stage) is not None and self._ends(stage) <= self._done
         self._at[stage] += can
         return can
@@ -184,16 +184,16 @@ class Running:
 def test_nobody_waits_for_ever_where_cells_meet_in_each_backward_pass(
     kind: Kind, num_stages: int, num_lanes: int, num_more: int, num_fewer: int
 ) -> None:
-    """As where ranks of one place exchange shares of each lane's gradient: some cells have a lane fewer than others."""
+    """Ranks of one place exchange shards of each lane's gradient, for example; some cells have one lane fewer."""
     lanes = [num_lanes] * num_more + [num_lanes - 1] * num_fewer
     pipelines = [Pipeline(kind, num_stages, count) for count in lanes]
     assert blocked_cells([Running([list(schedule(one, s)) for s in range(num_stages)], one) for one in pipelines]) == []
 
 
 def blocked_cells(cells: list[Running]) -> list[tuple[int, int]]:
-    """Run cells whose backward passes end when those of the same lane in its stage have met; return who does not end.
+    """Run cells whose backward passes end when those of one lane and stage have met; return stages that do not end.
 
-    A stage without such a lane is there once it has ended.
+    A stage without such a lane counts as present once it has ended.
     """
 
     def are_there(stage: int, one: Pass) -> bool:
@@ -217,7 +217,7 @@ def is_backward(action: Scheduled | None) -> TypeGuard[Pass]:
 
 
 def test_cells_that_come_to_lanes_in_other_orders_are_seen_to_be_blocked() -> None:
-    """The check above can fail: a stage that is to be in two backward passes at once waits for ever."""
+    """The check above can fail: a stage that must be in two backward passes at once deadlocks."""
     pipeline = Pipeline("1f1b", 1, 2)
     actions: list[Scheduled] = [Pass("backward", 0), Pass("backward", 1)]
     assert blocked_cells([Running([list(actions)], pipeline), Running([actions[::-1]], pipeline)]) == [(0, 0), (1, 0)]
@@ -235,7 +235,7 @@ def ends_of(stage: int, action: Scheduled, pipeline: Pipeline) -> set[tuple[str,
 
 
 def test_stages_that_take_what_nobody_sends_are_seen_to_be_blocked() -> None:
-    """The check above can fail: a stage that would first send back and then take on waits for one that does alike."""
+    """The check above can fail: two stages that both send back before they receive deadlock."""
     two = Pipeline("1f1b", 2, 1)
     first = [Exchange(Pass("forward", 0), ()), Exchange(None, (Pass("backward", 0),))]
     takes, sends = Exchange(None, (Pass("forward", 0),)), Exchange(Pass("backward", 0), ())
@@ -246,7 +246,7 @@ def test_stages_that_take_what_nobody_sends_are_seen_to_be_blocked() -> None:
 @pytest.mark.parametrize(("kind", "peer"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
 @pytest.mark.parametrize(("num_stages", "num_lanes"), [(2, 2), (2, 5), (3, 4), (4, 4), (4, 9)])
 def test_passes_are_those_of_torchs_schedules(kind: Kind, peer: str, num_stages: int, num_lanes: int) -> None:
-    """As torch runs them; it wants at least as many micro-batches as stages, and ours takes any number."""
+    """Torch needs at least as many micro-batches as stages, ours accepts any number."""
     for rank in range(num_stages):
         found = passes_of(Pipeline(kind, num_stages, num_lanes), rank)
         assert found == run_by_torch(torchs()[peer], rank, num_stages, num_lanes)
@@ -256,7 +256,7 @@ def test_passes_are_those_of_torchs_schedules(kind: Kind, peer: str, num_stages:
     ("num_stages", "num_lanes", "num_chunks"), [(2, 4, 2), (2, 8, 3), (4, 8, 2), (4, 10, 2), (4, 3, 2), (3, 9, 4)]
 )
 def test_passes_of_chunks_are_those_of_torchs_schedule(num_stages: int, num_lanes: int, num_chunks: int) -> None:
-    """It wants rounds of equal length; ours takes any number of lanes."""
+    """Torch needs rounds of equal length; ours accepts any number of lanes."""
     peer = torchs()["ScheduleInterleaved1F1B"]
     made = peer.__new__(peer)
     made.pp_group_size, made.n_local_stages, made._n_microbatches = num_stages, num_chunks, num_lanes
@@ -272,12 +272,12 @@ def test_passes_of_chunks_are_those_of_torchs_schedule(num_stages: int, num_lane
 
 
 def torchs() -> dict[str, Any]:
-    """Return torch's schedules; they take a second to import, which other tests need not wait for."""
+    """Return torch's schedules; their import takes a second, which other tests avoid."""
     return vars(importlib.import_module("torch.distributed.pipelining.schedules"))
 
 
 def run_by_torch(peer: Any, rank: int, num_stages: int, num_lanes: int) -> list[Pass]:
-    """Let a schedule of torch's run a stage that notes what it is asked for; nothing is sent."""
+    """Let a schedule of torch's run a stage that records its passes; nothing is sent."""
     stage, seen = MagicMock(num_stages=num_stages, stage_index=rank, is_last=False, has_backward=True), list[Pass]()
     for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
         getattr(stage, name).return_value = []

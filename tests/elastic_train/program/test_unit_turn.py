@@ -1,4 +1,4 @@
-"""A turn by units: what a pass needs is there, little is whole at once, and all is done whatever the pass does."""
+"""A turn by units: what a pass needs is gathered, little is gathered at once, and all actions run in any pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_pass_comes_to_blocks_that_are_there_and_two_are_whole_at_most(num_blo
                 there.add(unit)
             case Free(unit):
                 there.remove(unit)
-            case Enter(unit=unit):  # for which a pass waits
+            case Enter(unit=unit):  # the pass waits for this one
                 assert unit in begun | there and REST in there
         assert len((begun | there) - {REST}) <= 2
     assert there == {REST} and not begun, "the rest of the model stays"
@@ -46,7 +46,7 @@ def test_a_pass_comes_to_blocks_that_are_there_and_two_are_whole_at_most(num_blo
 
 @pytest.mark.parametrize("num_blocks", range(6))
 def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_blocks: int) -> None:
-    """Each is under way during the pass of the next unit, and no longer."""
+    """Each is in flight during the pass of the next unit only."""
     reduced = [action for action in turn(num_blocks) if isinstance(action, Begin | End) and action.what == "reduce"]
     units = [*reversed(range(num_blocks)), REST]
     assert [one.unit for one in reduced if isinstance(one, Begin)] == units
@@ -55,7 +55,7 @@ def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_bl
 
 
 def test_a_pass_may_leave_blocks_out_and_come_to_them_again() -> None:
-    """All actions are done all the same, once, and in the same order as on a rank without a lane."""
+    """All actions still run once, in the same order as on a rank without a lane."""
     actions = turn(4)
     enters = [action for action in actions if isinstance(action, Enter)]
     for seed in range(20):
