@@ -1,4 +1,4 @@
-"""One rank's error ends a world whose ranks end with it: all of them say the same, and not that a connection closed."""
+"""One rank's error ends a world with the same message on all ranks, instead of a closed connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {"DataError": DataError, "ValueError": ValueError}
 
 
 class Choosy(PacedClassifier):
-    """Does not take one row of the second epoch: no inspection before the first step finds it."""
+    """Rejects one row of the second epoch, which the inspection before the first step does not find."""
 
     def __init__(self, *, kind: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ class Choosy(PacedClassifier):
 def test_all_ranks_end_with_the_sentence_of_the_one_that_found_a_bad_row(
     tmp_path: Path, rows: Path, kind: str, codes: set[int], sentence: str
 ) -> None:
-    """Two of three ended with 1 and gloo's words."""
+    """Otherwise two of three ranks would exit with 1 and gloo's message."""
     config = write_config(tmp_path, rows, 60, lane_ms=0.0)
     task = ("--task.path", f"{__name__}:Choosy", "--task.params.kind", kind)
     done = start([config, *task], num_ranks=3)
@@ -61,7 +61,7 @@ def test_all_ranks_end_with_the_sentence_of_the_one_that_found_a_bad_row(
 
 
 def test_a_rank_whose_peer_says_nothing_keeps_its_own_error() -> None:
-    """One that was killed; and a world of one has nobody to ask."""
+    """A killed peer reports nothing; and a world of one has no peers."""
     group = Group(0, 1, None, 60)
     lost = group.lost("Connection closed by peer")
     assert heard(group, lost) is lost

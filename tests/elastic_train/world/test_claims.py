@@ -1,4 +1,4 @@
-"""A claim by another run id: its job is looked for, and whoever was fenced off by it ends, with a sentence."""
+"""A claim by another run id: its job is looked for, and a job that it has fenced off ends with an explanation."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def fence_of(
 
 
 def claim_as(folder: Path, term: int, **fields: object) -> None:
-    """Claim a term as a process does that is not this one."""
+    """Claim a term as another process does."""
     claim = {"run_id": "first", "pid": 1, **process_identity(), "born": 0, "at": time.time(), **fields}
     open_store(str(folder)).create(term_key(term), json.dumps(claim).encode())
 
 
 def train_meanwhile(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Let a history of another job grow while a claim waits."""
+    """Let another job's history grow while a claim waits."""
     history = folder / "history" / "00000001-00000-x.jsonl"
     history.parent.mkdir()
 
@@ -62,7 +62,7 @@ def test_a_claim_says_whose_it_is(tmp_path: Path) -> None:
 
 
 def test_a_job_that_died_is_continued_under_another_run_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The one that was just restarted by its scheduler: it says what it found, and trains."""
+    """Its scheduler restarted it under a new id: it reports what it found, and trains."""
     fence_of(tmp_path, "first").claim()
     assert fence_of(tmp_path, "second").claim() == 2
     assert "the job of run id 'first'" in caplog.text and "this job continues in its place" in caplog.text
@@ -72,7 +72,7 @@ def test_a_job_that_died_is_continued_under_another_run_id(tmp_path: Path, caplo
 def test_a_job_that_has_said_its_end_is_continued_without_a_look_or_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
-    """As each start of `launch` has another run id: no sign of life is missed of a job that has ended in order."""
+    """Each start of `launch` has another run id, and a job that ended properly needs no sign of life."""
     looks = list[float]()
     clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=looks.append)
     for term in (1, 2):
@@ -86,7 +86,7 @@ def test_a_job_that_has_said_its_end_is_continued_without_a_look_or_a_word(
 
 
 def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dead job's leases end while the second one looks; those of a job at work do not."""
+    """A dead job's leases expire while the second one looks; a running job's do not."""
     fence_of(tmp_path, "first").claim()
     with pytest.raises(OtherJobError, match=r"run id 'first'.* is at work here.* run.dir") as refused:
         fence_of(tmp_path, "second", num_members=lambda run_id: int(run_id == "first")).claim()
@@ -97,7 +97,7 @@ def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each job has an etcd of its own. It has a line more at every look, however busy the machine is."""
+    """Each job has its own etcd. The history has a new line at every look, however busy the machine is."""
     fence_of(tmp_path, "first").claim()
     with monkeypatch.context() as working, pytest.raises(OtherJobError, match="is at work here"):
         train_meanwhile(tmp_path, working)
@@ -106,7 +106,7 @@ def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_job_that_was_fenced_off_by_another_ends(tmp_path: Path) -> None:
-    """At its next publish, and at its next claim; another process of its own job only starts a newer world."""
+    """It ends at its next publish or claim; another process of its own job only starts a newer world."""
     first, second = fence_of(tmp_path, "first"), fence_of(tmp_path, "second")
     first.claim()
     assert fence_of(tmp_path, "first").claim() == 2
@@ -123,10 +123,10 @@ def test_a_job_that_was_fenced_off_by_another_ends(tmp_path: Path) -> None:
 
 
 def test_processes_without_a_launcher_are_told_apart(tmp_path: Path) -> None:
-    """The second one waits for nothing: whether the process of the first is alive can be seen."""
+    """The second one does not wait: it can see whether the first one's process is alive."""
     fence_of(tmp_path, "").claim()
     assert fence_of(tmp_path, "").claim() == 2
-    claim_as(tmp_path, 3, run_id="", pid=os.getpid())  # of a process that had this number before
+    claim_as(tmp_path, 3, run_id="", pid=os.getpid())  # claim of an earlier process with this pid
     assert fence_of(tmp_path, "").claim() == 4
     claim_as(tmp_path, 5, run_id="", pid=os.getppid(), born=_born(os.getppid()))
     with pytest.raises(OtherJobError, match=f"process {os.getppid()} on .* is at work here"):
@@ -150,17 +150,17 @@ class Etcd:
         assert term == self.newest
 
     def num_members(self, run_id: str) -> int:
-        return 1  # the one that asks
+        return 1  # this process
 
 
 def joined(folder: Path, etcd: Etcd, where: str, last_term: int = 0) -> JoinedFence:
-    """Return the fence of a job `one` with an etcd, of a process that has trained up to a term."""
+    """Return the fence of job `one` with an etcd, for a process that has trained up to a term."""
     store, own = open_store(str(folder)), Own("one", where, etcd.head)
     return JoinedFence(store, etcd, own, Rivals(store, str(folder), own, last_term, etcd.num_members).check)  # type: ignore[arg-type]
 
 
 def test_jobs_of_one_run_id_on_two_etcds_are_two_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, each fenced the other off at every commit, both trained all steps, and neither said a word."""
+    """Otherwise each would fence the other off at every commit, and both would train all steps without a message."""
     here, there = Etcd(), Etcd()
     first = joined(tmp_path, here, "a:1")
     assert first.claim(1) == 1 and joined(tmp_path, here, "a:1").claim(2) == 2, "its next process, which looks for none"
@@ -177,7 +177,7 @@ def test_jobs_of_one_run_id_on_two_etcds_are_two_jobs(tmp_path: Path, monkeypatc
 
 
 def test_a_job_whose_etcd_has_lost_its_data_is_the_same_job(tmp_path: Path) -> None:
-    """So is one that a leaving process has committed for, under a term that etcd has never heard of."""
+    """A job for which a leaving process has committed, under a term unknown to etcd, is the same job as well."""
     etcd = Etcd()
     frozen = joined(tmp_path, etcd, "a:1")
     assert frozen.claim(1) == 1 and joined(tmp_path, etcd, "a:1", last_term=1).claim(2) == 2

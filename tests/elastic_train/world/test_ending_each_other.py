@@ -1,4 +1,4 @@
-"""Two nodes that end each other's worlds, whatever the reason: both end with 93, after as many as were allowed."""
+"""Two nodes that end each other's worlds, for any reason: both exit with 93 once the allowed number is reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST = 5
 
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the workers of this process meet in one store, and nowhere else."""
+    """Let the workers of this process meet in one store only."""
     store = MemoryStore()
     place = SimpleNamespace(host=lambda seal: ("127.0.0.1", 1), connect=lambda world: "a store")
     monkeypatch.setattr(live_member, "EtcdStore", lambda _: store)
@@ -41,9 +41,9 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(node: str, applied: Callable[[], Iterator[int]]) -> tuple[int, str]:
-    """Go through world after world as a node's worker; return how many there were, and the last word.
+    """Run one world after another as a node's worker; return their number and the last message.
 
-    `applied` says how far it is at the end of each.
+    `applied` gives its step at the end of each.
     """
     config: Config = SimpleNamespace(  # type: ignore[assignment]
         batch=SimpleNamespace(num_lanes=8), peer_timeout_s=PATIENCE_S, parallel=ParallelConfig()
@@ -78,7 +78,7 @@ def train(node: str, applied: Callable[[], Iterator[int]]) -> tuple[int, str]:
 def test_two_nodes_that_end_each_others_worlds_give_up_after_so_many(
     monkeypatch: pytest.MonkeyPatch, forms: bool, applied: Callable[[], Iterator[int]], num: int, said: str
 ) -> None:
-    """Each finds the other unfit, in a world that both have entered; neither is lost, so no agent counts anything."""
+    """Each finds the other unfit in a world that both have entered; neither is lost, so no agent counts a failure."""
     both = threading.Barrier(2)
 
     def connect(*_: object, **__: object) -> object:

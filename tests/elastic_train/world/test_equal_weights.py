@@ -1,4 +1,4 @@
-"""Handing the applied state over: who gives to whom, equal bits afterwards, and damaged states are refused."""
+"""Handing over the applied state: which ranks send, equal bits afterwards, and rejection of damaged states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TERM = 3
 
 @given(st.lists(st.builds(Place, st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=9))
 def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list[Place]) -> None:
-    """Givers are at the furthest place, takers are all the others, and the work is shared out evenly."""
+    """Senders are at the furthest place, receivers are all the others, and the work is distributed evenly."""
     is_furthest = [place == max(places) for place in places]
     givers = [reshard._giver_to(rank, is_furthest) for rank in range(len(places))]
     assert all((giver is None) == is_it for giver, is_it in zip(givers, is_furthest, strict=True))
@@ -45,7 +45,7 @@ def test_every_rank_behind_gets_the_state_once_from_a_furthest_rank(places: list
 
 
 def trained(num_steps: int, name: str = "adamw") -> AppliedState:
-    """A state after some steps that depend on nothing but their number, gradients bound as in training."""
+    """Return a state after steps that depend on their number only, with gradients bound as in training."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(5, 700), nn.BatchNorm1d(700), nn.Linear(700, 3, dtype=torch.float32))
     state = build_state(model, OptimizerConfig(name=name, lr=0.01, warmup_steps=2), 50, "cpu", is_fp16=False)  # type: ignore[arg-type]
@@ -58,13 +58,13 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
 
 
 def come_together(group: Group, state: AppliedState) -> int | None:
-    """Bring this rank to the furthest step of all; return the rank that gave it its state."""
+    """Bring this rank to the furthest step of all; return the rank that sent its state."""
     brought = gather_peer_states(group, state, state.shards, ())
     return take_state(group, state, state.shards, brought).given_by
 
 
 def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
-    """Begin at different steps, come together, take one more step, and write down the outcome."""
+    """Begin at different steps, hand over, take one more step, and write the outcome to a file."""
     tree_transfer.CHUNK_BYTES = 1000  # many chunks, shared and cut
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained([0, 4, 3, 4][rank], optimizer)
@@ -86,7 +86,7 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
-    """A new rank and one that is a step behind take the next step with the bits of those that were furthest."""
+    """A new rank and one that is a step behind take the next step with the bits of the furthest ranks."""
     run_ranks(ranks, 4, str(tmp_path), optimizer)
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert [one.pop("given_by") for one in outcomes] == [1, None, 3, None]
@@ -95,7 +95,7 @@ def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: s
 
 
 def damaging(rank: int, size: int, folder: str) -> None:
-    """Rank 1's hand-over arrives with a flipped bit; each rank writes down what it holds afterwards."""
+    """Flip a bit in rank 1's hand-over; each rank writes the state that it holds afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(2 * rank)
     before = weights_digest(state.model, state.layout.dims)
@@ -119,7 +119,7 @@ def damaging(rank: int, size: int, folder: str) -> None:
 
 
 def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
-    """One wrong bit: the receiver reports it and still holds what it had."""
+    """The receiver reports the wrong bit and keeps its previous state."""
     run_ranks(damaging, 2, str(tmp_path))
     message, kept = json.loads((tmp_path / "0.json").read_text())
     assert message == "the state that rank 1 handed over arrived damaged"
@@ -127,7 +127,7 @@ def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
 
 
 def drifting(rank: int, size: int, folder: str) -> None:
-    """Two of four ranks hold the same step with other last bits; all write down what they hold afterwards."""
+    """Two of four ranks hold the same step with different last bits; all write their state afterwards."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     state = trained(3)
     before = weights_digest(state.model, state.layout.dims)
@@ -145,7 +145,7 @@ def drifting(rank: int, size: int, folder: str) -> None:
 
 
 def test_ranks_that_drifted_take_rank_0s_state(tmp_path: Path) -> None:
-    """Weights and moments; once they are equal, nothing moves."""
+    """Weights and moments; once they are equal, nothing is sent."""
     run_ranks(drifting, 4, str(tmp_path))
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert outcomes == [[[1, 3], True, outcomes[0][2], []]] * 4

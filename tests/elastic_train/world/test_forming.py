@@ -1,4 +1,4 @@
-"""Forming worlds: what a process does that starts while etcd is away."""
+"""Forming worlds: a process that starts while etcd is down."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOWHERE: UnformedWorlds = SimpleNamespace(note=None)  # type: ignore[assignment]
 
 
 def a_config() -> Config:
-    """Return what of a configuration worlds are formed by."""
+    """Return the parts of a configuration that form worlds."""
     batch = SimpleNamespace(num_lanes=8)
     return SimpleNamespace(batch=batch, peer_timeout_s=60.0, parallel=ParallelConfig())  # type: ignore[return-value]
 
@@ -36,7 +36,7 @@ class Away(Exception):  # noqa: N818 - where the test ends
 def begin(
     monkeypatch: pytest.MonkeyPatch, *, tries: int, timeout_s: float = 60.0, is_stopped: bool = False
 ) -> list[object]:
-    """Form a world where the first `tries` beginnings of a membership meet no etcd; return those beginnings."""
+    """Form a world while the first `tries` starts of a membership find no etcd; return these starts."""
     begun: list[object] = []
 
     def member(context: LiveContext, *_: object, **__: object) -> object:
@@ -57,7 +57,7 @@ def begin(
 
 
 def test_a_process_that_starts_while_etcd_is_away_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As members do: an agent would count its exit as an error of the worker."""
+    """Members do the same: an agent would count its exit as a worker failure."""
     assert len(begin(monkeypatch, tries=3)) == 4
 
 
@@ -68,7 +68,7 @@ def test_the_wait_for_etcd_ends_after_the_join_timeout(monkeypatch: pytest.Monke
 
 
 def test_a_process_waiting_for_etcd_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without waiting for the timeout."""
+    """It leaves without waiting for the timeout."""
     with pytest.raises(Preempted, match="while etcd was away"):
         begin(monkeypatch, tries=1_000_000, is_stopped=True)
 
@@ -82,7 +82,7 @@ DONE = Closed(4, 1_700_000_000.0, Job("/runs/a", "digest"))
 def test_another_job_was_done_under_the_same_run_id(
     monkeypatch: pytest.MonkeyPatch, job: Job, differs: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That is said, and nothing looks as if this one had been done; one that is the same has nothing left to do."""
+    """The log says so and does not report this job as done; if it was the same job, nothing is left to do."""
     ended = SimpleNamespace(next_world=lambda _, *, as_last: None, closed=DONE)
     monkeypatch.setattr(forming, "LiveMember", lambda *_, **__: ended)
     context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
@@ -103,7 +103,7 @@ def test_another_job_was_done_under_the_same_run_id(
 def test_worlds_that_do_not_form_are_counted_logged_with_the_reason_and_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One may be an accident; from the second in a row on it is logged, and the nodes are asked."""
+    """A single failure may be an accident; from the second in a row on it is logged, and the nodes are asked."""
     looks: list[None] = []
     world = SimpleNamespace(rank=0, size=2, store=None, context=SimpleNamespace(term=7, num_nodes=2))
     member = SimpleNamespace(

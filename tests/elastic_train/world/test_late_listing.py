@@ -1,4 +1,4 @@
-"""A store whose listing is late, as a client of NFS sees it: what the fence names is opened by its name."""
+"""A store with stale listings, as an NFS client sees it: files that the fence names are opened by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.elastic_train.world.test_world import Job, state_of
 
 
 class LateStore(LocalStore):
-    """A folder of which another client has listed only what was there when it was opened."""
+    """A folder of which another client lists only the files that existed when it was opened."""
 
     def __init__(self, root: str | Path) -> None:
         super().__init__(root)
@@ -31,7 +31,7 @@ class LateStore(LocalStore):
 
 
 class LateJob(Job):
-    """A job with a first commit, and a store that lists nothing that is made after that."""
+    """A job with a first commit, and a store that does not list anything newer."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -45,7 +45,7 @@ def job(tmp_path: Path) -> LateJob:
 
 
 def test_a_new_process_begins_at_the_named_head(job: LateJob) -> None:
-    """Neither its record nor its files are listed; both are there by their names, and whole."""
+    """Neither its record nor its files are listed; both are found by name, and complete."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 10))
     job.store = job.late
     state = state_of()
@@ -54,14 +54,14 @@ def test_a_new_process_begins_at_the_named_head(job: LateJob) -> None:
 
 
 def test_the_next_commit_continues_the_named_head(job: LateJob) -> None:
-    """The members' own state is further; its parent is not the newest commit that is listed, but the newest."""
+    """The members' state is further; its parent is the newest commit, not the newest that is listed."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 10))
     job.store = job.late
     assert restore(job.plan, job.world(), state_of((1, 0, 5), (2, 5, 12))) == newest  # type: ignore[arg-type]
 
 
 def test_a_fence_without_its_data_is_given_the_head_again(job: LateJob) -> None:
-    """A later world need not find in a listing what this one has found."""
+    """A later world may not find in a listing what this one has found."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 10))
     job.etcd.commit = None
     restore(job.plan, job.world(), state_of())  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_a_fence_without_its_data_is_given_the_head_again(job: LateJob) -> None:
 
 
 def test_the_parent_of_a_damaged_head_is_opened_by_its_name(job: LateJob) -> None:
-    """Neither is listed; the fence then names the parent, so that the next world need not look for it."""
+    """Neither is listed; the fence then names the parent, so that the next world need not search."""
     parent = job.commit(job.first, (1, 0, 5), (2, 5, 10))
     newest = job.commit(parent, (1, 0, 5), (2, 5, 10), (3, 10, 12))
     (Path(job.store.url) / newest.attempt / ".metadata").write_bytes(b"damaged")
@@ -79,7 +79,7 @@ def test_the_parent_of_a_damaged_head_is_opened_by_its_name(job: LateJob) -> Non
 
 
 def test_a_listed_commit_that_parted_from_the_head_is_passed_over(job: LateJob) -> None:
-    """It has the highest term of all, by a process that was frozen while others published: that says nothing."""
+    """Its term is the highest, but a process that was frozen while others published made it."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 6))
     commit_alone(job.plan, state_of((1, 0, 12)), SaveMemory())  # type: ignore[arg-type]
     alone = job.store.list(COMMITS)[-1].key
@@ -92,14 +92,14 @@ def test_a_listed_commit_that_parted_from_the_head_is_passed_over(job: LateJob) 
 
 
 def test_a_commit_that_continues_the_head_comes_before_it(job: LateJob) -> None:
-    """The fence hears of a commit after it exists; whoever publishes may die in between."""
+    """The fence learns of a commit only after it exists, and the publisher may die in between."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 6))
     found = discover(job.store, published=job.first.key)
     assert found.head == newest and not found.skipped
 
 
 def test_a_head_that_is_gone_is_reported(job: LateJob) -> None:
-    """Its record was deleted: the newest of the others is taken, and the report says which was named."""
+    """Its record was deleted: the newest other commit is used, and the report names the missing one."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 6))
     job.store.delete(newest.key)
     found = discover(job.store, published=newest.key)
@@ -110,7 +110,7 @@ def test_a_head_that_is_gone_is_reported(job: LateJob) -> None:
 def test_a_process_that_leaves_alone_commits_nothing_beside_the_named_head(
     job: LateJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is listed ends before its own state; what etcd named has the same steps, or others."""
+    """The listing ends before its own state; the commit that etcd names has the same steps, or others."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 10))
     monkeypatch.setattr(saves, "open_store", lambda url: job.late)
     for state in (state_of((1, 0, 5), (2, 5, 9)), state_of((1, 0, 12))):
@@ -122,7 +122,7 @@ def test_a_process_that_leaves_alone_commits_nothing_beside_the_named_head(
 
 
 def test_a_save_counts_files_that_are_not_listed(tmp_path: Path) -> None:
-    """Another rank wrote them; the listing of the attempt's folder may be older than they are."""
+    """Another rank wrote them; the listing of the attempt's folder may be older."""
     store = LateStore(tmp_path)
     fence = StoreFence(store)
     record = CommitWriter(store, fence, fence.claim(1), None).save(small_state(), facts(1))
@@ -130,7 +130,7 @@ def test_a_save_counts_files_that_are_not_listed(tmp_path: Path) -> None:
 
 
 def test_retention_keeps_the_commit_that_was_just_made(tmp_path: Path) -> None:
-    """Its own listing does not have it yet; only the one that the policy does not want goes."""
+    """The listing lacks it; only the commit that the policy drops is deleted."""
     fence = StoreFence(LocalStore(tmp_path))
     commits = CommitWriter(LocalStore(tmp_path), fence, fence.claim(1), None)
     listed = [commits.save(small_state(step), facts(step)) for step in (1, 2)]

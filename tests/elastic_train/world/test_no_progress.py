@@ -1,4 +1,4 @@
-"""Giving up by histories: only worlds that ended processes count, and the message says where to look."""
+"""Stopping by histories: only worlds that ended processes count, and the message says where to look."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAN: Plan = SimpleNamespace(config=CONFIG)  # type: ignore[assignment]
 
 
 def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, validates: bool = False) -> World:
-    """Return the world that follows so many in which a process applied step 3 again, and no further."""
+    """Return the world after a number of worlds in which a process applied step 3 again, and no later step."""
     for term in range(1, WORLDS + 2):
         monkeypatch.setattr(history, "process_identity", lambda born=term if dies else 0: {"host": "a", "born": born})
         past = History(Unqueued(), folder, term, 0)
@@ -31,7 +31,7 @@ def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, va
         past.step(step=3, epoch=0, lo=3, hi=4, lanes=range(4), num_samples=4, world=1, loss=0.5)
         if validates:
             past.validate(step=3)
-            past.phases(step=3, steps=1, seconds=[[0.1] * 12] * 64)  # which a world says as it breaks
+            past.phases(step=3, steps=1, seconds=[[0.1] * 12] * 64)  # which a world records when it breaks
             past.memory(step=3, facts={"peak": 1})
         past.close()
     term = WORLDS + 2
@@ -41,7 +41,7 @@ def world_after(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, va
 
 
 def test_worlds_that_their_processes_outlive_end_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many they are: a network that is mended in a minute would have come too late."""
+    """Their number does not matter: otherwise a network fault of a minute would end the job."""
     found = check_progress(world_after(tmp_path, monkeypatch, dies=False), PLAN)
     assert found == Stagnation(WORLDS, 3)
 

@@ -1,4 +1,4 @@
-"""The store of a job is one: who sees another is turned away, with a sentence, and the others go on."""
+"""A job has one store: a rank that sees another one is rejected with an explanation, and the others continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from elastic_train.world.one_store import (
 
 
 class Ranks:
-    """A group in whose gather the other ranks have looked already."""
+    """A group in whose gather the other ranks have already looked."""
 
     def __init__(self, *others: str | None) -> None:
         self.others = [0 if word is None else int(word, 16) for word in others]
@@ -43,7 +43,7 @@ def choose_among(store: Any, *others: str | None) -> tuple[str | None, bool]:
 
 
 def test_a_store_gets_one_word(tmp_path: Path) -> None:
-    """Whoever comes later reads the word of whoever came first."""
+    """A later process reads the id that the first one wrote."""
     word = identify(LocalStore(tmp_path))
     assert identify(LocalStore(tmp_path)) == word
     check(LocalStore(tmp_path), word)
@@ -51,7 +51,7 @@ def test_a_store_gets_one_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_another_store_is_refused(tmp_path: Path, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether this node has kept commits of its own there, or its folder is empty."""
+    """This node may have its own commits there, or an empty folder."""
     monkeypatch.setattr(one_store, "LOCAL_PATIENCE_S", 0.0)
     other = LocalStore(tmp_path / "other")
     if is_used:
@@ -62,7 +62,7 @@ def test_another_store_is_refused(tmp_path: Path, is_used: bool, monkeypatch: py
 
 @pytest.mark.parametrize("look", [check, check_first])
 def test_a_copy_of_the_store_is_refused(tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the word and every file, and lacks what rank 0 has claimed since; or has a claim of its own there."""
+    """It has the id and every file, but lacks rank 0's later claims, or has an additional claim."""
     monkeypatch.setattr(one_store, "LOCAL_PATIENCE_S", 0.0)
     monkeypatch.setattr(one_store, "LEADER_S", 0.0)
     job, copy = LocalStore(tmp_path / "job"), LocalStore(tmp_path / "copy")
@@ -81,7 +81,7 @@ def test_a_copy_of_the_store_is_refused(tmp_path: Path, look: Any, monkeypatch: 
 
 
 def test_a_claim_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While rank 0 is there; if it has left, because its own store was the wrong one, the world has ended."""
+    """The wait lasts as long as rank 0 is there; if it left because its own store was wrong, the world has ended."""
     monkeypatch.setattr(one_store, "LOOK_S", 0.0)
     store, asked = LocalStore(tmp_path), list[float]()
     word, (content, nonce) = identify(store), new_claim(Own("run"))
@@ -96,7 +96,7 @@ def test_a_claim_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: py
 
 
 def test_a_word_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of NFS may not know for a while that the key exists; the world is asked meanwhile whether it stands."""
+    """An NFS client may not see the key for a while; meanwhile the world is asked whether it still exists."""
     monkeypatch.setattr(one_store, "LOOK_S", 0.0)
     asked: list[float] = []
 
@@ -110,7 +110,7 @@ def test_a_word_that_is_seen_late_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_first_world_keeps_its_commits_where_most_ranks_see_them(tmp_path: Path) -> None:
-    """One node without its mount is turned away, even if it leads; of two nodes the leader's store counts."""
+    """One node without its mount is rejected, even if it leads; of two nodes the leader's store counts."""
     mine = LocalStore(tmp_path)
     word = identify(mine)
     assert choose_among(mine, word, "1") == (word, True)
@@ -120,7 +120,7 @@ def test_the_first_world_keeps_its_commits_where_most_ranks_see_them(tmp_path: P
 
 
 def test_a_store_that_does_not_answer_has_no_say() -> None:
-    """Its rank trains, and writes no part; it is not turned away for an outage."""
+    """Its rank trains without writing a part; an outage does not cause a rejection."""
 
     def fail(*_: object) -> None:
         raise StorageError("away")
@@ -130,7 +130,7 @@ def test_a_store_that_does_not_answer_has_no_say() -> None:
 
 
 def test_who_cannot_ask_joins_and_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it joins, a process is turned away for a wrong store only."""
+    """Before it joins, a process is rejected for a wrong store only."""
     config: Any = SimpleNamespace(checkpoint_url=str(tmp_path))
     check_before_joining(config, None, lambda: None)
     (tmp_path / one_store.KEY).mkdir()
@@ -142,7 +142,7 @@ def test_who_cannot_ask_joins_and_is_asked_again(tmp_path: Path, monkeypatch: py
 
 
 def test_a_store_that_creates_a_key_twice_is_refused(tmp_path: Path) -> None:
-    """Any folder passes; an S3 server that ignores If-None-Match does not, and keeps what it held."""
+    """Any folder passes; an S3 server that ignores If-None-Match fails, and its data stays."""
     local = LocalStore(tmp_path)
     assert proves_itself(local, identify(local))
     assert not proves_itself(local, "another")
@@ -150,7 +150,7 @@ def test_a_store_that_creates_a_key_twice_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_s3_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the store and the header; the same server passes once it honours that."""
+    """The error names the store and the header; the same server passes once it honours the header."""
     with S3() as s3:
         for name, value in s3.environ.items():
             monkeypatch.setenv(name, value)

@@ -40,7 +40,7 @@ QUARANTINE = {"quarantine": ["unreadable"], "too_long": "truncate"}
 
 @pytest.fixture(scope="module")
 def torn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """331 rows whose lengths are known, of which row group 2 of the second file cannot be read."""
+    """331 rows of known lengths; row group 2 of the second file cannot be read."""
     folder = write_rows(tmp_path_factory.mktemp("torn") / "train", 331, seed=1)
     make_lengths(load_manifest(str(folder)), "input_ids")
     damage(folder, "part-1.parquet", 2)
@@ -64,7 +64,7 @@ def newest_commit(folder: Path) -> dict[str, object]:
 
 
 def truths(folder: Path) -> dict[str, str]:
-    """Return what the chaos judge says of coverage."""
+    """Return the chaos judge's statements about coverage."""
     found = {finding.invariant: finding.truth for finding in judge(collect(folder / "run"))}
     return {name: found[name] for name in ("agreement", "partition", "coverage", "sums", "witness") if name in found}
 
@@ -73,9 +73,9 @@ def truths(folder: Path) -> dict[str, str]:
 def test_two_ranks_finding_a_hole_match_one_process_that_knew_it(
     tmp_path: Path, torn: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights have the same bits; commits and result list the samples; the judge accepts these and no others.
+    """The weights have the same bits; commits and result list the samples; the judge accepts exactly these.
 
-    And all that with rows of similar length put together, long ones cut and counted, and every step's ids kept.
+    With rows grouped by length, long ones truncated and counted, and every step's ids stored.
     """
     rules = {**QUARANTINE, "length_bucketing": True}
     found = tmp_path / "found"
@@ -129,7 +129,7 @@ CANNOT, CAN = "cannot be read", ""
 def test_a_hole_is_what_nobody_can_read(
     missed_by: list[int], seen: dict[int, str], may_have_passed: bool, expected: list[str]
 ) -> None:
-    """Who cannot read what others can ends; what all can read by now is tried again, as often as is allowed."""
+    """A rank that cannot read what others can exits; samples that all can read by now are retried, up to a limit."""
     missed = [{7: CANNOT} if rank in missed_by else {} for rank in range(3)]
     asked = _readers(7, missed, may_have_passed=may_have_passed)
     said = [{7: seen[rank]} if rank in asked else {} for rank in range(3)]
@@ -149,7 +149,7 @@ def test_a_hole_is_what_nobody_can_read(
 
 
 class Saying:
-    """A group of which all ranks are known to say what they have read."""
+    """A group whose ranks' read results are given."""
 
     def __init__(self, rank: int, said: list[dict[int, str]]) -> None:
         self.rank, self.size, self._said = rank, len(said), said
@@ -165,7 +165,7 @@ class Saying:
 
 @pytest.mark.parametrize(("num_ranks", "num_asked"), [(1, 1), (2, 2), (5, 5), (9, 5), (1000, 5)])
 def test_few_ranks_read_once_more(num_ranks: int, num_asked: int) -> None:
-    """Those that are asked are as far apart as can be."""
+    """The ranks that are asked are as far apart as possible."""
     missed = [{}] * (num_ranks - 1) + [{7: CANNOT}]
     asked = _readers(7, missed, may_have_passed=True)
     assert len(asked) == num_asked and num_ranks - 1 in asked
@@ -174,7 +174,7 @@ def test_few_ranks_read_once_more(num_ranks: int, num_asked: int) -> None:
 
 @pytest.mark.slow
 def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None:
-    """Weight i counts sample i in every epoch, and never those that are listed; the judge agrees."""
+    """Weight i counts sample i in every epoch, and never a listed one; the judge agrees."""
     succeed(start([config(tmp_path, torn, WITNESS, quarantine=["unreadable"])]))
     (hole,) = result(tmp_path)["holes"]  # type: ignore[misc]
     counts = np.load(tmp_path / "run" / "witness.npy")

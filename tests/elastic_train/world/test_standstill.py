@@ -1,4 +1,4 @@
-"""Giving up on worlds without a step: by how many there were, and by how long it went on."""
+"""Stopping after worlds without a step: by their number, and by the time that they took."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_worlds_without_a_step_end_the_process_once_they_have_gone_on_for_long(clock: SimpleNamespace) -> None:
-    """Three within a second are an outage; the one after a minute is too many."""
+    """Several within a second are an outage; the one after a minute exceeds the limit."""
     counted = Standstill(3, 60.0, lambda: 7)
     for clock.now in (0.0, 0.3, 0.6, 0.9, 59.0):
         counted.note("it did not form: connection refused")
@@ -39,7 +39,7 @@ def test_a_few_worlds_are_not_enough_however_long_they_take(clock: SimpleNamespa
 
 
 def test_a_step_begins_the_count_again(clock: SimpleNamespace) -> None:
-    """A network that lets a step through now and then is progress."""
+    """A network that occasionally permits a step is progress."""
     steps = itertools.count()
     counted = Standstill(1, 0.0, lambda: next(steps))
     for _ in range(100):
@@ -47,9 +47,9 @@ def test_a_step_begins_the_count_again(clock: SimpleNamespace) -> None:
 
 
 def test_steps_that_are_lost_again_are_no_progress_and_commits_are(clock: SimpleNamespace) -> None:
-    """Two nodes hold one state together, and one of them dies after a few steps each time: 5, 7, 6 … of a commit at 0.
+    """Two nodes hold one state together, and one dies after a few steps each time: 5, 7, 6 … after a commit at 0.
 
-    Those at home in another folder have no history of its deaths, so the survivor would begin again for ever.
+    A node with its own folder has no history of these deaths, so the survivor would start again for ever.
     """
     steps, committed = itertools.cycle((5, 7, 6)), 0
     counted = Standstill(4, 60.0, lambda: next(steps))

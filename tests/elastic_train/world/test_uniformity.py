@@ -1,4 +1,4 @@
-"""What decides what is computed is the same on all ranks, or a rank that differs learns which keys."""
+"""Everything that determines the computation is equal on all ranks, or a rank that differs learns which keys."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def compare(rank: int, size: int, folder: str) -> None:
 
 
 def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) -> None:
-    """Paths may differ from node to node; all else that decides is named with both values."""
+    """Paths may differ between nodes; every other relevant key is named with both values."""
     run_ranks(compare, len(PLANS), str(tmp_path))
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
     assert found[:2] == [[], []]
@@ -166,7 +166,7 @@ def compare_kernels(rank: int, size: int, folder: str) -> None:
 
 
 def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> None:
-    """Where kernels are compiled, also by another compiler."""
+    """If kernels are compiled, a different compiler counts as well."""
     run_ranks(compare_kernels, 3, str(tmp_path))
     lines = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     another = "processor another, not one"
@@ -178,7 +178,7 @@ ATTENTIONS = ("FA3", "torch", "flex", "torch")
 
 
 def compare_attention(rank: int, size: int, folder: str) -> None:
-    """Rank 1 can compute as rank 0 does, rank 3 cannot; rank 2 is another machine anyway."""
+    """Rank 1 can compute as rank 0 does, rank 3 cannot; rank 2 is another machine type."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     facts = {"device": "H200" if rank != 2 else "A100"}
     if rank != 3:
@@ -202,7 +202,7 @@ def compare_attention(rank: int, size: int, folder: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_ranks_compute_attention_as_rank_0_does_or_are_refused(tmp_path: Path, size: int) -> None:
-    """What tells more machines apart is said as before; what only one of them has tuned is no difference."""
+    """Other machine differences are reported as before; a kernel that only one rank has tuned is no difference."""
     run_ranks(compare_attention, size, str(tmp_path))
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
     if size == 3:
@@ -217,13 +217,13 @@ def test_kernels_are_known_by_device_libraries_and_processor() -> None:
 
 
 def test_what_is_not_compared_exists() -> None:
-    """A key that is renamed would be compared, and a node could no longer choose it."""
+    """A renamed key would be compared, and nodes could no longer choose it."""
     known = {key for key, *_ in keys()}
     assert known >= OWN and {key.partition(".")[0] for key in known} >= set(OWN_SECTIONS)
 
 
 def test_a_release_with_one_more_key_trains_with_those_that_do_not_know_it() -> None:
-    """As long as nobody has set it: then it is named, on whichever side."""
+    """Once somebody has set the key, it is named, on either side."""
 
     class NewerOptimizer(OptimizerConfig):
         warm_restarts: int = 0
@@ -241,7 +241,7 @@ def test_a_release_with_one_more_key_trains_with_those_that_do_not_know_it() -> 
 
 @pytest.mark.parametrize(("version", "is_let_in"), [("0.1.7", True), ("0.1.0.dev3", True), ("0.2.0", False)])
 def test_releases_of_a_series_train_together(version: str, is_let_in: bool) -> None:
-    """So a live job is upgraded node by node; a new series may compute otherwise."""
+    """A live job can thus be upgraded node by node; a new series may compute differently."""
     with patch.object(uniformity, "_version", lambda _: "0.1.0"):
         ours = deciding(PLANS[0])
     with patch.object(uniformity, "_version", lambda _: version):
@@ -251,7 +251,7 @@ def test_releases_of_a_series_train_together(version: str, is_let_in: bool) -> N
 
 
 def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> None:
-    """As the task is: their modules' lines are among those of what decides."""
+    """The source of their modules is compared, like the task's."""
     here = "tests.elastic_train.job.optimizers"
     own = {"name": f"{here}.test_choice:Plain", "schedule": f"{here}.test_schedule:halved"}
     lines = deciding(plan_with({"optimizer": own}))["the task's modules"]
@@ -260,7 +260,7 @@ def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> 
 
 
 def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_early: bool) -> None:
-    """Compare the weights of a world in which some ranks hold others, each its own."""
+    """Compare the weights of a world in which some ranks hold wrong ones, each different."""
     group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
     model = nn.Module()
     model.body, model.head = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
@@ -277,7 +277,7 @@ def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_ea
     with pytest.raises(WeightsDifferError) as caught:
         check_same_weights(group, shards, 7)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(str(caught.value)))
-    group.close()  # who ends at once may cost another rank the tensor's name
+    group.close()  # exiting earlier may cost another rank the tensor's name
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_ea
 def test_the_ranks_that_hold_other_weights_than_most_are_named(
     tmp_path: Path, size: int, wrong: list[int], said: str
 ) -> None:
-    """Rank 0 may be one of them; on every rank, each with its own place."""
+    """Rank 0 may be one of them; on every rank, each with its place."""
     run_ranks(compare_weights, size, str(tmp_path), wrong, False)
     for rank in range(size):
         error = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -300,7 +300,7 @@ def test_the_ranks_that_hold_other_weights_than_most_are_named(
 
 
 def test_a_rank_whose_peers_have_ended_with_the_error_does_not_keep_its_state(tmp_path: Path) -> None:
-    """It would take a lost peer for a reason to hand its state over to the next world."""
+    """It would treat the lost peer as a reason to hand its state over to the next world."""
     run_ranks(compare_weights, 2, str(tmp_path), [1], True)
     for rank in range(2):
         assert "hold different weights, and nothing says which of them is right: a kernel" in json.loads(
@@ -317,7 +317,7 @@ def test_without_a_majority_all_sets_of_ranks_are_named() -> None:
 
 
 def test_of_ranks_that_hold_a_part_those_that_differ_are_named_by_their_numbers_in_the_world() -> None:
-    """Two cells of two stages of two ranks: the second cell's first rank holds other weights of the first stage."""
+    """Two cells of two stages of two ranks: the second cell's first rank has wrong weights of the first stage."""
     stages = [Listed("first", (8,), "torch.float32"), Listed("second", (8,), "torch.float32")]
     columns = [Column(lay_out([replace(one, shape=(8 * (one is stage),)) for one in stages])) for stage in stages]
     parts = Parts(lay_out(stages), columns, {"first": [0, 8], "second": [0, 0]}, {"first", "second"})

@@ -1,4 +1,4 @@
-"""What a world begins with: the furthest state of the published lineage."""
+"""The state that a world begins with: the furthest one of the published lineage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.elastic_train.training.test_open_session import plan_of, state_of
 
 
 class Etcd:
-    """A fence's half in etcd, which hears of nothing while it is away."""
+    """A fence's part in etcd, which learns of nothing while it is down."""
 
     def __init__(self) -> None:
         self.term = 0
@@ -49,7 +49,7 @@ class Etcd:
 
 
 class Job:
-    """A job's commits, by one world after another."""
+    """A job's commits, by successive worlds."""
 
     def __init__(self, folder: Path) -> None:
         self.plan = plan_of(folder)
@@ -57,11 +57,11 @@ class Job:
         self.store: Store = open_store(str(folder))
         self.etcd = Etcd()
         self.named_here: str | None = None
-        """What the run's folder names as the newest commit."""
+        """The newest commit according to the run's folder."""
         self.fence = JoinedFence(self.store, self.etcd)  # type: ignore[arg-type]
 
     def commit(self, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
-        """Publish a state under a new term, that of its last interval."""
+        """Publish a state under a new term, the one of its last interval."""
         state = state_of(*intervals)
         commits = CommitWriter(self.store, self.fence, self.fence.claim(intervals[-1][0]), parent)
         try:
@@ -82,7 +82,7 @@ class Job:
 @pytest.mark.parametrize("witness", ["etcd", "the run's folder"])
 @pytest.mark.parametrize("left", [1, 0])
 def test_a_store_that_has_lost_the_newest_commit_is_not_gone_back_to(tmp_path: Path, witness: str, left: int) -> None:
-    """Refused with both steps and the key that accepts it, which holds for that commit alone; a copy back is enough."""
+    """The error has both steps and the key that accepts the loss of this commit alone; restoring a copy suffices."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     newest = job.commit(first, (1, 0, 5), (2, 5, 10))
@@ -117,7 +117,7 @@ def test_a_store_that_has_lost_the_newest_commit_is_not_gone_back_to(tmp_path: P
 
 
 def test_a_fence_or_a_folder_that_names_an_older_commit_changes_nothing(tmp_path: Path) -> None:
-    """Etcd was restored from an older backup than the store, and retention has deleted what it names."""
+    """Etcd was restored from an older backup than the store's, and retention has deleted the commit that it names."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     newest = job.commit(first, (1, 0, 5), (2, 5, 10))
@@ -127,7 +127,7 @@ def test_a_fence_or_a_folder_that_names_an_older_commit_changes_nothing(tmp_path
 
 
 def test_members_that_are_as_far_as_the_lost_commit_lose_nothing(tmp_path: Path) -> None:
-    """Their state continues; who is behind it may not bring the others back, and commits nothing alone."""
+    """Their state continues; a member behind it may not roll the others back, and commits nothing alone."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     newest = job.commit(first, (1, 0, 5), (2, 5, 10))
@@ -142,7 +142,7 @@ def test_members_that_are_as_far_as_the_lost_commit_lose_nothing(tmp_path: Path)
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard: bool) -> None:
-    """Others continued from an earlier commit and published, whether etcd has heard of it or was away just then."""
+    """Others continued from an earlier commit and published, whether or not etcd was reachable."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.etcd.is_away = not is_heard
@@ -156,7 +156,7 @@ def test_a_rank_that_was_frozen_does_not_undo_a_commit(tmp_path: Path, is_heard:
 def test_a_world_that_was_frozen_keeps_the_commit_that_it_has_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others form a newer world while it comes to one step, and delete the commit that it continues."""
+    """Others form a newer world while it agrees on a step, and delete the commit that it continues."""
     job, take = Job(tmp_path), restoring.take_state
     newest = job.commit(None, (1, 0, 5))
 
@@ -169,7 +169,7 @@ def test_a_world_that_was_frozen_keeps_the_commit_that_it_has_seen(
 
 
 def test_a_rank_at_another_place_reports_what_it_had_applied(tmp_path: Path) -> None:
-    """Its new place began with nothing; that it gives up the steps of its old one is in the history all the same."""
+    """Its new place has no state; the history still records that it drops the steps of its old place."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     before, world = state_of((1, 0, 12)).reached.intervals, job.world()
@@ -178,7 +178,7 @@ def test_a_rank_at_another_place_reports_what_it_had_applied(tmp_path: Path) -> 
 
 
 def test_a_process_that_commits_alone_undoes_no_applied_steps(tmp_path: Path) -> None:
-    """A process of an older world that is asked to leave commits its state; others keep what was applied."""
+    """A process of an older world that is asked to leave commits its state; others keep their applied steps."""
     job = Job(tmp_path)
     first = job.commit(None, (1, 0, 5))
     job.commit(first, (1, 0, 5), (2, 5, 6))
@@ -208,7 +208,7 @@ def test_a_state_that_skipped_a_damaged_commit_is_kept(tmp_path: Path, is_heard:
 def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only rank 0 asks, since only it writes; without an answer from etcd for a while it continues."""
+    """Only rank 0 asks, since only it writes; if etcd does not answer for a while it continues."""
     monkeypatch.setattr("elastic_train.world.world.FENCE_PATIENCE_S", 0.2)
     monkeypatch.setattr("elastic_train.world.world.FENCE_PAUSE_S", 0.05)
     job = Job(tmp_path)
@@ -229,7 +229,7 @@ def test_rank_0_of_a_world_that_is_not_the_newest_finds_itself_fenced_off(
 def test_a_commit_that_is_damaged_between_check_and_load_is_left_to_a_new_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That passes over it; one that is whole, and does not fit, ends the job."""
+    """The new process skips that commit; one that is complete but does not fit ends the job."""
     job = Job(tmp_path)
     head = job.commit(None, (1, 0, 5))
     state = state_of()
