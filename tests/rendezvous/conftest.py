@@ -1,4 +1,4 @@
-"""A real etcd for all tests of this room, and the two stores that must behave alike."""
+"""A real etcd for all tests of this folder, and the stores that must behave identically."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from tests.rendezvous.rendezvous_sides import Side, beside, eventually, patient
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No lease is renewed, and no key watched, when a test has ended.
+    """After a test no lease may be renewed and no key watched.
 
-    Later tests in this process would meet such a thread: the simulator, for one, puts other modules in the place of
-    those that it uses.
+    Later tests in this process would meet such a thread: the simulator, for example, replaces modules that it uses.
     """
     yield
     eventually(lambda: not _left(), "the end of leases and watches")
@@ -34,7 +33,7 @@ def _left() -> list[str]:
 
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
-    """One etcd for the session, in memory if there is room; tests use prefixes and run ids of their own."""
+    """One etcd for the session, in memory if there is room; tests use their own prefixes and run ids."""
     assert_slow("etcd")
     with EtcdCluster(num_members=1) as cluster:
         yield cluster.members[0]
@@ -49,7 +48,7 @@ def etcd_store(etcd: EtcdServer) -> Iterator[EtcdStore]:
 
 @pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.slow), "simulated"])
 def side(request: pytest.FixtureRequest) -> Side:
-    """The twin in memory with its virtual time, etcd with real time that a watch waits for, and the simulator's."""
+    """The in-memory store with virtual time, etcd with real time (waiting by watches), and the simulator's store."""
     prefix = f"/test/{uuid.uuid4().hex}/"
     if request.param == "memory":
         memory = MemoryStore()

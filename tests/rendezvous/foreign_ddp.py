@@ -1,6 +1,6 @@
-"""A minimal DDP script of somebody else: it knows nothing of this package.
+"""A minimal DDP script of a user that does not know this package.
 
-Arguments: a log, and a file that ends it.
+Arguments: a log, and a file whose existence ends the script.
 """
 
 import json

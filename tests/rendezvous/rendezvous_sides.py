@@ -1,4 +1,4 @@
-"""What the tests of this room share beside fixtures: the two sides of the store's seam, and waiting for a fact."""
+"""Shared code for the tests of this folder, besides fixtures: store implementations, and waiting for a condition."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.conftest import PATIENCE_S
 
 @dataclass(frozen=True)
 class Side:
-    """One implementation of the seam, and how its time passes."""
+    """One implementation of the store, and how its time passes."""
 
     store: Store
     pass_time: Callable[[float], None]
     prefix: str
     later: Callable[[Callable[[], object]], None]
-    """Do something a moment later, beside the test."""
+    """Do something a moment later, concurrently with the test."""
 
 
 def patient(endpoint: str | Sequence[str], conf: Mapping[str, str] | None = None) -> EtcdStore:
-    """Return a store whose calls have as long as a busy machine may take."""
+    """Return a store whose calls have timeouts for a busy machine."""
     return EtcdStore(etcd_options(endpoint, conf), give_up_after_s=PATIENCE_S)
 
 
 def client_of(store: EtcdStore) -> pyetcd.MultiEndpointEtcd3Client:
-    """Return what a store asks etcd with, for calls that a store does not make; it, too, has time."""
+    """Return a store's etcd client, for calls that a store does not make; it also has long timeouts."""
     client = store._connection.client()
     client.timeout = PATIENCE_S
     return client

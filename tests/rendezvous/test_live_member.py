@@ -1,4 +1,4 @@
-"""A worker's membership: what it does when it is asked to leave."""
+"""A worker's membership when the worker is asked to leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_worker_regrouping_while_etcd_is_away_can_be_asked_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, with its state to save: where etcd ends with the other nodes it is asked to leave at that moment."""
+    """It leaves at once, with its state to save: it may be asked to leave at the moment when etcd ends as well."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with EtcdServer() as etcd:

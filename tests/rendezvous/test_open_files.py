@@ -1,4 +1,4 @@
-"""The limit of open files: raised as far as it may be, and a word if that is too little."""
+"""The limit of open files: raised as far as possible, with a warning if that is too low."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rendezvous.open_files import make_room_for, raise_limit
 
 
 class Limits:
-    """What stands for the kernel's."""
+    """A fake of the kernel's limits."""
 
     RLIM_INFINITY, RLIMIT_NOFILE = resource.RLIM_INFINITY, resource.RLIMIT_NOFILE
 
@@ -42,7 +42,7 @@ class Limits:
 def test_the_soft_limit_becomes_the_hard_one(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int
 ) -> None:
-    """Never lower than it was."""
+    """Never lower than before."""
     limits = Limits(soft, hard)
     monkeypatch.setattr(open_files, "resource", limits)
     assert raise_limit() == raised
@@ -52,7 +52,7 @@ def test_the_soft_limit_becomes_the_hard_one(
 def test_a_limit_that_is_too_low_for_the_world_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what to raise; a world that fits needs no word."""
+    """The warning says what to raise; a world that fits needs none."""
     monkeypatch.setattr(open_files, "resource", Limits(1024, 1024))
     with caplog.at_level(logging.WARNING):
         make_room_for(100)
@@ -81,7 +81,7 @@ print("the end", file=sys.stderr, flush=True)
 
 @pytest.mark.parametrize(("redirection", "said"), [("closed", "standard output is closed (Broken pipe)"), (">&-", "")])
 def test_what_prints_outlives_its_standard_output(redirection: str, said: str) -> None:
-    """A reader that is gone, as under `| head`, and a process that was started without any standard output."""
+    """A closed reader, as in `| head`, and a process that was started without standard output."""
     shell = f'exec "$0" -c "$1" closed {"" if redirection == "closed" else redirection}'
     shell = shell if redirection == "closed" else shell.replace(" closed", " none")
     done = subprocess.run(

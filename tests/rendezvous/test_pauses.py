@@ -1,4 +1,4 @@
-"""Random pauses leave the global generator where it is: a task's draws do not depend on what failed meanwhile."""
+"""Random pauses do not advance the global generator: a task's draws do not depend on earlier failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_pauses_do_not_draw_from_the_global_generator() -> None:
 
 
 def test_no_module_of_ours_draws_from_the_global_generator() -> None:
-    """Seeding it, and looking at it, is for the module that does so for a task's draws."""
+    """Only the module that seeds it for a task's draws may seed or inspect it."""
     names = "random|uniform|choices?|sample|shuffle|randint|randrange|gauss"
     drawing = re.compile(rf"(?<![\w.])random\.({names})\(|wait_random\w*\(")
     files = [file for package in ("elastic_train", "rendezvous") for file in (REPOSITORY / package).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""What the kernel says of processes: numbers say little, since they come again and the dead keep theirs for a while."""
+"""The process table: a pid proves little, since pids are reused and dead processes keep theirs for a while."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 from rendezvous.process_table import boot_id, children_of, environ_of, is_alive, is_stopped, name_of, pids, stat_of
 
 pytestmark = pytest.mark.slow
-GONE = 2**22 + 1  # above the largest number there can be
+GONE = 2**22 + 1  # above the largest possible pid
 PROGRAM = "print(flush=True); input()"
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """A process that has begun its program."""
+    """A process that has started its program."""
     command = [sys.executable, "-c", PROGRAM]
     environ = {**os.environ, "COLOUR": "a=b"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as started:
@@ -42,7 +42,7 @@ def test_a_line_says_whose_child_it_is_and_when_it_began(child: subprocess.Popen
 
 
 def test_a_name_with_brackets_and_blanks_moves_no_field(tmp_path: Path) -> None:
-    """The kernel writes a program's name between brackets, whatever is in it."""
+    """The kernel writes a program's name between brackets, whatever it contains."""
     program = tmp_path / "a) S 1 (b"
     program.symlink_to("/bin/sleep")
     with subprocess.Popen([program, "600"]) as started:
@@ -53,7 +53,7 @@ def test_a_name_with_brackets_and_blanks_moves_no_field(tmp_path: Path) -> None:
 
 
 def test_a_process_is_alive_until_it_ends_reaped_or_not(child: subprocess.Popen[str]) -> None:
-    """In a container without an init nobody reaps what was killed: it has ended, and is nobody's running child."""
+    """In a container without an init nobody reaps killed processes: they have ended, and do not count as running."""
     stat = stat_of(child.pid)
     assert stat is not None
     assert is_alive(child.pid) and is_alive(child.pid, stat.born) and not is_alive(child.pid, stat.born + 1)

@@ -1,4 +1,4 @@
-"""The package's public interface, and what importing it costs."""
+"""The package's public interface, and the cost of importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import rendezvous
 
 
 def test_public_names() -> None:
-    """The package exports these names, and only these."""
+    """The package exports exactly these names."""
     assert sorted(rendezvous.__all__) == [
         "EtcdFence", "EtcdOptions", "EtcdServer", "EtcdStore", "FencedError", "Head", "MemoryStore",
         "OptionError", "RendezvousContext", "RendezvousError", "ServerError", "Store", "StoreError",

@@ -1,4 +1,4 @@
-"""Stores ask DNS for no names: where it answers late, a world would form as late."""
+"""Stores make no DNS queries: a slow DNS server would delay every world."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if is_off:
 
 
 def test_stores_ask_dns_for_no_names_once_it_is_switched_off() -> None:
-    """And asked before; the failure that switches it off is no news."""
+    """Before the switch they do; a failure to switch it off is not an error."""
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
     off, on = done.stdout.splitlines()
     assert off == "off: 0" and on.startswith("on: ") and on != "on: 0"
@@ -61,7 +61,7 @@ for _ in range(1000):
 
 
 def test_no_thread_is_left_that_may_hold_the_resolvers_lock_while_a_worker_is_forked() -> None:
-    """One that was still exiting after its `join` left one node in a hundred with workers that never began."""
+    """A thread still exiting after its `join` could hold it, and the forked workers of that node would never start."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"] * 1000
 

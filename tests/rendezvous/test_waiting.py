@@ -1,4 +1,4 @@
-"""Calls that can be abandoned: results and errors arrive, and a caller that walks away does not wait."""
+"""Abandonable calls: results and errors arrive, and a caller that leaves does not wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bystander() -> Bystander:
 
 
 def test_a_calls_result_or_error_arrives(bystander: Bystander) -> None:
-    """Calls are made one after another on one other thread; an error is raised where the call was made."""
+    """Calls run one after another on one other thread; an error is raised at the call."""
     threads = [bystander.call(threading.current_thread, lambda: False) for _ in range(2)]
     assert threads[0] is threads[1]
     assert threads[0] is not threading.current_thread()
@@ -26,7 +26,7 @@ def test_a_calls_result_or_error_arrives(bystander: Bystander) -> None:
 
 
 def test_a_hopeless_call_is_abandoned(bystander: Bystander) -> None:
-    """The caller leaves while the call is stuck; the last words are said once it is free."""
+    """The caller leaves while the call is stuck; its cleanup runs once the call returns."""
     is_free, has_said = threading.Event(), threading.Event()
     with pytest.raises(GivenUp):
         bystander.call(is_free.wait, lambda: True)
@@ -37,7 +37,7 @@ def test_a_hopeless_call_is_abandoned(bystander: Bystander) -> None:
 
 
 def test_a_call_on_a_thread_is_waited_for_no_longer_than_asked() -> None:
-    """GivenUp is the caller's alone: the call continues, and its result, or its own TimeoutError, arrives later."""
+    """GivenUp affects only the caller: the call continues, and its result, or its own TimeoutError, arrives later."""
     is_free = threading.Event()
     call = begin("tested", lambda: is_free.wait(PATIENCE_S))
     with pytest.raises(GivenUp):
@@ -53,7 +53,7 @@ def test_a_call_on_a_thread_is_waited_for_no_longer_than_asked() -> None:
 
 
 def test_calls_run_in_the_order_they_were_begun(bystander: Bystander) -> None:
-    """None begins before the last one has ended; the thread leaves after all of them."""
+    """None begins before the last one has ended; the thread exits after all of them."""
     is_free, made, has_left = threading.Event(), list[int](), threading.Event()
     stuck = bystander.begin(lambda: is_free.wait(PATIENCE_S))
     calls = [bystander.begin(lambda number=number: made.append(number)) for number in range(3)]

@@ -1,4 +1,4 @@
-"""Asking who listens at an address: the node itself, somebody else, or nobody."""
+"""Asking which agent listens at an address: this node's, another one, or none."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def port() -> Iterator[IdentityPort]:
 
 
 def test_an_agent_says_which_node_it_is(port: IdentityPort) -> None:
-    """To everybody, as often as asked; asked for another node, it is not that one."""
+    """Any number of times, to every caller; asked for another node, it says that it is not that one."""
     assert [ask(port.endpoint, "node-a", PATIENCE_S) for _ in range(3)] == ["itself"] * 3
     assert ask(port.endpoint, "node-b", PATIENCE_S) == "other"
 
 
 def test_an_agent_that_has_ended_refuses(port: IdentityPort) -> None:
-    """As does any machine at whose address there is none."""
+    """A machine without an agent at that address refuses as well."""
     port.close()
     assert ask(port.endpoint, "node-a", PATIENCE_S) == "refused"
 
 
 def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
-    """It asks nothing, and keeps nobody from answering."""
+    """It asks nothing, and does not keep the agent from answering others."""
     assert not refuses(port.endpoint, PATIENCE_S) and not refuses("nowhere", 1.0)
     assert ask(port.endpoint, "node-a", PATIENCE_S) == "itself"
     port.close()
@@ -39,12 +39,12 @@ def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
 
 
 def test_what_is_no_address_is_silent() -> None:
-    """It leads nowhere."""
+    """Nothing can be reached at it."""
     assert ask("nowhere", "node-a") == ask("nowhere.invalid:1", "node-a") == "silent"
 
 
 def test_a_stranger_does_not_keep_an_agent_from_answering(port: IdentityPort) -> None:
-    """A scanner that connects and sends nothing, or anything, is left alone soon."""
+    """A scanner that connects and sends nothing, or garbage, is soon disconnected."""
     host, _, number = port.endpoint.partition(":")
     with socket.create_connection((host, int(number))) as scanner:
         scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -55,7 +55,7 @@ def test_a_stranger_does_not_keep_an_agent_from_answering(port: IdentityPort) ->
 
 @pytest.mark.parametrize(("said", "answer"), [(b"", "mute"), (b"elastic! node-a 0123\n", "other"), (b"SSH-2", "other")])
 def test_other_programs_are_not_taken_for_an_agent(said: bytes, answer: str) -> None:
-    """One that closes without a word says nothing; a recorded answer has another nonce."""
+    """A program that closes without an answer counts as silent; a recorded answer has another nonce."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asking = _beside(lambda: ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", PATIENCE_S))
         connection, _ = listener.accept()
@@ -72,6 +72,6 @@ def _beside(call: object) -> object:
 
 
 def test_an_agent_that_is_frozen_is_mute() -> None:
-    """The kernel connects for it."""
+    """The kernel still accepts the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert ask(f"127.0.0.1:{listener.getsockname()[1]}", "node-a", 0.1) == "mute"

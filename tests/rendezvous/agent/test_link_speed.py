@@ -1,4 +1,4 @@
-"""Measuring the link to a node's agent: fast and slow ones, from both ends, and what is no agent."""
+"""Measuring the link to a node's agent: fast and slow links, from both ends, and addresses without an agent."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ print(IdentityPort("127.0.0.1", "node-a").endpoint, flush=True)
 sys.stdin.read()
 """
 SLOW = 1_000_000
-"""Bytes a second that a slow link passes."""
+"""Bytes per second over a slow link."""
 
 
 @pytest.fixture
 def agent() -> Iterator[str]:
-    """The endpoint of an agent in a process of its own."""
+    """The endpoint of an agent in its own process."""
     with subprocess.Popen([sys.executable, "-c", _AGENT], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip()
@@ -40,7 +40,7 @@ def agent() -> Iterator[str]:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[IdentityPort]:
-    """An agent's port in this process, which waits as long as a busy machine may take."""
+    """The port of an agent in this process, with timeouts for a busy machine."""
     monkeypatch.setattr(link_speed, "ANSWER_S", PATIENCE_S)
     monkeypatch.setattr(link_speed, "SERVE_S", PATIENCE_S)
     port = IdentityPort("127.0.0.1", "node-a")
@@ -58,7 +58,7 @@ def pass_slowly(source: socket.socket, target: socket.socket, rate: float) -> No
 
 @contextlib.contextmanager
 def slow_link(endpoint: str, *, to: float = 1e12, back: float = 1e12) -> Iterator[tuple[str, int]]:
-    """Lead an address to an endpoint at so many bytes a second each way at most."""
+    """Relay an address to an endpoint with at most so many bytes per second in each direction."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -75,7 +75,7 @@ def slow_link(endpoint: str, *, to: float = 1e12, back: float = 1e12) -> Iterato
 
 
 def measured(endpoint: tuple[str, int]) -> LinkSpeed:
-    """Measure once the agent is free; it lets one go some moments after that one has what it wants."""
+    """Measure once the agent is free: it releases a caller shortly after the caller's last result."""
     deadline = time.monotonic() + PATIENCE_S
     while (speed := measure_link(endpoint, "node-a")) is None:
         assert time.monotonic() < deadline, "the agent does not measure"
@@ -83,7 +83,7 @@ def measured(endpoint: tuple[str, int]) -> LinkSpeed:
 
 
 def until_it_measures(endpoint: str) -> socket.socket:
-    """Return a connection on which the agent waits for what is to be measured; it closes others while it is busy."""
+    """Return a connection on which the agent waits for a measurement; it closes others while it is busy."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         stranger = socket.create_connection(split_endpoint(endpoint), timeout=PATIENCE_S)
@@ -95,14 +95,14 @@ def until_it_measures(endpoint: str) -> socket.socket:
 
 
 def test_a_link_that_nothing_slows_is_far_above_the_default_limit(agent: str) -> None:
-    """However busy this machine is; the agent is another process, as in a job."""
+    """The agent is another process, as in a job; the machine may be busy."""
     speed = measured(split_endpoint(agent))
     assert min(speed.takes, speed.gives) > 10 * 1e5
     assert 0 < speed.round_trip_s < PATIENCE_S and (speed.others_take, speed.others_give) == (0, 0)
 
 
 def test_a_slow_link_is_seen_in_its_direction(agent: str) -> None:
-    """By no more than what it passes, and the agent says what others have had from it, and what they gave."""
+    """The rate is at most the link's, and the agent reports the rates that others have had from and to it."""
     with slow_link(agent, back=SLOW) as endpoint:
         first = measured(endpoint)
         assert first.takes <= SLOW
@@ -115,7 +115,7 @@ def test_a_slow_link_is_seen_in_its_direction(agent: str) -> None:
 
 
 def test_a_link_over_which_no_step_would_end_is_measured(agent: str) -> None:
-    """It is no node that does not answer."""
+    """It must not be mistaken for a node that does not answer."""
     with slow_link(agent, to=3000, back=3000) as endpoint:
         speed = measured(endpoint)
     assert 0 < speed.takes <= 3000 and 0 < speed.gives <= 3000
@@ -138,7 +138,7 @@ def test_what_stops_or_asks_for_nonsense_does_not_keep_an_agent(port: IdentityPo
 
 
 def test_another_node_a_mute_one_and_none_are_not_measured(port: IdentityPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is an agent of a version that does not know of it, which closes the connection."""
+    """An agent of an older version, which closes the connection, is not measured either."""
     assert measure_link(split_endpoint(port.endpoint), "node-b") is None
     port.close()
     assert measure_link(split_endpoint(port.endpoint), "node-a") is None

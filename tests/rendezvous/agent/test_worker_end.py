@@ -1,4 +1,4 @@
-"""How workers end: an exit code of 0 counts only if they have finished what they announced; signals have names."""
+"""How workers end: exit code 0 counts only if the announced work was finished; signals are named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rendezvous.torchelastic.standby import ForkedWorker
 
 
 def worker(work: Callable[[], object]) -> Worker:
-    """Start a worker that does some work, and ends with 0 in a way that Python hears nothing of."""
+    """Start a worker that does some work, and exits with 0 in a way that Python does not notice."""
 
     def start(more: Mapping[str, str]) -> ForkedWorker:
         if pid := os.fork():
@@ -67,7 +67,7 @@ def in_a_child(work: Callable[[], object]) -> None:
     ],
 )
 def test_a_worker_that_ends_with_0_has_finished_what_it_announced(work: Callable[[], object], code: int) -> None:
-    """However it ends: this one leaves by the C library. Whoever announces nothing is taken at its word."""
+    """It may exit in any way, here through the C library. A worker that announces nothing is believed."""
     ended = worker(work)
     assert (ended.wait(60.0), ended.poll()) == (code, code)
     assert ended.how_it_ended() == described(code)
@@ -75,7 +75,7 @@ def test_a_worker_that_ends_with_0_has_finished_what_it_announced(work: Callable
 
 @pytest.mark.parametrize(("status", "code"), [(0, FAILURE_CODE), (75, FAILURE_CODE), (3, 3)])
 def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_path: Path) -> None:
-    """Also where there is no agent, and in any thread; not after the run, nor in a process that it has forked."""
+    """This holds without an agent and in any thread, but not after the run, nor in a process that it has forked."""
     said = tmp_path / "stderr"
 
     def work() -> None:
@@ -98,7 +98,7 @@ def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_pa
 
 
 def test_a_worker_whose_agent_has_ended_announces_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is about to end as well, and printed a traceback."""
+    """The worker is about to end as well, and must not print a traceback."""
     monkeypatch.setattr(worker_end._Work, "page", None)
     monkeypatch.setenv(worker_end.PAGE, str(tmp_path / "gone" / "page"))
     announce()
@@ -132,7 +132,7 @@ def tree(root: Path, files: Mapping[str, str]) -> Path:
 def test_the_kernel_says_how_many_processes_it_has_killed_for_memory(
     files: Mapping[str, str], expected: int | None, tmp_path: Path
 ) -> None:
-    """In cgroups of both versions, in a container, and on a machine without any."""
+    """The count works with cgroups v1 and v2, in a container, and on a machine without cgroups."""
     assert memory_kills(tree(tmp_path, files)) == expected
 
 
@@ -176,7 +176,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
     ends: Callable[[], object], expected: tuple[int, str] | None, tmp_path: Path
 ) -> None:
-    """In the file that the worker has named, until it is finished, leaves in good order, or has said it itself."""
+    """The note is in the file that the worker named, unless it finished, left in good order or noted its own end."""
     path = tmp_path / f"ends-{os.getpid()}.jsonl"
     worker(lambda: (announce(), note_end_in(tmp_path, "ends", op="failed", of_rank=2), ends())).wait(60.0)
     said = [(line["exit_code"], line["why"]) for line in lines_of(path)]

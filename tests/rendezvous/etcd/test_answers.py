@@ -1,4 +1,4 @@
-"""What etcd's errors mean, by the code and the text that its versions give them."""
+"""The meaning of etcd's errors, by the code and text of each version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AnswerError(grpc.RpcError):
     ],
 )
 def test_what_an_error_means(code: grpc.StatusCode, text: str, meaning: Meaning) -> None:
-    """Some share a code and mean different things."""
+    """Some errors share a code and have different meanings."""
     error = AnswerError(code, text)
     assert meaning_of(error) is meaning
     assert needs_new_client(error) == (meaning is Meaning.LOG_IN)

@@ -1,4 +1,4 @@
-"""The leader keeps etcd's history short, where etcd is nobody else's."""
+"""The leader compacts etcd's history if nobody else uses the etcd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server() -> Iterator[EtcdServer]:
-    """An etcd that does not compact by itself, as by default."""
+    """An etcd without automatic compaction, which is the default."""
     with EtcdServer(flags={"auto-compaction-retention": "0"}) as started:
         yield started
 
@@ -51,7 +51,7 @@ def write(store: EtcdStore) -> int:
 
 
 def test_the_leader_compacts_what_is_old(server: EtcdServer, store: EtcdStore) -> None:
-    """Again and again; a watch of ours goes on, and what is younger than the time to keep stays."""
+    """Repeatedly; our watch continues, and history younger than the retention time stays."""
     first, watch = write(store), store.watch("/elastic/")
     compacting = compaction(server)
     second = write(store)
@@ -65,9 +65,7 @@ def test_the_leader_compacts_what_is_old(server: EtcdServer, store: EtcdStore) -
 
 
 def test_an_etcd_that_others_use_is_left_alone(server: EtcdServer, store: EtcdStore) -> None:
-    """One key of somebody else's is enough: who watches there may have to resume. Nor do members compact that do not
-    lead.
-    """
+    """One foreign key is enough: its watchers may have to resume. Members that do not lead never compact."""
     first = write(store)
     others = [compaction(server, leads=False), compaction(server, keep_s=3600.0)]
     write(store)

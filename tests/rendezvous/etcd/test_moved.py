@@ -1,4 +1,4 @@
-"""An etcd that moves: a file says where it is, and is read again when etcd does not answer where it was."""
+"""An etcd that moves: a file has its endpoints, and is read again when etcd does not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.rendezvous.rendezvous_sides import eventually
 
 
 def test_a_file_of_endpoints_is_read_whenever_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HOST:PORT with commas or blanks between; one that is not there, or says nothing, is named."""
+    """HOST:PORT, separated by commas or blanks; a missing or empty file is named in the error."""
     monkeypatch.chdir(tmp_path)
     options = etcd_options("@etcd.endpoints")
     path = tmp_path / "etcd.endpoints"
@@ -40,13 +40,13 @@ def test_a_file_of_endpoints_is_read_whenever_it_is_asked(tmp_path: Path, monkey
 
 
 def test_a_node_has_an_address_before_anybody_knows_where_etcd_is(tmp_path: Path) -> None:
-    """It may start first."""
+    """It may start before etcd."""
     assert own_address(None, etcd_options(f"@{tmp_path}/none"), 1) == "127.0.0.1"
 
 
 @pytest.mark.slow
 def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
-    """Which is another one, without the data of the first: leases have ended there, and a watch shows what it has."""
+    """It is another etcd without the first one's data: leases have ended there, and a watch shows the new contents."""
     path = tmp_path / "endpoints"
     options = etcd_options(f"@{path}")
     store, hasty = EtcdStore(options, give_up_after_s=PATIENCE_S), EtcdStore(options, give_up_after_s=0.3)
@@ -54,7 +54,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
         hasty.get("/a")
     with EtcdServer() as first:
         path.write_text(first.endpoint)
-        lease = store.lease(15)  # not sooner is it known to be lost than at a third of this
+        lease = store.lease(15)  # its loss is noticed after a third of this at the earliest
         for number in range(5):
             written = store.swap({"/a": Put(f"{number}", lease)}, {})
         assert written is not None
@@ -79,7 +79,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_storage_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What says where etcd is lies on storage that nodes share: calls fail as if etcd was away, and go on after it."""
+    """The file with the endpoints is on shared storage: calls fail as if etcd were down, and work again afterwards."""
     monkeypatch.setattr(connection, "DISK_S", 0.1)
     path = tmp_path / "endpoints"
     os.mkfifo(path)  # a reader waits for a writer
@@ -93,7 +93,7 @@ def test_storage_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_text(server.endpoint)
 
         def has_ended() -> bool:
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # no reader
                 os.close(os.open(tmp_path / "hanging", os.O_WRONLY | os.O_NONBLOCK))
             return waiting.done()
 

@@ -1,4 +1,4 @@
-"""A real etcd that answers and does not do it: it is full, it is damaged, or it does not know the user any more."""
+"""A real etcd that answers with errors: it is full, corrupt, or does not know the user any more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUOTA = {"quota-backend-bytes": "3000000"}
 
 
 def fill(server: EtcdServer) -> None:
-    """Write keys of somebody else's until etcd is full."""
+    """Write foreign keys until etcd is full."""
     store = patient(server.endpoint)
     client = client_of(store)
     with pytest.raises(grpc.RpcError, match="database space exceeded"):
@@ -45,7 +45,7 @@ def fill(server: EtcdServer) -> None:
 
 
 def make_room(server: EtcdServer) -> None:
-    """Do what the message says: delete, compact, defragment, disarm."""
+    """Follow the message: delete, compact, defragment, disarm."""
     store = patient(server.endpoint)
     client = client_of(store)
     client.delete_prefix("/foreign/")
@@ -56,7 +56,7 @@ def make_room(server: EtcdServer) -> None:
 
 
 def member(server: EtcdServer, run_id: str, conf: dict[str, str] | None = None, *, nodes: int = 2) -> Participant:
-    """Return a node of so many, which the first world waits for; no lease ends over a busy machine."""
+    """Return one of the nodes that the first world waits for; no lease expires on a busy machine."""
     store = EtcdStore(etcd_options(server.endpoint, conf), give_up_after_s=0.5)
     return Participant(store, run_id, Policy(1, nodes, PATIENCE_S), Place("host", "127.0.0.1", 1), ttl_s=PATIENCE_S)
 
@@ -67,7 +67,7 @@ def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:
 
 
 def test_a_full_etcd_is_waited_for(run_id: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A member that is lost meanwhile ends nobody: the others meet again once the alarm is cleared.
+    """Losing a member meanwhile ends nobody: the others meet again once the alarm is cleared.
 
     The dead member is removed and leases are renewed although nothing can be written; the log has one line for it.
     """
@@ -95,13 +95,13 @@ def test_a_full_etcd_is_waited_for(run_id: str, caplog: pytest.LogCaptureFixture
 
 
 def renewed_s(lease: EtcdLease) -> float:
-    """Renew a lease, and return how long it lasts from now on."""
+    """Renew a lease, and return its remaining time."""
     return lease._connection.call(lease._refresh, give_up_after_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("alarm", [NOSPACE, CORRUPT])
 def test_an_alarm_is_named_with_what_clears_it(alarm: int, run_id: str) -> None:
-    """Every kind of write fails after its time with an error that may pass; reading goes on."""
+    """Every kind of write fails after its timeout with a transient error; reads continue."""
     with EtcdServer() as server:
         store, patiently = EtcdStore(etcd_options(server.endpoint), give_up_after_s=0.3), patient(server.endpoint)
         lease = patiently.lease(PATIENCE_S)
@@ -111,7 +111,7 @@ def test_an_alarm_is_named_with_what_clears_it(alarm: int, run_id: str) -> None:
             with pytest.raises(StoreBlockedError, match=rf"{server.endpoint}.*{name}.*`etcdctl alarm disarm`"):
                 write()
         assert patiently.get("/").entries == {}
-        check_permission(store, Keys(run_id))  # is silent about alarms: a node may start and wait
+        check_permission(store, Keys(run_id))  # ignores alarms: a node may start and wait
         clear_alarms(server.endpoint)
         assert patiently.swap({"/a": Put("1", lease)}, {}) is not None and not lease.is_lost
         lease.abandon()
@@ -120,7 +120,7 @@ def test_an_alarm_is_named_with_what_clears_it(alarm: int, run_id: str) -> None:
 
 
 def test_one_asked_to_leave_during_an_alarm_leaves(run_id: str) -> None:
-    """With its state to save: the alarm may last for hours."""
+    """It has its state to save, and the alarm may last for hours."""
     with EtcdServer() as server:
         node = member(server, run_id)
         raise_alarm(server.endpoint, NOSPACE)
@@ -153,7 +153,7 @@ class Users:
     def change(self, method: str, request: object) -> None:
         """Call etcd's auth service as root."""
         root = patient(self._server.endpoint, {"user": "root", "password": "right"})
-        # a token may end before it is used, and then nothing has been done
+        # a token may expire before it is used; then nothing was done
         root._connection.call(
             lambda client: getattr(client.authstub, method)(request, PATIENCE_S, metadata=client.metadata),
             give_up_after_s=PATIENCE_S,
@@ -168,7 +168,7 @@ JOB = {"user": "job", "password": "right"}
 
 
 def test_credentials_that_are_wrong_from_the_start_are_refused_at_once(run_id: str) -> None:
-    """A wrong password, a user that may only read, and none: each is an error that says what to correct."""
+    """A wrong password, a read-only user, and no user: each is an error that says what to correct."""
     keys = Keys(run_id)
     with EtcdServer() as server:
         Users(server)
@@ -184,7 +184,7 @@ def test_credentials_that_are_wrong_from_the_start_are_refused_at_once(run_id: s
 
 
 def test_users_that_are_changed_while_a_job_runs_are_waited_for(run_id: str) -> None:
-    """A password that is changed and changed back, and users that are switched off, end no member."""
+    """A password that is changed and restored, and authentication that is switched off, end no member."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         users = Users(server)
         nodes = [member(server, run_id, JOB) for _ in range(2)]
@@ -207,7 +207,7 @@ def test_users_that_are_changed_while_a_job_runs_are_waited_for(run_id: str) -> 
 
 @pytest.fixture
 def signed(tmp_path: Path) -> Iterator[EtcdServer]:
-    """An etcd whose tokens are signed (JWT), last for two seconds, and say how old the list of users was."""
+    """An etcd with signed tokens (JWT) that last for two seconds and contain the revision of the users."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     private, public = tmp_path / "key.pem", tmp_path / "public.pem"
     private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()))
@@ -218,7 +218,7 @@ def signed(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> None:
-    """Signed tokens end by themselves, and become invalid with every change of the users."""
+    """Signed tokens expire, and become invalid with every change of the users."""
     users = Users(signed)
     store = patient(signed.endpoint, JOB)
     watch = store.watch("/elastic/")
@@ -236,7 +236,7 @@ def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> No
 
 
 def test_the_records_of_ten_thousand_workers_fit_into_an_answer(run_id: str) -> None:
-    """They are more than the 4 MiB that gRPC takes by default, read in one answer and seen by a watch."""
+    """They exceed gRPC's default of 4 MiB, but are read in one answer and seen by a watch."""
     text, keys = "x" * 497, Keys(run_id)
     with EtcdServer() as server:
         store = patient(server.endpoint)
@@ -253,7 +253,7 @@ def test_the_records_of_ten_thousand_workers_fit_into_an_answer(run_id: str) -> 
 
 
 def connected_for_a_moment(authority: Authority, server: EtcdServer) -> tuple[EtcdStore, EtcdLease, Watch]:
-    """Return a store, a lease and a watch by a certificate that ends soon, but has lasted for a first write of /a."""
+    """Return a store, a lease and a watch on a client certificate that expires soon, after a first write of /a."""
     for seconds in (4.0, 16.0, 64.0):
         options = etcd_options(server.endpoint, authority.issue("client", seconds=seconds))
         store = EtcdStore(options, give_up_after_s=seconds)
@@ -272,7 +272,7 @@ def connected_for_a_moment(authority: Authority, server: EtcdServer) -> tuple[Et
 
 
 def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) -> None:
-    """Once the old one has ended, a connection that breaks is made with the one that is on disk by then."""
+    """Once the old one has expired, a broken connection is reopened with the certificate on disk."""
     authority = Authority(tmp_path)
     with EtcdServer(tls=authority.issue("server")) as server:
         store, lease, watch = connected_for_a_moment(authority, server)
@@ -301,7 +301,7 @@ def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) 
 
 
 def test_a_login_that_was_denied_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A password is costly to check, and every worker of a job may try for as long as it waits."""
+    """Checking a password is expensive, and every worker of a job may retry for as long as it waits."""
     monkeypatch.setattr(connection, "DENIED_S", (PATIENCE_S, PATIENCE_S))
     tries = []
     with EtcdServer() as server:

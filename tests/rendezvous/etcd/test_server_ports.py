@@ -1,4 +1,4 @@
-"""Ports for servers of this machine."""
+"""Ports for servers on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import PATIENCE_S
 
 
 def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A server listens some time after its port was chosen; one that is taken is not chosen, nor one twice."""
+    """A server starts to listen some time after its port was chosen; no port is chosen if in use, or twice."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = free_ports(50)
     assert len(set(ports)) == 50 and all(port < first for port in ports)
@@ -29,7 +29,7 @@ def test_ports_are_outside_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
-    """Not taken for the one that was to be started: it would end with the other's owner."""
+    """Otherwise it would be mistaken for the new one, and end when its owner ends."""
     with EtcdServer() as first:
         port = int(first.endpoint.partition(":")[2])
         with pytest.raises(ServerError, match=rf"port {port} of this machine is taken.*--endpoint"):
@@ -44,14 +44,14 @@ def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_machine_without_loopback_is_told_what_an_etcd_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is started; the address here is one that no machine has."""
+    """The error comes before anything is started; this address exists on no machine."""
     monkeypatch.setattr(server, "LOOPBACK", "203.0.113.1")
     with pytest.raises(ServerError, match=r"does not reach itself at 203\.0\.113\.1 .*ip link set lo up"):
         EtcdServer().begin()
 
 
 def test_a_node_tells_its_jobs_etcd_from_another() -> None:
-    """By its name, and says nothing where none answers, which may come."""
+    """The name identifies it; if no etcd answers, the check passes, since one may start later."""
     with EtcdServer(name="job-a") as server:
         assert is_answered_by(server.endpoint, "job-a", give_up_after_s=PATIENCE_S)
         with pytest.raises(ServerError, match=r"job-a instead of job-b.*--endpoint"):
@@ -63,7 +63,7 @@ def test_a_node_tells_its_jobs_etcd_from_another() -> None:
 def test_an_etcd_that_is_too_old_is_refused_before_it_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str
 ) -> None:
-    """It would end because of an option that it does not know, and be waited for."""
+    """It would exit because of an unknown option, while the caller waits for it."""
     old = tmp_path / "etcd"
     old.write_text(f"#!/bin/sh\necho '{said}'\n")
     old.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What only a real etcd can do to a client: go away, come back, forget, refuse."""
+"""Faults that only a real etcd can cause for a client: it is down, returns, loses data, refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
-    """After SIGKILL and a new start on the same data, the watch shows new writes and the lease still holds."""
+    """After SIGKILL and a restart on the same data, the watch shows new writes and the lease still holds."""
     with EtcdServer() as server:
         store = patient(server.endpoint)
         lease, watch = store.lease(PATIENCE_S), store.watch("/a/")
@@ -54,7 +54,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
 
 
 def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
-    """Only the watch has seen the missing revisions: an etcd that restarted empty is not taken for a lagging one."""
+    """Only the watch has seen the missing revisions: an etcd that restarted empty is not mistaken for a lagging one."""
     with EtcdServer() as server:
         store, other = (patient(server.endpoint) for _ in range(2))
         watch = store.watch("/a/")
@@ -74,7 +74,7 @@ def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
 
 
 def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> None:
-    """A watch whose start was compacted away lists again."""
+    """A watch whose start revision was compacted lists again."""
     watch = etcd_store.watch("/compacted/")
     for number in range(3):
         written = etcd_store.swap({"/compacted/a": Put(str(number))}, {})
@@ -90,7 +90,7 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
 def test_a_lease_that_is_revoked_while_it_is_renewed_is_not_mourned(
     left_s: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At a job's end: etcd knows it no longer, or its connection is closed, and nothing is wrong."""
+    """At a job's end etcd does not know the lease any more, or its connection is closed: no error."""
 
     class Revoked:
         def call(self, function: object, give_up_after_s: float) -> float:
@@ -122,9 +122,9 @@ class Renewals:
 
 
 def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the member of etcd in use says nothing, and when the leader dies, a lease is renewed and the watch shows.
+    """While the etcd member in use hangs, and when the leader dies, leases are renewed and watches continue.
 
-    The watch of a prefix in which nothing happens notices it, too: it finds out by asking.
+    A watch on a prefix without changes notices it as well, because it polls.
     """
     with EtcdCluster() as cluster:
         follower, endpoint = cluster.follower(), cluster.endpoint
@@ -157,9 +157,9 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
 def test_a_watch_outlives_a_long_silence_of_etcd(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The only member of etcd is silent until the client gives up: the watch continues once it answers.
+    """The only etcd member hangs until the client gives up: the watch continues once it answers.
 
-    Its old stream is abandoned by then, and its end goes unlogged.
+    Its old stream is abandoned by then, and the stream's end is not logged.
     """
     monkeypatch.setattr(mirror, "PROBE_S", 0.1)
     monkeypatch.setattr(mirror, "GIVE_UP_AFTER_S", 0.1)
@@ -183,7 +183,7 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
 
 
 def test_an_error_of_etcd_does_not_end_a_lease(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renewals that etcd could not do (nobody leads, too many requests) are tried again: the lease is not over."""
+    """Renewals that etcd could not do (no leader, too many requests) are retried: the lease is still valid."""
 
     class UnableError(grpc.RpcError):
         def code(self) -> grpc.StatusCode:
@@ -207,7 +207,7 @@ def test_an_error_of_etcd_does_not_end_a_lease(etcd_store: EtcdStore, monkeypatc
 
 
 def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
-    """A dead endpoint beside a live one costs little, whichever comes first."""
+    """A dead endpoint costs little if another is live, in either order."""
     for endpoints in (f"127.0.0.1:1,{etcd.endpoint}", f"{etcd.endpoint},127.0.0.1:1"):
         store = patient(endpoints)
         assert store.get("/nothing/").entries == {}
@@ -215,7 +215,7 @@ def test_every_endpoint_is_tried(etcd: EtcdServer) -> None:
 
 
 def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdServer) -> None:
-    """One thread's answer may say that a new client is needed while another is about to ask; gRPC would crash."""
+    """One thread may find that a new client is needed while another is about to send; gRPC would crash."""
 
     class NobodyLeadsError(grpc.RpcError):
         def code(self) -> grpc.StatusCode:
@@ -239,7 +239,7 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
 
 
 def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that has just failed is skipped for a moment, by whatever clock."""
+    """An endpoint that has just failed is skipped for a moment, measured by a monotonic clock."""
     connection = Connection(etcd_options(etcd.endpoint))
     connection.client().endpoint_in_use.fail()
     clock = SimpleNamespace(time=lambda: time.time() - 3600.0)
@@ -249,7 +249,7 @@ def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatc
 
 
 def test_a_process_knows_how_quickly_etcd_answers_it(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over all of its connections; what has no answer counts apart."""
+    """The time covers all of its connections; calls without an answer count separately."""
     tally = Tally()
     monkeypatch.setattr("rendezvous.etcd.connection.TALLY", tally)
     for _ in range(2):
@@ -264,7 +264,7 @@ def test_a_process_knows_how_quickly_etcd_answers_it(etcd: EtcdServer, monkeypat
 
 
 def test_an_etcd_that_is_too_old_is_refused_at_once(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a user's, too, and not after a call that it does not know."""
+    """A user's own etcd as well, and before a call that it does not support."""
     assert [too_old(text) for text in ("3.3.25", "2.3", "v3.3.0+git", "3.4.0", "3.10.1", "4.0", "unknown")] == [
         *(True, True, True),
         *(False, False, False, False),
@@ -279,7 +279,7 @@ def test_an_etcd_that_is_too_old_is_refused_at_once(etcd: EtcdServer, monkeypatc
 
 
 def test_a_missing_etcd_is_reported_in_time() -> None:
-    """Without an etcd a call ends soon, with an error that names the endpoint and says what to do."""
+    """Without an etcd a call soon ends with an error that names the endpoint and says what to do."""
     started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
         EtcdStore(etcd_options("127.0.0.1:1"), give_up_after_s=1.0).get("/")
@@ -287,7 +287,7 @@ def test_a_missing_etcd_is_reported_in_time() -> None:
 
 
 def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the answer to a creation is lost after it happened, the retry finds its own write and reports success."""
+    """If the answer to a successful creation is lost, the retry finds its own write and reports success."""
     client = etcd_store._connection.client()
     transact, losses = client.transaction, ["the first answer"]
 
@@ -311,7 +311,7 @@ def test_a_transaction_whose_answer_was_lost_counts(etcd_store: EtcdStore, monke
 def test_an_etcd_that_cannot_write_for_a_moment_is_asked_again(
     etcd_store: EtcdStore, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
-    """Too many requests and a full database share a code; both may be over before the call's time is."""
+    """Too many requests and a full database share a code; both may pass before the call's timeout."""
     client = etcd_store._connection.client()
     transact, failures = client.transaction, [said, said]
 
@@ -332,7 +332,7 @@ def test_an_etcd_that_cannot_write_for_a_moment_is_asked_again(
 
 
 def test_users_and_expired_tokens() -> None:
-    """A wrong password is refused; a token that etcd forgot over a restart is renewed without a word."""
+    """A wrong password is refused; a token that etcd lost in a restart is renewed silently."""
     with EtcdServer() as server:
         admin = patient(server.endpoint)
         client = admin._connection.client()
@@ -353,7 +353,7 @@ def test_users_and_expired_tokens() -> None:
 
 
 def test_mutual_tls(tmp_path: Path) -> None:
-    """With the right certificates everything works, the watch too; without a client certificate nothing does."""
+    """With the right certificates everything works, including watches; without a client certificate nothing does."""
     files = Authority(tmp_path).issue("etcd")
     with EtcdServer(tls=files) as server:
         store = patient(server.endpoint, files)
@@ -367,7 +367,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
 
 
 def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
-    """Bad TLS and user options are all reported at once."""
+    """All invalid TLS and user options are reported at once."""
     conf = {"cert": str(tmp_path / "missing.pem"), "user": "me"}
     with pytest.raises(OptionError) as caught:
         etcd_options("host:2379", conf)
@@ -386,5 +386,5 @@ def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
     [("a", ("a:2379",)), ("http://a:1,b:2/", ("a:1", "b:2")), ("[::1]:5", ("[::1]:5",)), ("[::1]", ("[::1]:2379",))],
 )
 def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
-    """Endpoints come with or without scheme, port and brackets."""
+    """Endpoints with or without scheme, port and brackets are accepted."""
     assert etcd_options(text).endpoints == expected

@@ -1,4 +1,4 @@
-"""A store in memory, and threads for nodes that wait for each other."""
+"""An in-memory store, and threads for nodes that wait for each other."""
 
 from __future__ import annotations
 

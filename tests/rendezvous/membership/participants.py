@@ -1,4 +1,4 @@
-"""Nodes over a store, as tests make them: alone, in pairs, and dead without a word."""
+"""Nodes on a store, as tests create them: alone, in pairs, or crashed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_node(
 ) -> Participant:
     """Return a node, or the one worker of a named node in `live` mode.
 
-    The first world waits for as many as there may be, unless the last call is short.
+    The first world waits for max_nodes nodes, unless the last call is short.
     """
     place = Place("host", "127.0.0.1", 1, node=node)
     return Participant(store, "job", Policy(least, most, last_call_s), place, ttl_s=ttl_s)
@@ -38,10 +38,10 @@ def enter(node: Participant, timeout_s: float = PATIENCE_S) -> World | None:
 
 
 def meet_again(nodes: Sequence[Participant], pool: ThreadPoolExecutor) -> list[World | None]:
-    """Let all leave their world before any of them seals the next one.
+    """Make all nodes leave their world before any of them seals the next one.
 
-    Where the world's record is lost, a member that has not left it yet counts as ready. It finds itself in a new world
-    then, leaves that, and its agent's peers would follow.
+    If the world's record is lost, a member that has not left it yet counts as ready. It then finds itself in a new
+    world, leaves that, and its agent's peers would follow.
     """
     for node in nodes:
         node.join(PATIENCE_S)
@@ -62,7 +62,7 @@ def pair(store: MemoryStore, pool: ThreadPoolExecutor) -> tuple[Participant, Par
 
 
 def crash(store: MemoryStore, node: Participant) -> None:
-    """End a node as SIGKILL does: nothing is revoked, and its lease runs out."""
+    """End a node as SIGKILL does: nothing is revoked, and its lease expires."""
     node._left.set()
     assert node._own.lease is not None
     node._own.lease.abandon()

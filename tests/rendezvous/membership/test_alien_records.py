@@ -1,4 +1,4 @@
-"""Records that another version or a person has written: nobody fails over them, and old and new train together."""
+"""Records written by another version or by hand: nobody fails over them, and old and new versions train together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def view_of(**texts: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("record", [MEMBER, WORLD, Head(3, None), Closed(3, 1.0, Job("/runs/a", "d")), Closed(3, 1.0)])
 def test_records_are_read_as_they_were_written(record: Member | World | Head | Closed) -> None:
-    """Also those with fields that only a newer version knows."""
+    """This includes records with fields that only a newer version knows."""
     assert read_record(type(record), encode(record)) == record
     newer = {**json.loads(encode(record)), "colour": {"deep": [1]}, "format": FORMAT}
     assert read_record(type(record), json.dumps(newer)) == record
@@ -59,7 +59,7 @@ def test_records_of_the_first_version_are_read() -> None:
 
 @pytest.mark.parametrize("text", GARBAGE)
 def test_what_is_no_record_says_so(text: str) -> None:
-    """Whatever it is, the parser's own errors do not get out."""
+    """Whatever the text is, no parser error escapes."""
     for kind in (Member, World, Head, Closed):
         with pytest.raises(UnreadableRecordError):
             read_record(kind, text)
@@ -67,14 +67,14 @@ def test_what_is_no_record_says_so(text: str) -> None:
 
 @pytest.mark.parametrize("layout", [FORMAT + 1, "two"])
 def test_a_newer_format_is_not_guessed_at(layout: object) -> None:
-    """It may mean something else by the same names."""
+    """A newer format may use the same names with other meanings."""
     with pytest.raises(NewerRecordError, match="format"):
         read_record(Head, json.dumps({"term": 3, "commit": None, "format": layout}))
 
 
 @pytest.mark.parametrize("text", GARBAGE)
 def test_a_view_passes_over_what_it_cannot_read(text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Everything else is there, and a warning names the key."""
+    """Everything else is in the view, and a warning names the key."""
     caplog.set_level(logging.WARNING)
     garbage = dict.fromkeys(("world", "head", "failure", "closed", "members__x", "members__a-2", "other"), text)
     mine = {"members__a-1": encode(MEMBER)}
@@ -112,7 +112,7 @@ def test_garbage_below_the_prefix_ends_nobody(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["world", "head", "closed"])
 def test_a_member_leaves_to_a_newer_version_what_it_cannot_read(key: str) -> None:
-    """It neither seals over it nor claims or publishes over it, and says what to do."""
+    """It does not seal, claim or publish over the record, and says what to do."""
     store = MemoryStore()
     node = make_node(store, last_call_s=0.0)
     assert enter(node) is not None

@@ -1,4 +1,4 @@
-"""Nodes whose etcd is away, refuses, or has lost its data: nobody ends over it, and the next world comes."""
+"""Nodes whose etcd is down, refuses, or has lost its data: no node exits, and the next world forms."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.rendezvous.membership.participants import TTL_S, enter, make_node, me
 from tests.rendezvous.rendezvous_sides import eventually, patient
 
 REAL_TTL_S = 10.0
-"""Of leases on a real etcd: a machine may be busy for some seconds, and a test waits until they would have ended."""
+"""TTL of leases on a real etcd: a machine may be busy for some seconds, and a test waits until they have expired."""
 
 
 def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the workers have done is done: nothing is raised, and the job is closed when etcd is back."""
+    """The workers have finished: nothing is raised, and the job is closed when etcd returns."""
     node, swap, refused = make_node(store, last_call_s=0.0), store.swap, list[Writes]()
     enter(node)
 
@@ -49,7 +49,7 @@ def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, mo
 def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers again as soon as etcd grants a lease again."""
+    """It registers again as soon as etcd grants leases again."""
     node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
 
     def refuse(ttl_s: float, *, renew: bool = True) -> Lease:
@@ -70,7 +70,7 @@ def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
 
 
 def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Etcd refuses a record on a lease that ended before its first use; that ends nobody."""
+    """Etcd refuses a record on a lease that expired before its first use; that ends nobody."""
     node, swap, tries = make_node(store, most=1), store.swap, []
 
     def refuse_first(writes: Writes, guards: Guards) -> int | None:
@@ -85,7 +85,7 @@ def test_a_node_frozen_while_it_registers_registers_again(store: MemoryStore, mo
 
 @pytest.mark.slow
 def test_an_outage_of_etcd_does_not_end_a_world() -> None:
-    """While etcd is away, and after it is back, the members of a world stay in it, and a new round is possible."""
+    """During and after an outage of etcd, a world's members stay in it, and a new round is possible."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         nodes = [make_node(patient(server.endpoint), ttl_s=REAL_TTL_S) for _ in range(2)]
         list(pool.map(enter, nodes))
@@ -101,7 +101,7 @@ def test_an_outage_of_etcd_does_not_end_a_world() -> None:
 
 @pytest.mark.slow
 def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
-    """Its revisions begin at 1 again: the members notice, register once or twice each, and form the next world."""
+    """Its revisions restart at 1: the members notice, register once or twice each, and form the next world."""
     with EtcdServer() as server, ThreadPoolExecutor(2) as pool:
         stores = [patient(server.endpoint) for _ in range(2)]
         nodes = [make_node(store, ttl_s=REAL_TTL_S) for store in stores]
@@ -121,7 +121,7 @@ def test_members_rejoin_an_etcd_that_lost_its_data() -> None:
 
 
 def test_a_snapshot_from_before_a_data_loss_is_not_shown_after_it() -> None:
-    """An answer of the etcd that was may arrive late, and has the higher revision."""
+    """An answer from before the loss may arrive late, with a higher revision."""
     seen, lives = LatestView(Keys("job"), Snapshot(70, {})), DataLossDetector()
     assert lives.heard(lives.ask(), 70) == 0
     late, other = lives.ask(), lives.ask()

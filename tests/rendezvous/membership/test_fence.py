@@ -1,4 +1,4 @@
-"""The fence, on both stores: only the newest world may claim, only the newest claim may publish."""
+"""The fence, on all stores: only the newest world may claim, and only the newest claim may publish."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def test_claims_grow(side: Side, run_id: str) -> None:
-    """A claim gets the term asked for, or the next one above the head."""
+    """A claim gets the requested term, or the next one above the head."""
     fence = EtcdFence(side.store, run_id)
     assert fence.head() is None
     assert [fence.claim(1), fence.claim(7), fence.claim(3)] == [1, 7, 8]
 
 
 def test_only_the_newest_claim_publishes(side: Side, run_id: str) -> None:
-    """After a newer claim the older term is refused, and the head keeps what was published before."""
+    """After a newer claim the older term is refused, and the head keeps the earlier publication."""
     old, new = EtcdFence(side.store, run_id), EtcdFence(side.store, run_id)
     first = old.claim(1)
     old.publish(first, "commit-1")
@@ -77,7 +77,7 @@ def test_a_zombie_cannot_claim(side: Side, run_id: str) -> None:
 def test_a_worker_opens_the_fence_of_its_context(
     etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the launcher leaves in the environment is enough to claim and to publish."""
+    """The environment that the launcher sets is enough to claim and to publish."""
     monkeypatch.delenv(VARIABLE, raising=False)
     assert context() is None
     given = RendezvousContext((etcd.endpoint,), run_id, 5, "member", 1.0, 2.0, "lost", 2)
@@ -96,7 +96,7 @@ def test_a_worker_opens_the_fence_of_its_context(
 
 
 def test_a_job_is_bound_to_one_store(side: Side, run_id: str) -> None:
-    """The first word holds for everybody; the next job of this run id, once this one is done, may bind to another."""
+    """The first binding holds for everybody; the next job of this run id, once this one is done, may choose another."""
     fence = EtcdFence(side.store, run_id)
     assert fence.bind(None) is None
     assert fence.bind("first") == "first"

@@ -1,7 +1,7 @@
-"""Membership explored: every interleaving of a few nodes that join, seal, die, freeze and come back.
+"""Model checking of membership: every interleaving of a few nodes that join, seal, die, freeze and return.
 
-The model runs the same pure functions as the product. A node looks, decides and writes in three separate steps, so
-that every write may rest on an old look; a lease may end while its holder, a zombie, continues.
+The model runs the product's pure functions. A node looks, decides and writes in three separate steps, so that every
+write may rest on an old look; a lease may expire while its holder, a zombie, continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
 
 @dataclass(frozen=True)
 class Actor:
-    """A process: its current member id, the world it serves, and the write it is about to try."""
+    """A process: its current member id, the world it serves, and its pending write."""
 
     id: str = ""
     lives: int = 0
@@ -58,7 +58,7 @@ Entries = tuple[tuple[str, Entry], ...]
 
 @lru_cache(None)
 def snapshot_of(revision: int, entries: Entries) -> Snapshot:
-    """Return what is in the store: many states differ in their processes alone."""
+    """Return the snapshot of the store's entries: many states differ in their processes alone."""
     return Snapshot(revision, dict(entries))
 
 
@@ -69,7 +69,7 @@ def view_of(revision: int, entries: Entries) -> View:
 
 @dataclass(frozen=True)
 class State:
-    """The store's keys and all processes, and what has been seen so far."""
+    """The store's keys, all processes, and the history so far."""
 
     revision: int
     entries: Entries
@@ -89,7 +89,7 @@ class State:
         return replace(self, actors=(*self.actors[:place], actor, *self.actors[place + 1 :]))
 
     def written(self, change: Change, *, ignoring: str = "") -> State | None:
-        """The state after a transaction, or None if a guard does not hold; a planted bug ignores one guard."""
+        """Return the state after a transaction, or None if a guard does not hold; a planted bug ignores one guard."""
         now = self.snapshot
         if any(now.revision_of(key) != revision for key, revision in change.guards.items() if key != ignoring):
             return None
@@ -103,7 +103,7 @@ class State:
 
 
 def steps(state: State, *, ignoring: str = "") -> Iterator[State]:
-    """All states that one step of one process, or one lease's end, can lead to."""
+    """Return all states that one step of one process, or one expired lease, can lead to."""
     for place, actor in enumerate(state.actors):
         key = KEYS.member(actor.id)
         if not actor.is_dead:
@@ -140,7 +140,7 @@ def _register(state: State, place: int, actor: Actor) -> Iterator[State]:
 
 @lru_cache(None)
 def decision_of(revision: int, entries: Entries, me: str) -> Decision | Change:
-    """Return what a node does next that sees this; for a world that it would seal, the transaction."""
+    """Return a node's decision on these entries; for a world that it would seal, the transaction."""
     decision = decisions.decide(view_of(revision, entries), me, POLICY, quiet_s=1.0)
     if not isinstance(decision, Seal):
         return decision
@@ -194,14 +194,14 @@ def _write(state: State, place: int, actor: Actor, ignoring: str) -> State:
 
 
 def check(state: State) -> None:
-    """At most one world per term, terms only grow, and nobody serves a term that was not sealed."""
+    """Check that there is one world per term, that terms only grow, and that nobody serves an unsealed term."""
     for terms in (state.sealed, state.claimed):
         assert all(old < new for old, new in pairwise(terms)), f"terms do not grow: {terms}"
     assert {actor.serving for actor in state.actors} <= {0, *state.sealed}
 
 
 def explore(num_nodes: int, depth: int, *, ignoring: str = "") -> list[State]:
-    """Breadth first: every state within `depth` steps, each checked once."""
+    """Check every state within `depth` steps once, breadth first."""
     start = State(1, (), tuple(Actor() for _ in range(num_nodes)))
     seen, queue = {start}, deque([(start, 0)])
     while queue:
@@ -217,7 +217,7 @@ def explore(num_nodes: int, depth: int, *, ignoring: str = "") -> list[State]:
 
 
 def settle(state: State) -> State:
-    """Let the dead be buried and the living act by turns, with nothing going wrong any more."""
+    """Remove dead members and let the living act in turn, without further faults."""
     for place, actor in enumerate(state.actors):
         state = state.with_actor(place, replace(actor, lives=10))
     held = {KEYS.member(actor.id) for actor in state.actors if not actor.is_dead}
@@ -232,7 +232,7 @@ def settle(state: State) -> State:
 
 @pytest.mark.parametrize(("num_nodes", "depth"), [(2, 14), (3, 9)])
 def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
-    """No interleaving of joins, crashes, lost leases, restarts and claims seals a term twice or lets one shrink."""
+    """No interleaving of joins, crashes, lost leases, restarts and claims seals a term twice or lets one decrease."""
     states = explore(num_nodes, depth)
     assert len(states) > 1000
     assert max(len(state.sealed) for state in states) >= 2
@@ -241,13 +241,13 @@ def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
 
 @pytest.mark.parametrize("guard", [KEYS.world, KEYS.head])
 def test_the_search_finds_a_missing_guard(guard: str) -> None:
-    """The exploration can fail: without the guard on the world, or on the head, it finds the broken history."""
+    """The check can fail: without the guard on the world, or on the head, it finds the violation."""
     with pytest.raises(AssertionError, match=r"terms do not grow|fenced world"):
         explore(2, 14, ignoring=guard)
 
 
 def test_progress_is_possible_from_every_state() -> None:
-    """From every reachable state, once nothing fails any more, the living end in one world together."""
+    """From every reachable state, once faults stop, the living end in one world together."""
     for state in explore(2, 9):
         calm = settle(state)
         living = [actor for actor in calm.actors if not actor.is_dead]

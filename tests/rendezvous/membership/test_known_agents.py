@@ -1,4 +1,4 @@
-"""What a refusal means: death where the agent was met before, and nothing but a wrong way where it was not."""
+"""The meaning of a refused connection: death if the agent was reached before, else possibly a wrong address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Net:
 
 
 def known(*answers: Answer) -> tuple[KnownAgents, list[str]]:
-    """Ask for two workers of one node again and again; return what was found each time."""
+    """Ask for two workers of one node repeatedly; return the result of each time."""
     net = Net()
     agents, found = KnownAgents("here", net), []
     for answer in answers:
@@ -35,7 +35,7 @@ def known(*answers: Answer) -> tuple[KnownAgents, list[str]]:
 
 
 def test_a_refusal_is_death_only_to_who_has_met_the_agent() -> None:
-    """Else the address may lead to another machine: docker gives 172.17.0.2 to one container of every host."""
+    """Otherwise the address may belong to another machine: docker gives 172.17.0.2 to a container on every host."""
     assert known("refused", "other", "silent", "mute")[1] == ["away"] * 4
     assert known("itself", "refused")[1] == ["here", "gone"]
     assert known("itself", "other")[1] == ["here", "gone"], "its port was given to another process"
@@ -43,7 +43,7 @@ def test_a_refusal_is_death_only_to_who_has_met_the_agent() -> None:
 
 
 def test_a_node_that_was_taken_for_dead_and_registers_again_is_not_known() -> None:
-    """Its refusal was no death: were it, every member that has met it would end a healthy world for it once more."""
+    """If the refusal still counted as death, every member that has reached it would end a healthy world again."""
     net = Net()
     agents = KnownAgents("here", net)
     agents.ask([worker("b0", "b")], 1.0)
@@ -65,7 +65,7 @@ def test_own_workers_and_those_without_an_agent_need_not_be_met() -> None:
 
 
 def test_who_waits_buries_late_members_that_it_has_met_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A joiner whose address is not what the others reach once ended healthy worlds ten times a second."""
+    """Otherwise a joiner whose address the others reach differently ends healthy worlds ten times a second."""
     net = Net()
     agents = KnownAgents("a", net)
     a, b, c = worker("a0", "a"), worker("b0", "b"), worker("c0", "c")
@@ -78,7 +78,7 @@ def test_who_waits_buries_late_members_that_it_has_met_and_no_others(monkeypatch
 
 
 def test_who_is_refused_by_most_suspects_itself() -> None:
-    """It removes one node, or up to half of several; else it would stop the healthy ones and train alone."""
+    """It removes one node, or up to half of several; otherwise it would stop the healthy ones and train alone."""
     assert believed({"b"}, 1) == {"b"} and believed({"b"}, 2) == {"b"}
     assert believed({"b", "c"}, 2) == set()
     assert believed({"b", "c"}, 4) == {"b", "c"} and believed({"b", "c", "d"}, 4) == set()

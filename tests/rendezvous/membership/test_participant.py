@@ -1,4 +1,4 @@
-"""Nodes over a store: registering, sealing, losing a member, blame, limits, the end; in memory, without a clock."""
+"""Nodes on a store: registering, sealing, losing a member, blame, limits, the end; in memory, without a clock."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.rendezvous.rendezvous_sides import eventually
 
 
 def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """Two nodes that may be one or two wait for each other, and not for the last call."""
+    """Two nodes with limits 1:2 wait for each other, and not for the last call."""
     first, second = pair(store, pool)
     assert first.num_waiting() == second.num_waiting() == 0
     assert [seat.member for seat in store_world(first).seats] == [first.id, second.id]
 
 
 def test_a_lost_lease_ends_the_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """When a lease ends the survivor is asked for a new round, and is alone in a world of the next term."""
+    """When a lease expires the survivor is asked for a new round, and is alone in a world of the next term."""
     first, second = pair(store, pool)
     crash(store, second)
     eventually(lambda: first.num_waiting() > 0, "the loss is noticed")
@@ -41,7 +41,7 @@ def test_a_lost_lease_ends_the_world(store: MemoryStore, pool: ThreadPoolExecuto
 
 
 def test_a_joiner_is_admitted(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """A node that comes later makes the others start a new round, and all meet in the next term."""
+    """When a node joins later the others start a new round, and all meet in the next term."""
     first = make_node(store, last_call_s=0.0)
     enter(first)
     second = make_node(store)
@@ -72,7 +72,7 @@ def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) ->
 
 
 def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
-    """However often it has stepped back since, or has lost its lease, or etcd its world."""
+    """It may have stepped back repeatedly, its lease may have expired, or etcd may have lost its world."""
     policy = Policy(1, 2, 0.0, cell=CellShape(1, 2))
     places = [Place("host", "127.0.0.1", 1, node="a", node_members=2) for _ in range(2)]
     first, second = (Participant(store, "job", policy, place, ttl_s=TTL_S) for place in places)
@@ -96,7 +96,7 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
 
 
 def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """One without a port or a file left keeps its lease, and is in the world that the other seals."""
+    """A member without a free port or file keeps its lease, and is in the world that the other seals."""
     nodes = [make_node(store), make_node(store)]
 
     def refuse(seal: Seal) -> tuple[str, int]:
@@ -112,7 +112,7 @@ def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore,
 
 
 def test_the_only_member_hosts_its_world_as_soon_as_it_can(store: MemoryStore) -> None:
-    """Nobody else could; it is not ended by what may pass."""
+    """Nobody else could host it; a transient fault does not end the member."""
     node, tries = make_node(store, last_call_s=0.0), list[Seal]()
 
     def host(seal: Seal) -> tuple[str, int]:
@@ -155,7 +155,7 @@ def test_the_last_to_finish_closes_the_job(store: MemoryStore, pool: ThreadPoolE
 
 
 def test_a_node_that_finishes_long_after_another_is_not_restarted(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """A node that has finished leaves when its patience ends; the other works on, and closes the job."""
+    """A finished node leaves when its patience ends; the other continues, and closes the job."""
     first, second = pair(store, pool)
     first.finish(0.0)
     assert second.view.closed is None
@@ -169,14 +169,14 @@ def test_a_node_that_finishes_long_after_another_is_not_restarted(store: MemoryS
 def test_nodes_without_patience_that_finish_together_close_the_job(
     store: MemoryStore, pool: ThreadPoolExecutor
 ) -> None:
-    """Whoever is the last to say that it has finished closes the job, however short it may wait."""
+    """The last node to report its end closes the job, however short it may wait."""
     nodes = pair(store, pool)
     list(pool.map(lambda node: (node.finish(0.0), node.leave()), nodes))
     assert enter(make_node(store)) is None
 
 
 def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
-    """The mark of a finished job expires, and terms continue from where they were."""
+    """The mark of a finished job expires, and terms continue from the last one."""
     node = make_node(store, last_call_s=0.0)
     enter(node)
     node.finish(PATIENCE_S)
@@ -187,14 +187,14 @@ def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
 
 
 def test_leaving_is_noticed_at_once(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """A node that leaves revokes its lease: no time has to pass."""
+    """A node that leaves revokes its lease: no wait is needed."""
     first, second = pair(store, pool)
     second.leave()
     eventually(lambda: first.num_waiting() > 0, "the leave is noticed")
 
 
 def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """A node whose lease ended while it was frozen is asked for a new round and gets a new id."""
+    """A node whose lease expired while it was frozen is asked for a new round and gets a new id."""
     first, second = pair(store, pool)
     old = second.id
     assert second._own.lease is not None
@@ -209,7 +209,7 @@ def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoo
 
 @pytest.mark.slow
 def test_too_few_nodes_is_an_error(store: MemoryStore) -> None:
-    """Below the minimum a node gives up after its time, and says how many came."""
+    """Below the minimum a node stops after its timeout, and says how many nodes came."""
     with pytest.raises(TooFewNodesError, match="1 of at least 2 nodes"):
         enter(make_node(store, most=3, least=2), timeout_s=2.0)
 
@@ -236,7 +236,7 @@ def test_a_leader_seals_what_it_has_seen(store: MemoryStore) -> None:
 def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of those that wait; a thousand would ask one another's machines ten times a second."""
+    """Only the first that waits probes: a thousand would probe one another's machines ten times a second."""
     asked: list[str] = []
     monkeypatch.setattr(known_agents, "refuses", lambda agent, _: bool(asked.append(agent)))
 
@@ -269,9 +269,9 @@ def test_one_worker_of_a_node_looks_for_agents_that_are_gone(
 def test_a_node_with_other_limits_or_in_another_mode_is_refused_and_the_others_do_not_notice(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, most: int, node: str, differs: str
 ) -> None:
-    """One with --nnodes 1:2 and one with 1:3 once made room for a third, and none, twice a second.
+    """Otherwise nodes with --nnodes 1:2 and 1:3 admit and drop a third one twice a second.
 
-    Of two modes the workers of one node once waited for those of the other in one world, without a word.
+    Workers of nodes in different modes would wait for each other in one world, silently.
     """
     monkeypatch.setattr(participant, "LEASE_MARGIN_S", -TTL_S)
     first, other = make_node(store, last_call_s=0.0), make_node(store, most=most, last_call_s=0.0, node=node)
@@ -286,13 +286,13 @@ def test_a_node_with_other_limits_or_in_another_mode_is_refused_and_the_others_d
 
 
 def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_members_last(store: MemoryStore) -> None:
-    """Those who were killed are not asked: the newcomer waits until they are gone."""
+    """Killed members are not asked: the newcomer waits until they are gone."""
     dead, other = make_node(store, last_call_s=0.0), make_node(store, most=3, last_call_s=0.0)
     dead.join(PATIENCE_S)
     eventually(lambda: len(other.view.members) == 1, "the first")
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(other.join, PATIENCE_S)
-        dead.leave()  # as its lease's end
+        dead.leave()  # as if its lease expired
         joining.result(PATIENCE_S)
     assert [member.nodes for member in other.view.members] == ["1:3"]
     other.leave()
@@ -302,7 +302,7 @@ def test_a_job_may_be_started_with_other_limits_while_the_leases_of_its_dead_mem
 def test_of_two_that_come_together_with_other_limits_or_modes_the_second_is_refused(
     store: MemoryStore, most: int, node: str
 ) -> None:
-    """Neither saw the other before it registered; no world is made of both."""
+    """Neither saw the other before it registered; they never form a world together."""
     first, other = make_node(store, last_call_s=0.0), make_node(store, most=most, last_call_s=0.0, node=node)
     first.join(PATIENCE_S)
     other._own.register()
@@ -317,7 +317,7 @@ def test_of_two_that_come_together_with_other_limits_or_modes_the_second_is_refu
 
 @pytest.mark.parametrize(("num_workers", "missing"), [(2, "the other workers of a node"), (1, "the others, giving up")])
 def test_a_member_says_whom_it_waits_for(store: MemoryStore, num_workers: int, missing: str) -> None:
-    """One whose mate was asked to leave before the first world said that 1 of at least 1 nodes were there."""
+    """Otherwise a member whose mate had left before the first world would report 1 of at least 1 nodes."""
     place = Place(host="a", address="127.0.0.1", num_workers=1, name="a.0", node="a", node_members=num_workers)
     member = Participant(store, "job", Policy(1, 1), place, ttl_s=TTL_S)
     member.join(PATIENCE_S)
@@ -329,7 +329,7 @@ def test_a_member_says_whom_it_waits_for(store: MemoryStore, num_workers: int, m
 def test_who_waits_in_vain_says_at_once_who_has_finished(
     store: MemoryStore, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its mate's workers ended with 0, and it leaves once this one's have failed; the rest waited 900 s for it."""
+    """One node's workers end with 0, and it leaves once the other's have failed, which would wait 900 s for it."""
     nodes = [make_node(store, least=2), make_node(store, least=2)]
     assert all(pool.map(enter, nodes))
     first, second = nodes
@@ -348,7 +348,7 @@ def test_who_waits_in_vain_says_at_once_who_has_finished(
 def test_a_node_that_there_is_no_room_for_says_once_that_it_stands_by(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second terminal with the same line sat in silence until the job of the first was done."""
+    """Otherwise a second terminal with the same command is silent until the first one's job ends."""
     monkeypatch.setattr(outage_log, "FIRST_WORD_S", 0.0)
     monkeypatch.setattr(participant, "LOOK_S", 0.0)
     first, spare = make_node(store, most=1, last_call_s=0.0), make_node(store, most=1, last_call_s=0.0)

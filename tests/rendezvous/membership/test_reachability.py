@@ -1,4 +1,4 @@
-"""Nodes that reach etcd but not each other: found by looking, left out, and let in again when the network heals."""
+"""Nodes that reach etcd but not each other are detected by probing, left out, and accepted again afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def next_world(node: Participant) -> World:
 def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two silent looks in a row count; the larger part continues, and takes the third back once it answers."""
+    """Two silent probes in a row count; the larger part continues, and accepts the third again once it answers."""
     monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, cut = MemoryStore(), {"c"}
 
@@ -74,7 +74,7 @@ def test_a_node_that_is_cut_off_from_the_others_is_left_out_until_it_can_be_reac
 
 @pytest.mark.slow
 def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer of etcd's was lost: the record names a node that this process does not know that it has named."""
+    """One of etcd's answers was lost: the record names a node that this process does not know it has named."""
     monkeypatch.setattr(reach, "SELDOM_S", 0.05)
     store = MemoryStore()
     nodes = {name: make_node(store, name, last_call_s=0.5) for name in "ab"}
@@ -94,7 +94,7 @@ def test_a_member_missing_only_in_the_record_is_probed(monkeypatch: pytest.Monke
 def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is at its address, it is asked who it is before they make room; once it answers, they do."""
+    """Whatever is at its address, its identity is checked before the others make room; once it answers, they do."""
     monkeypatch.setattr(reach, "AGAIN_S", 0.02)
     monkeypatch.setattr(reach, "LOOK_EVERY_S", 0.05)
     store, wrong = MemoryStore(), {"c"}
@@ -123,7 +123,7 @@ def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
 
 
 def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member() -> None:
-    """So there is no moment in which they would make room for it."""
+    """The others thus never make room for it."""
     store = MemoryStore()
     nodes = {name: make_node(store, name, last_call_s=0.5) for name in "ab"}
     cut = make_node(store, "c", lambda *_: "refused")
@@ -147,7 +147,7 @@ def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member()
 def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It registers again, and is not known any more by who has not met it since: one world is what it costs."""
+    """It registers again, and counts as unknown to members that have not reached it since: it costs one world only."""
     monkeypatch.setattr(reach, "AGAIN_S", 0.0)
     store, refuses = MemoryStore(), set[str]()
     ask: Ask = lambda agent, *_: "refused" if agent[0] in refuses else "itself"  # noqa: E731

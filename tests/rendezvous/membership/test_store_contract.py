@@ -1,4 +1,4 @@
-"""What every store promises; each fact is checked on the twin in memory and on a real etcd."""
+"""The contract of every store, checked on the in-memory store and on a real etcd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import PATIENCE_S
 if TYPE_CHECKING:
     from tests.rendezvous.rendezvous_sides import Side
 
-# A real etcd counts a time to live in seconds, of which it takes two at least.
+# A real etcd counts a TTL in whole seconds, and needs at least two.
 in_lease_time = pytest.mark.parametrize(
     "side", ["memory", pytest.param("etcd", marks=pytest.mark.slow), "simulated"], indirect=True
 )
@@ -25,7 +25,7 @@ def texts(side: Side) -> dict[str, str]:
 
 
 def test_get_sees_only_its_prefix(side: Side) -> None:
-    """A snapshot holds the keys below the prefix and no others."""
+    """A snapshot holds exactly the keys below the prefix."""
     side.store.swap({side.prefix + "a": Put("1"), side.prefix[:-1] + "x": Put("2")}, {})
     assert texts(side) == {"a": "1"}
 
@@ -39,7 +39,7 @@ def test_swap_creates_once(side: Side) -> None:
 
 
 def test_swap_is_all_or_nothing(side: Side) -> None:
-    """One guard that does not hold keeps every write of the transaction away."""
+    """One guard that does not hold prevents every write of the transaction."""
     a, b = side.prefix + "a", side.prefix + "b"
     side.store.swap({a: Put("1")}, {})
     assert side.store.swap({a: Put("2"), b: Put("2")}, {b: ABSENT, a: ABSENT}) is None
@@ -47,7 +47,7 @@ def test_swap_is_all_or_nothing(side: Side) -> None:
 
 
 def test_a_guard_of_a_folder_sees_every_write_below(side: Side) -> None:
-    """A key that ends with a slash stands for all below it: whatever was written since the look is found."""
+    """A key that ends with a slash stands for all keys below it: any write since the look is detected."""
     key, folder, look = side.prefix + "out", side.prefix + "in/", side.store.get
     side.store.swap({folder + "a": Put("1"), folder + "b": Put("1")}, {})
     seen = look(folder).revision
@@ -63,7 +63,7 @@ def test_a_guard_of_a_folder_sees_every_write_below(side: Side) -> None:
 
 
 def test_the_guards_of_a_transaction_are_limited(side: Side) -> None:
-    """What etcd takes by default, the twin takes, too; one more is refused, not lost in retries."""
+    """Etcd's default limit holds in every store; one guard more is refused, not lost in retries."""
     guards = {f"{side.prefix}none-{number}": ABSENT for number in range(MOST_GUARDS)}
     assert side.store.swap({side.prefix + "a": Put("1")}, guards) is not None
     with pytest.raises(StoreRefusedError, match="too many operations"):
@@ -84,7 +84,7 @@ def test_revisions_grow_and_creation_stays(side: Side) -> None:
 
 
 def test_revoking_a_lease_deletes_its_keys(side: Side) -> None:
-    """A revoked lease takes its keys with it at once, and only its own."""
+    """A revoked lease deletes its own keys at once, and no others."""
     lease = side.store.lease(30)
     side.store.swap({side.prefix + "leased": Put("1", lease), side.prefix + "free": Put("1")}, {})
     lease.revoke()
@@ -93,7 +93,7 @@ def test_revoking_a_lease_deletes_its_keys(side: Side) -> None:
 
 
 def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
-    """A leased key may be deleted, by anybody, before its lease ends; the lease then takes only what is left."""
+    """A leased key may be deleted by anybody before its lease ends; the lease then deletes only the rest."""
     lease = side.store.lease(30)
     side.store.swap({side.prefix + "buried": Put("1", lease), side.prefix + "kept": Put("1", lease)}, {})
     side.store.swap({side.prefix + "buried": None}, {})
@@ -103,7 +103,7 @@ def test_a_deleted_key_leaves_its_lease(side: Side) -> None:
 
 @in_lease_time
 def test_an_abandoned_lease_ends(side: Side) -> None:
-    """A lease that nobody renews ends after its time to live, and a watch shows it."""
+    """A lease that is not renewed expires after its TTL, and a watch shows it."""
     lease = side.store.lease(5)
     watch = side.store.watch(side.prefix)
     written = side.store.swap({side.prefix + "a": Put("1", lease)}, {})
@@ -117,7 +117,7 @@ def test_an_abandoned_lease_ends(side: Side) -> None:
 
 @in_lease_time
 def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
-    """A lease that is renewed is still there when an abandoned one granted with it has ended."""
+    """A renewed lease exists after an abandoned one, granted at the same time, has expired."""
     kept, dropped = side.store.lease(10), side.store.lease(10)
     writes = {side.prefix + "kept": Put("1", kept), side.prefix + "dropped": Put("1", dropped)}
     watch = side.store.watch(side.prefix)

@@ -1,4 +1,4 @@
-"""The address that a node gives to others: never one that means another machine there."""
+"""The address that a node publishes never means another machine to other nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = etcd_options("127.0.0.1:2379")
 
 
 def test_an_etcd_on_this_machine_does_not_make_the_address_a_loopback_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the first node of a job, or where Debian's hosts file gives the machine's name 127.0.1.1."""
+    """Etcd is local on a job's first node; Debian's hosts file may map the machine's name to 127.0.1.1."""
     monkeypatch.setattr(
         addresses, "address_towards", lambda host, port: "127.0.1.1" if host == "127.0.0.1" else "10.0.0.7"
     )
@@ -22,7 +22,7 @@ def test_an_etcd_on_this_machine_does_not_make_the_address_a_loopback_one(monkey
 
 
 def test_a_machine_without_a_way_out_has_the_address_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless that is a loopback address, too: then all nodes are here, or none can be reached."""
+    """If that is a loopback address as well, all nodes are local, or none can be reached."""
     monkeypatch.setattr(addresses, "address_towards", lambda host, port: None)
     for named, expected in (("10.0.0.7", "10.0.0.7"), ("127.0.1.1", "127.0.0.1")):
         monkeypatch.setattr(addresses.socket, "getaddrinfo", lambda *_, at=named, **__: [(2, 1, 6, "", (at, 0))])
@@ -30,14 +30,14 @@ def test_a_machine_without_a_way_out_has_the_address_of_its_name(monkeypatch: py
 
 
 def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
-    """By the option's name, before anything is started."""
+    """The error names the option, before anything is started."""
     assert own_address("127.0.0.1", HERE, max_nodes=2) == "127.0.0.1"
     with pytest.raises(OptionError, match=r"--local-addr 198\.51\.100\.7: nothing can listen at this address"):
         own_address("198.51.100.7", HERE, max_nodes=2)
 
 
 def test_addresses_and_interfaces_of_this_machine() -> None:
-    """The loopback interface is everywhere; what is no address of this machine is at none of its interfaces."""
+    """The loopback interface always exists; an address of another machine belongs to no interface."""
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("198.51.100.7") is None and interface_of("no such name") is None

@@ -1,4 +1,4 @@
-"""The keys of --rdzv_conf: ours, and all that users of torch's own backends may bring."""
+"""The keys of --rdzv_conf: ours, and all that users of torch's own backends may pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FILES = ("ca_cert", "cert", "key", "cacert", "ssl_cert", "ssl_cert_key")
 COMPANIONS = {"cert": {"ca_cert", "key"}, "key": {"ca_cert", "cert"}, "user": {"password"}, "password": {"user"}}
 """Options that are only valid together."""
 OTHER_FACTOR = {"keep_alive_interval": 3, "keep_alive_max_attempt": 5}
-"""What torch has for the other one of the two keys."""
+"""Torch's value for the other of the two keys."""
 
 
 def params(endpoint: str = ENDPOINT, **conf: Any) -> RendezvousParameters:
@@ -62,7 +62,7 @@ def problems_of(**conf: Any) -> tuple[str, ...]:
 
 @pytest.fixture(autouse=True)
 def _fresh_warnings() -> Iterator[None]:
-    """Each test is a new process as far as warnings are concerned."""
+    """With respect to warnings, each test is a new process."""
     conf_module._warn_once.cache_clear()
     yield
     conf_module._warn_once.cache_clear()
@@ -83,7 +83,7 @@ def sample(key: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_does_what_the_table_says(key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A valid value sets the option of the key and no other, or has no effect and is logged with the reason."""
+    """A valid value sets exactly the key's option, or has no effect and is logged with the reason."""
     meaning = KEYS[key]
     conf = {key: sample(key, tmp_path)}
     option = "" if isinstance(meaning, Ignored) else meaning.option
@@ -98,7 +98,7 @@ def test_every_key_does_what_the_table_says(key: str, tmp_path: Path, caplog: py
     assert caplog.messages == []
     if option in ETCD_KEYS:
         assert getattr(result.etcd, option) == conf[key]
-    elif option != "protocol":  # which only has to fit the endpoint
+    elif option != "protocol":  # which only has to match the endpoint
         parsed = meaning.kind.parse(conf[key])
         expected = parsed * OTHER_FACTOR[key] if isinstance(meaning, Factor) else parsed
         assert getattr(result, option) == expected != getattr(Conf(), option)
@@ -108,14 +108,14 @@ def test_every_key_does_what_the_table_says(key: str, tmp_path: Path, caplog: py
 @pytest.mark.parametrize("key", [key for key, meaning in KEYS.items() if meaning.kind is not TEXT])
 @pytest.mark.parametrize("value", ["soon", "nan", "-inf", "0.5x", ""])
 def test_malformed_values_are_errors(key: str, value: str) -> None:
-    """Of ignored keys, too: the message has the key, the value and what is expected."""
+    """The message has the key, the value and the expected format, even for ignored keys."""
     (problem,) = problems_of(**{key: value})
     assert problem == f"--rdzv_conf: {key}={value!r} is not {KEYS[key].kind.what}"
 
 
 @pytest.mark.parametrize(("key", "value"), [("ttl", "-1"), ("join_timeout", "inf"), ("keep_alive_max_attempt", "0")])
 def test_numbers_out_of_range_are_errors(key: str, value: str) -> None:
-    """Before etcd is asked for a lease of such a length."""
+    """The error comes before etcd is asked for a lease of that duration."""
     (problem,) = problems_of(**{key: value})
     assert f"{key}={value!r}" in problem
 
@@ -148,7 +148,7 @@ def test_two_names_of_an_option_that_disagree_are_an_error(conf: dict[str, Any],
 
 
 def test_two_names_for_a_file_that_disagree_are_an_error(tmp_path: Path) -> None:
-    """Certificates have up to three names: those of ours and of torch's two etcd backends."""
+    """Certificates have up to three names: ours and those of torch's two etcd backends."""
     ours, theirs = sample("ca_cert", tmp_path), sample("cacert", tmp_path)
     (problem,) = problems_of(ca_cert=ours, cacert=theirs)
     assert f"ca_cert={ours} and cacert={theirs}" in problem
@@ -156,7 +156,7 @@ def test_two_names_for_a_file_that_disagree_are_an_error(tmp_path: Path) -> None
 
 
 def test_two_names_that_agree_are_not_a_conflict() -> None:
-    """Values are compared, not how they are written."""
+    """The values are compared, not their spelling."""
     conf = read(ttl="6", keep_alive_interval=2, keep_alive_max_attempt="3", last_call_s="1.0", last_call_timeout=1)
     assert (conf.ttl_s, conf.last_call_s) == (6.0, 1.0)
 
@@ -170,7 +170,7 @@ def test_the_launchers_timeout_yields_to_join_timeout() -> None:
 
 
 def test_a_key_without_a_value_is_not_given() -> None:
-    """Programs that make RendezvousParameters themselves pass None for it, as torch's own do."""
+    """Programs that create RendezvousParameters themselves pass None for it, as torch's own do."""
     assert read(is_host=None, join_timeout=None, cacert=None) == read()
 
 
@@ -186,7 +186,7 @@ def test_a_key_without_a_value_is_not_given() -> None:
 def test_a_protocol_that_cannot_be_kept_is_an_error(
     endpoint: str, conf: dict[str, str], problem: str, tmp_path: Path
 ) -> None:
-    """Nobody who asks for TLS gets plain text, and nobody who asks for plain text gets TLS."""
+    """A request for TLS never results in plain text, nor a request for plain text in TLS."""
     files = {key: sample(key, tmp_path) for key, value in conf.items() if not value}
     with pytest.raises(OptionError, match=re.escape(problem)):
         Conf.read(params(endpoint, **conf | files))
@@ -195,7 +195,7 @@ def test_a_protocol_that_cannot_be_kept_is_an_error(
 @pytest.mark.parametrize("names", [("cacert", "cert", "key"), ("ca_cert", "ssl_cert", "ssl_cert_key")])
 @pytest.mark.parametrize("endpoint", ["b:2379", "https://b:2379"])
 def test_torchs_names_for_tls_options_are_accepted(names: tuple[str, ...], endpoint: str, tmp_path: Path) -> None:
-    """Both of torch's etcd backends have names of their own for mutual TLS."""
+    """Each of torch's etcd backends has its own names for mutual TLS."""
     files = [sample(name, tmp_path) for name in names]
     etcd = Conf.read(params(endpoint, protocol="https", **dict(zip(names, files, strict=True)))).etcd
     assert etcd.endpoints == ("b:2379",)
@@ -203,7 +203,7 @@ def test_torchs_names_for_tls_options_are_accepted(names: tuple[str, ...], endpo
 
 
 def test_ignored_keys_are_logged_once_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """All keys with one reason share it, and a second handler of the process logs nothing."""
+    """Keys with the same reason share one line, and a second handler of the process logs nothing."""
     conf = {"is_host": True, "heartbeat_timeout": "5", "read_timeout": "60", "ttl": "3"}
     with caplog.at_level(logging.WARNING, logger="rendezvous"):
         assert read(**conf) == read(**conf)
@@ -258,7 +258,7 @@ def _is_conf(source: str) -> bool:
 
 
 def test_every_key_that_the_installed_torch_reads_is_in_the_table() -> None:
-    """A new torch with a new key fails here: say in `KEYS` what the key means for this backend."""
+    """A new torch with a new key fails here: define in `KEYS` what the key means for this backend."""
     room = Path(inspect.getfile(torch_rendezvous)).parent
     sources = [*room.glob("*.py"), *map(Path, (torch.distributed.run.__file__, inspect.getfile(LaunchConfig)))]
     reader = _KeysRead()
@@ -279,7 +279,7 @@ def test_the_table_is_importable_before_torch() -> None:
 
 @pytest.mark.slow
 def test_a_rendezvous_forms_with_a_configuration_for_torchs_own_backends(etcd: EtcdServer, run_id: str) -> None:
-    """Two nodes, of which one is the "host", as torch's tests of its agents configure all of their backends."""
+    """Two nodes, one of them the "host", as torch's agent tests configure all of their backends."""
     conf = {
         "timeout": LAUNCHER_TIMEOUT_S, "join_timeout": "60", "last_call_timeout": "1", "close_timeout": "30",
         "read_timeout": "60", "keep_alive_interval": "1", "keep_alive_max_attempt": "4", "heartbeat_timeout": "5",

@@ -1,4 +1,4 @@
-"""The handler as TorchElastic meets it: registration, a fresh store for every round, orphans."""
+"""The handler as TorchElastic uses it: registration, a fresh store for every round, orphans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(etcd: EtcdServer, run_id: str, **conf: str) -> EtcdRendezvousHandler:
 
 
 def test_load_takes_the_name_and_may_be_repeated() -> None:
-    """After `load` the registry makes our handler for `etcd`, and accepts the same creator again, as torchrun does."""
+    """After `load` the registry makes our handler for `etcd`; torchrun may register the same creator again."""
     (ours,) = [point for point in entry_points(group="torchrun.handlers") if point.name == "etcd"]
     assert ours.load() is load
     handler_registry.register("etcd", load())
@@ -37,7 +37,7 @@ def test_load_takes_the_name_and_may_be_repeated() -> None:
 
 @pytest.mark.slow
 def test_our_backend_is_registered_whatever_is_imported_first() -> None:
-    """Torch's registry imports our entry point in the middle of its own import, and swallows any error of it."""
+    """Torch's registry imports our entry point in the middle of its own import, and swallows its errors."""
     first = [f"rendezvous.torchelastic.{name}" for name in ("entry_point", "live_handler", "restart_agent")]
     source = f"""
 import importlib, os, sys, torch
@@ -57,7 +57,7 @@ for module in {first}:
 
 @pytest.mark.slow
 def test_every_round_has_a_fresh_store(etcd: EtcdServer, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one round wrote into its store is not there in the next, and the term grows."""
+    """A round's store entries are absent from the next round's store, and the term grows."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
     handler = make(etcd, run_id)
     first = handler.next_rendezvous()
@@ -88,7 +88,7 @@ def test_a_closed_job_lets_late_joiners_go(etcd: EtcdServer, run_id: str) -> Non
 
 @pytest.mark.slow
 def test_children_die_with_their_parent(tmp_path: Path) -> None:
-    """A program started through `bound_command` is killed by the kernel when its parent is."""
+    """The kernel kills a program started through `bound_command` when its parent dies."""
     source = (
         "import subprocess, sys, time; from rendezvous.orphans import bound_command;"
         "child = subprocess.Popen(bound_command('sleep', '600')); print(child.pid, flush=True); time.sleep(600)"

@@ -1,4 +1,4 @@
-"""Agents that a program makes itself, with functions as workers, as `torch.distributed.launcher` does."""
+"""Agents that a program creates with functions as workers, as `torch.distributed.launcher` does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ if __name__ == "__main__":
 
 
 class Program:
-    """It runs, in a folder; its functions begin once there is a gate."""
+    """The running program, in a folder; its functions start once a gate file exists."""
 
     def __init__(self, folder: Path, function: str, endpoint: str, run_id: str) -> None:
         self.log, self._output, source = folder / "log", folder / "output", folder / "program.py"
@@ -126,7 +126,7 @@ def both_workers(program: Program) -> list[int]:
 
 @pytest.mark.slow
 def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> None:
-    """Also those that ignore SIGINT, with which torch ends them."""
+    """This includes functions that ignore SIGINT, which torch sends to end them."""
     program = started("work_for_long")
     program.gate.touch()
     workers = both_workers(program)
@@ -137,7 +137,7 @@ def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> No
 
 @pytest.mark.slow
 def test_functions_that_have_not_begun_die_with_their_agent(started: Callable[[str], Program]) -> None:
-    """The kernel was not asked for that yet: they look for their agent before they begin."""
+    """The kernel's death signal is not set yet: they check for their agent before they start."""
     program = started("work_for_long")
     workers = both_workers(program)
     program.kill()
@@ -148,11 +148,11 @@ def test_functions_that_have_not_begun_die_with_their_agent(started: Callable[[s
 
 @pytest.mark.slow
 def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> None:
-    """Nothing of a job is left to be collected in a child, where the threads that it joins are others."""
+    """No object of the job may be finalised in a child, where its threads do not exist."""
     program = started("fork_after_a_job")
     program.gate.touch()
     assert program.process.wait(timeout=PATIENCE_S) == 0, program.output
-    assert "[0, 1]" in program.output.splitlines(), program.output  # gRPC may say more when it forks
+    assert "[0, 1]" in program.output.splitlines(), program.output  # gRPC may log during a fork
 
 
 Make = Callable[..., ElasticAgent]
@@ -176,7 +176,7 @@ def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
 
 @pytest.mark.slow
 def test_ranks_are_numbered_within_roles(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count its own role alone."""
+    """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count only their own role."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
     nodes = [("trainer", 2), ("server", 4), ("trainer", 1)]
     agents = [make(i, 3, role=role, local_world_size=size) for i, (role, size) in enumerate(nodes)]

@@ -1,4 +1,4 @@
-"""The live agent's look at its workers, with processes that end at the worst moment."""
+"""The live agent's checks of its workers, with processes that end at the worst moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.conftest import PATIENCE_S
 
 
 class Dying:
-    """A worker that lives at the first look and was killed at the second."""
+    """A worker that is alive at the first check and killed by the second."""
 
     pid = 1 << 22
 
@@ -47,7 +47,7 @@ class Dying:
 
 @pytest.mark.long
 def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
-    """One that comes back while the others ride out an outage waits with them for a while, and does not end."""
+    """A node that returns during an outage waits with the others for a while, and does not exit."""
     with EtcdServer() as server:
         server.stop()
         threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
@@ -58,7 +58,7 @@ def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
 
 
 class Started:
-    """A real process, as a worker's handler."""
+    """A real process, in place of a worker."""
 
     def __init__(self) -> None:
         self.proc = subprocess.Popen(["sleep", "600"])
@@ -66,7 +66,7 @@ class Started:
 
 @pytest.fixture
 def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
-    """An agent that is about to look at its only worker, and the ranks that it will have replaced."""
+    """An agent that is about to check its only worker, and the ranks that it will have replaced."""
     parameters = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
     handler = create_handler(parameters)
     spec = WorkerSpec("default", 1, handler, entrypoint="python", args=("worker.py",), max_restarts=3)
@@ -83,9 +83,9 @@ def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGrou
 def test_a_worker_that_stays_stopped_is_replaced(
     agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was stopped for a moment is left alone; one that stays stopped is ended, and another is started.
+    """A worker that was stopped briefly is left alone; one that stays stopped is killed and replaced.
 
-    One that was stopped with its whole node, agent included, is left alone, too, whichever of them continues first.
+    A worker that was stopped with its whole node, agent included, is left alone, whichever continues first.
     """
     looking, group, replaced = agent
     now, worker = [1000.0], Started()
@@ -127,7 +127,7 @@ def test_a_worker_that_stays_stopped_is_replaced(
 def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
     agent: tuple[LiveAgent, WorkerGroup, list[int]],
 ) -> None:
-    """It is buried and replaced then; the node does not fail over a death that it has not dealt with."""
+    """It is reaped and replaced then; the node does not fail because of an unhandled death."""
     looking, group, replaced = agent
     assert isinstance(looking._pcontext, SubprocessContext)
     looking._pcontext.subprocess_handlers = {0: Dying()}  # type: ignore[dict-item]
@@ -138,7 +138,7 @@ def test_a_worker_that_dies_during_a_check_is_found_by_the_next(
 
 @pytest.mark.slow
 def test_a_standby_process_is_looked_after(agent: tuple[LiveAgent, WorkerGroup, list[int]]) -> None:
-    """At every look: one that was killed is replaced before a worker needs it."""
+    """Every check replaces a killed standby process before a worker needs it."""
     looking, group, _ = agent
     assert isinstance(looking._pcontext, SubprocessContext)
     looking._pcontext.subprocess_handlers = {0: Dying()}  # type: ignore[dict-item]
@@ -150,7 +150,7 @@ def test_a_standby_process_is_looked_after(agent: tuple[LiveAgent, WorkerGroup, 
 
 
 class Numbered:
-    """A worker with the number of a process, which runs until it is given a code."""
+    """A worker with a given pid, which runs until it gets an exit code."""
 
     def __init__(self, pid: int) -> None:
         self.proc, self.pid = self, pid
@@ -161,7 +161,7 @@ class Numbered:
 
 
 class Workers:
-    """An agent's workers, on a clock; the numbers of those that it starts are given."""
+    """An agent's workers, with a fake clock and given pids."""
 
     def __init__(self, agent: LiveAgent, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
         self.agent, self.group, self.pids, self.now = agent, group, list(pids), 1e6
@@ -196,7 +196,7 @@ def workers(agent: tuple[LiveAgent, WorkerGroup, list[int]], monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> None:
-    """Numbers of processes come back: here that of a worker that died young twice, whose place is empty for a while."""
+    """Pids are reused: here that of a worker that died young twice, whose place stays empty for a while."""
     workers.agent._budget, workers.pids = Budget(100), [9, 10, 10, 11, 12]
     workers.look(2 * SHORT_LIFE_S)
     workers.die(0, 1)
@@ -211,7 +211,7 @@ def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> N
 
 @pytest.mark.slow
 def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge(workers: Workers) -> None:
-    """As often as it comes to that, and at once; the node's restarts are left for its own deaths."""
+    """Each time, at once; the node's restarts remain for its own failures."""
     for _ in range(10):
         before = workers.handlers[0]
         assert workers.die(0, STATE_LOST_CODE) is WorkerState.HEALTHY
@@ -223,7 +223,7 @@ def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge
 
 @pytest.mark.slow
 def test_the_first_worker_of_a_place_may_die_young(workers: Workers) -> None:
-    """Its death counts as the first of a row: the next one in its place that dies young is not replaced at once."""
+    """It counts as the first of a series: the next one in its place that dies young is not replaced at once."""
     workers.die(0, 1, SHORT_LIFE_S / 2)
     second = workers.handlers[0]
     assert second.pid == 7
@@ -234,7 +234,7 @@ def test_the_first_worker_of_a_place_may_die_young(workers: Workers) -> None:
 
 
 def test_workers_that_die_together_cost_one_restart() -> None:
-    """Each of them once, by one cause: another death of the same one, or one that comes later, costs another."""
+    """Each dies once, of one cause; a second death of the same worker, or a later one, costs another restart."""
     budget = Budget(2)
     assert all(budget.take("signal", rank, 0.1 * rank) for rank in range(8))
     assert budget.take("error", 0, 1.0)
@@ -245,7 +245,7 @@ def test_workers_that_die_together_cost_one_restart() -> None:
 
 
 def test_workers_have_their_grace_from_an_agent_that_knows_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.12 TorchElastic took no such option, and gave all workers 30 s."""
+    """Before torch 2.12 TorchElastic had no such option, and gave all workers 30 s."""
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(bound_agent, "_HAS_GRACE", False)
     monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda agent, number: asked.append((number, 30)))

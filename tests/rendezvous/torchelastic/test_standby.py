@@ -1,4 +1,4 @@
-"""A worker that is forked from a node's standby process is what the same command line would have started."""
+"""A worker forked from a node's standby process behaves like one started with the same command line."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def sleeper() -> Program:
 
 
 def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: Standby, tmp_path: Path) -> None:
-    """Its imports, signals, children, streams and exit code are; what is said to a process tree spares them."""
+    """Imports, signals, children, streams and exit code are equal; a signal to a process tree spares its children."""
     command, said = ["-m", "program", "--one"], {"SAID": "it"}
     program = Program.of(command)
     assert program is not None
@@ -94,7 +94,7 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
     assert (forked.wait(PATIENCE_S), started.returncode) == (3, 3), err.read_text()
     assert json.loads(out.read_text()) == json.loads(started.stdout)
     assert err.read_text() == "the one before\n"
-    forked.close(signal.SIGTERM)  # it has ended: nothing happens
+    forked.close(signal.SIGTERM)  # no effect: it has ended
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_forked_worker_is_what_its_command_line_would_have_started(standby: St
 def test_its_end_is_what_the_interpreter_would_have_made_of_it(
     standby: Standby, tmp_path: Path, body: str, code: int, said: str
 ) -> None:
-    """Messages, codes, exit functions and threads that still run."""
+    """Messages, codes, exit functions and running threads."""
     (tmp_path / "body.py").write_text(body)
     out = tmp_path / "out"
     worker = standby.start(Program("body", ("é\udcff",)), {"PYTHONIOENCODING": "utf-8"}, str(out), str(out))
@@ -128,7 +128,7 @@ def test_which_command_lines_are_modules() -> None:
 
 
 def test_a_worker_is_its_agents_child_and_outlives_the_standby_process(standby: Standby, sleeper: Program) -> None:
-    """So the agent learns its exit code from the kernel, and a standby process that is killed costs nobody."""
+    """The kernel reports its exit code to the agent, and killing a standby process affects no worker."""
     worker = standby.start(sleeper, {}, os.devnull, None)
     assert (parent_of(worker.pid), name_of(worker.pid), name_of(standby.pid)) == (os.getpid(), "worker", "standby")
     os.kill(standby.pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_a_worker_is_its_agents_child_and_outlives_the_standby_process(standby: 
 
 
 def test_a_workers_code_that_somebody_else_took_is_unknown(standby: Standby, sleeper: Program) -> None:
-    """Such as a library that waits for all children."""
+    """A library that waits for all children may take it, for example."""
     worker = standby.start(sleeper, {}, os.devnull, None)
     worker.kill()
     os.waitpid(worker.pid, 0)
@@ -164,7 +164,7 @@ time.sleep(600)
 def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     standby: Standby, sleeper: Program, tmp_path: Path
 ) -> None:
-    """`torchrun --nproc-per-node=auto` asks for GPUs, and so may an import: a fork could not use them after that."""
+    """`torchrun --nproc-per-node=auto` queries GPUs, and so may an import: a fork could not use them afterwards."""
     poison = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
     (tmp_path / "poison.py").write_text(poison)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
@@ -189,7 +189,7 @@ def test_whatever_is_forked_after_cuda_began_becomes_a_program(
 
 @pytest.mark.parametrize("how", ["forked", "started"])
 def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleeper: Program, how: str) -> None:
-    """However the standby process came to be; and however the agent ends."""
+    """This holds however the standby process was created, and however the agent ends."""
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = [sys.executable, "-c", AGENT, how]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as agent:
@@ -203,7 +203,7 @@ def test_standby_process_and_workers_die_with_their_agent(tmp_path: Path, sleepe
 
 
 def test_a_process_is_forked_only_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with other threads, nor where a library has read another number of threads than its workers are to."""
+    """A process with other threads is not forked, nor one in which a library has read another thread count."""
     program = "from rendezvous.torchelastic.standby import may_fork; import os, threading\n"
     program += "print(may_fork()); os.environ['OMP_NUM_THREADS'] = '7'; print(may_fork())\n"
     program += "del os.environ['OMP_NUM_THREADS']; os.environ['OTHER'] = '1'; print(may_fork())\n"
@@ -216,7 +216,7 @@ def test_a_process_is_forked_only_as_it_was_started(monkeypatch: pytest.MonkeyPa
 def test_what_was_there_before_the_fork_is_not_taken_down_at_its_end(
     begin: Callable[[], Standby], tmp_path: Path
 ) -> None:
-    """Nor looked through for garbage: both would copy the memory that workers share. What is its own is taken down."""
+    """It is not garbage-collected either: both would copy shared memory. The worker's own objects are finalised."""
     (tmp_path / "loaded.py").write_text("import weakref\nclass Kept: ...\nweakref.finalize(Kept, print, 'shared')\n")
     program = "import gc, weakref, loaded\nclass Own: ...\nweakref.finalize(Own, print, 'own')\n"
     (tmp_path / "ends.py").write_text(f"{program}print(gc.get_freeze_count() > 1000)\n")
@@ -228,7 +228,7 @@ def test_what_was_there_before_the_fork_is_not_taken_down_at_its_end(
 
 
 def test_a_module_prepares_for_the_programs_arguments(begin: Callable[[], Standby], tmp_path: Path) -> None:
-    """Its workers have what it has imported for them. If the arguments are too long to be sent, it is given none."""
+    """Its workers inherit those imports. If the arguments are too long to be sent, it gets none."""
     (tmp_path / "prepares.py").write_text("given = []\ndef prepare(arguments):\n    given.append(len(arguments))\n")
     (tmp_path / "shows.py").write_text("import prepares\nprint(prepares.given)\n")
     standby, out = begin(), tmp_path / "out"
@@ -242,7 +242,7 @@ def test_a_module_prepares_for_the_programs_arguments(begin: Callable[[], Standb
 def test_a_frozen_standby_process_is_not_waited_for(
     begin: Callable[[], Standby], sleeper: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is ended after its time, and what it was asked for does not start; another takes its place."""
+    """It is killed after a timeout, the requested process does not start, and another standby process replaces it."""
     standby, late = begin(), tmp_path / "late"
     depending = standby.start(sleeper, {}, os.devnull, None)
     os.kill(standby.pid, signal.SIGSTOP)
@@ -260,7 +260,7 @@ def test_a_frozen_standby_process_is_not_waited_for(
 def test_imports_that_fail_leave_no_standby_process(
     begin: Callable[[], Standby], sleeper: Program, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The error is shown, and workers, which will meet it, too, are started the ordinary way."""
+    """The error is shown, and workers, which will have the same error, start without it."""
     standby = Standby(forks=False)
     standby.preload("rendezvous.nothing_of_that_name")
     assert not standby.wait_until_ready(PATIENCE_S) and not standby.is_ready and not standby.has_ended
@@ -273,7 +273,7 @@ def test_imports_that_fail_leave_no_standby_process(
 
 
 class Lost:
-    """A standby process that fails when it is asked for a worker."""
+    """A standby process that fails when a worker is requested."""
 
     is_ready, has_ended = True, False
 
@@ -282,7 +282,7 @@ class Lost:
 
 
 def test_a_failing_standby_process_costs_no_worker_and_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker is started in the ordinary way: an error would end the node with all of its workers."""
+    """The worker is started normally: an error would end the node with all of its workers."""
     agent, begun = agent_with(Lost(), monkeypatch)
     started = start_worker(agent)
     assert started.proc.wait(PATIENCE_S) == 0 and agent._standby is None
@@ -292,7 +292,7 @@ def test_a_failing_standby_process_costs_no_worker_and_is_replaced(monkeypatch: 
 
 
 def test_a_standby_process_that_was_killed_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the next worker that dies is forked again; one that still imports, or lives, is left alone."""
+    """The next worker that dies is forked again; a standby process that still imports, or lives, is left alone."""
     agent, begun = agent_with(SimpleNamespace(has_ended=False), monkeypatch)
     BoundAgent._renew_standby(agent)
     assert begun == []
@@ -303,7 +303,7 @@ def test_a_standby_process_that_was_killed_is_replaced_once(monkeypatch: pytest.
 
 
 def agent_with(standby: object, monkeypatch: pytest.MonkeyPatch) -> tuple[BoundAgent, list[tuple[str, ...]]]:
-    """Return an agent whose workers run `-m this`, and what its later standby processes were asked to import."""
+    """Return an agent whose workers run `-m this`, and the import lists of its later standby processes."""
     begun: list[tuple[str, ...]] = []
     made = SimpleNamespace(has_ended=False, is_ready=False, preload=lambda *asked: begun.append(asked))
     monkeypatch.setattr("rendezvous.torchelastic.bound_agent.Standby", lambda **_: made)
@@ -327,7 +327,7 @@ def start_worker(agent: BoundAgent) -> Any:
 
 @pytest.mark.parametrize("asked", [b'{"module": "x"}\n', b"null\n", b""])
 def test_a_worker_that_is_not_wanted_any_more_ends_in_silence(asked: bytes) -> None:
-    """Its agent was signalled in between: the worker's answer meets a closed connection, and ended in a traceback."""
+    """Its agent was signalled meanwhile: the worker's answer finds a closed connection, but prints no traceback."""
     ours, its = socket.socketpair()
     ours.sendall(asked)
     ours.close()
@@ -342,7 +342,7 @@ def test_a_worker_that_is_not_wanted_any_more_ends_in_silence(asked: bytes) -> N
 
 @pytest.mark.parametrize("is_adopted", [True, False])
 def test_a_worker_begins_only_as_its_agents_child(is_adopted: bool) -> None:
-    """Once what forked it has ended, however late: an agent that waits no longer adopts nobody."""
+    """If the forking process has ended, however late, the worker exits: an agent that does not wait adopts nobody."""
     agent, between = os.getpid(), os.getpid() + 1
     if not (worker := os.fork()):
         standby_process._await_adoption(agent if is_adopted else between, between)

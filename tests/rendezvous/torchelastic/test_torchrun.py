@@ -1,6 +1,6 @@
 """`torchrun --rdzv_backend=etcd` as typed, with a foreign script, real processes and a real etcd.
 
-The three cases in which stock torchrun fails (restart of one worker, a joining node, loss of the rank-0 node) are here.
+Includes the three cases in which stock torchrun fails: a restarted worker, a joining node, a lost rank-0 node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCRIPT = ROOT / "tests" / "rendezvous" / "foreign_ddp.py"
 
 
 class Job:
-    """Nodes of one run id, what their workers say, and a way to end them all well.
+    """Nodes of one run id, their workers' output, and a way to end them all.
 
     With `forks` the agents are forks of a process that has imported torch; their workers import it themselves.
     """
@@ -54,11 +54,11 @@ class Job:
     def said(self, op: str) -> list[dict[str, Any]]:
         if not self.log.exists():
             return []
-        whole = self.log.read_text().rpartition("\n")[0]  # the last line may still be written
+        whole = self.log.read_text().rpartition("\n")[0]  # the last line may be incomplete
         return [line for line in map(json.loads, whole.splitlines()) if line["op"] == op]
 
     def await_world(self, size: int, *, above: int) -> list[dict[str, Any]]:
-        """Return what the ranks of a world of `size` say once all of them train in a term above `above`."""
+        """Return the output of the ranks of a world of `size` once all of them train in a term above `above`."""
 
         def ranks() -> list[dict[str, Any]]:
             new = [line for line in self.said("trains") if line["context"]["term"] > above and line["world"] == size]
@@ -86,7 +86,7 @@ def begin_cold(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def kill(node: Node) -> float:
-    """SIGKILL a node's whole process group, and return when."""
+    """SIGKILL a node's whole process group, and return the time."""
     now = time.time()
     os.killpg(node.pid, signal.SIGKILL)
     node.wait()
@@ -106,9 +106,9 @@ def job(tmp_path: Path, etcd: EtcdServer, run_id: str) -> Iterator[Job]:
 
 @pytest.mark.alone
 def test_nodes_are_lost_come_back_and_finish(job: Job) -> None:
-    """A node is killed, comes back, then the rank-0 node is killed and comes back: max_restarts is 0 throughout.
+    """A node is killed and returns, then the rank-0 node is killed and returns: max_restarts is 0 throughout.
 
-    Worlds of 2, 1, 2, 1, 2; no orphan survives its agent; all leave with 0, and so does a node that comes too late.
+    Worlds of 2, 1, 2, 1, 2; no orphan survives its agent; all exit with 0, as does a node that comes too late.
     """
     job.forks = True
     nodes = [job.node(), job.node()]
@@ -161,9 +161,9 @@ def test_worlds_of_1_3_2_4_1(job: Job) -> None:
 
 @pytest.mark.alone
 def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
-    """A worker is killed: both nodes meet in the next term at once, and one of them has spent a restart.
+    """A worker is killed: both nodes meet in the next term at once, and one of them has used a restart.
 
-    Then a node is asked to leave: it revokes its lease, and the other continues without waiting for the lease to end.
+    Then a node is asked to leave: it revokes its lease, and the other continues without waiting for an expiry.
     """
     job.forks = True
     nodes = [job.node("--max_restarts=1"), job.node("--max_restarts=1")]
@@ -183,7 +183,7 @@ def test_a_killed_worker_is_restarted_and_one_node_pays(job: Job) -> None:
 
 
 def test_a_command_line_for_torchs_own_backends_runs(job: Job) -> None:
-    """With the backend's name changed it trains, and says in one line of its output which keys have no effect."""
+    """With only the backend's name changed it trains, and lists in one line of output the keys without effect."""
     conf = (
         "is_host=1,join_timeout=60,last_call_timeout=1,read_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3"
     )
@@ -195,8 +195,8 @@ def test_a_command_line_for_torchs_own_backends_runs(job: Job) -> None:
 
 
 def test_no_etcd_is_an_error_that_helps(tmp_path: Path) -> None:
-    """Without an etcd torchrun says within seconds that it waits and how long; then it ends, and not with 0. Both times
-    it names the endpoint and what to do."""
+    """Without an etcd torchrun says within seconds that it waits and how long; then it exits with an error. Both
+    messages name the endpoint and what to do."""
     job = Job(tmp_path, "127.0.0.1:1")
     assert job.node("--rdzv_conf=timeout=12").wait(timeout=PATIENCE_S) != 0
     lines = (tmp_path / "node-0.out").read_text().strip().splitlines()

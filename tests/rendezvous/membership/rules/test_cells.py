@@ -1,4 +1,4 @@
-"""Cells of members: whole, of one node, as many as can be, with as few members as possible at other places."""
+"""Cells of members: complete, within one node, as many as possible, with as few members as possible moved."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def places_in(arrangement: Arrangement) -> dict[str, int]:
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[int, list[Member], World | None]:
-    """Draw a cell's size, a world of whole cells, and who is there after some have left and others have come."""
+    """Draw a cell's size, a world of complete cells, and the members after some have left and others joined."""
     size = draw(st.integers(1, 4))
     first = [worker(f"{draw(st.sampled_from('abc'))}{number}") for number in range(draw(st.integers(0, 14)))]
     before = arrange(first, CellShape(1, size), None).members
@@ -49,7 +49,7 @@ def changes(draw: st.DrawFn) -> tuple[int, list[Member], World | None]:
 
 @given(changes())
 def test_cells_are_whole_of_one_node_and_as_many_as_can_be(change: tuple[int, list[Member], World | None]) -> None:
-    """Every member is in one of them, or a spare; a node's spares do not make another one."""
+    """Every member is in one cell or on standby; a node's standby members cannot form another cell."""
     size, members, last = change
     found = arrange(members, CellShape(1, size), last)
     assert Counter([*found.members, *found.spares]) == Counter(members)
@@ -60,7 +60,7 @@ def test_cells_are_whole_of_one_node_and_as_many_as_can_be(change: tuple[int, li
 
 @given(changes())
 def test_no_arrangement_moves_fewer_members(change: tuple[int, list[Member], World | None]) -> None:
-    """Of those that had a place as many keep it as a node's cells have such places; newcomers go before the others."""
+    """As many members keep their place as their node's cells have such places; otherwise newcomers come first."""
     size, members, last = change
     found, had = arrange(members, CellShape(1, size), last), {}
     for member in members:
@@ -81,7 +81,7 @@ def test_no_arrangement_moves_fewer_members(change: tuple[int, list[Member], Wor
 
 @given(changes())
 def test_an_arrangement_stands_until_somebody_comes_or_goes(change: tuple[int, list[Member], World | None]) -> None:
-    """Seen again with the world that was made of it, it is the same, whoever waits beside it."""
+    """Given the world that was made of it, the result is the same, whichever members wait."""
     size, members, last = change
     found = arrange(members, CellShape(1, size), last)
     if found.cells:
@@ -89,13 +89,13 @@ def test_an_arrangement_stands_until_somebody_comes_or_goes(change: tuple[int, l
 
 
 def test_survivors_of_two_cells_make_one_and_keep_their_parts() -> None:
-    """Each of two cells has lost another part: what is left is one whole replica."""
+    """Each of two cells has lost a different part: the rest forms one complete replica."""
     left = [worker("a1"), worker("a2")]
     assert places_in(arrange(left, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == {"a2": 0, "a1": 1}
 
 
 def test_members_that_have_other_ids_since_keep_their_parts() -> None:
-    """All have let others lead, since none could write: in whatever order, what each holds stays of use."""
+    """All have stepped back from leading, since none could write: in any order, their parts remain useful."""
     again = [replace(worker(f"a{number + 4}"), rank=number, rank_in=1) for number in (3, 0, 2, 1)]
     kept = {"a7": 1, "a4": 0, "a6": 0, "a5": 1}
     assert places_in(arrange(again, CellShape(1, 2), world(1, "a0", "a1", "a2", "a3"))) == kept
@@ -110,7 +110,7 @@ def test_members_that_have_other_ids_since_keep_their_parts() -> None:
 
 
 def test_who_was_in_an_older_world_holds_what_is_of_no_use() -> None:
-    """It is as good as new; also one whose older id is still there until its lease ends."""
+    """It counts as new, even while its old id exists until the lease expires."""
     old = [replace(worker("a8"), rank=1, rank_in=1), worker("a0"), worker("a1")]
     assert places_in(arrange(old, CellShape(1, 2), world(2, "a1", "a0"))) == {"a1": 0, "a0": 1}
     twice = [worker("a0"), worker("a1"), replace(worker("a2"), rank=1, rank_in=1), worker("a3")]
@@ -119,7 +119,7 @@ def test_who_was_in_an_older_world_holds_what_is_of_no_use() -> None:
 
 
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
-    """The world goes on with one cell; the first that comes completes the other, and only then is there a new world."""
+    """One cell continues; the first worker to join completes the other cell, and only then a new world forms."""
     two = world(1, "a0", "a1", "a2", "a3")
     left = [worker("a0", after=1), worker("a1", after=1), worker("a3", after=1)]
     view = View(9, tuple(left), two)
@@ -135,7 +135,7 @@ def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
 
 
 def test_what_makes_no_cell_makes_no_world() -> None:
-    """Workers of different nodes do not share one."""
+    """Workers of different nodes do not share a cell."""
     view = View(9, (worker("a0"), worker("b0")))
     assert decisions.decide(view, "a0", CELLS, 99.0) == Wait("nodes")
 
@@ -150,7 +150,7 @@ def test_a_world_has_no_more_cells_than_it_can_use() -> None:
 
 
 def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> None:
-    """And keeps it: a node that is whole again, whose members registered earlier, is the spare from then on."""
+    """It keeps the place: a node that is complete again is then the standby, even if it registered earlier."""
     two_nodes, last = Policy(1, 2, 0.0, max_members=4, cell=CellShape(1, 2)), world(1, "a0", "a1", "b0", "b1")
     left = [worker("a0", after=1), worker("b0", after=1), worker("b1", after=1), worker("c0"), worker("c1")]
     filled = (Seat("b0", 1), Seat("b1", 1), Seat("c0", 1), Seat("c1", 1))
@@ -175,7 +175,7 @@ def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> No
 def test_members_that_may_alone_hold_a_share_are_waited_for(
     left: tuple[str, ...], copies: int | None, is_waited_for: bool
 ) -> None:
-    """Of three nodes with a cell each two have lost a worker, of different places: what is left of both has no cell."""
+    """Each of three nodes has a cell; two have lost a worker, at different places: what is left of both has no cell."""
     policy = Policy(1, 4, 0.0, max_members=6, cell=CellShape(1, 2, copies))
     last = world(1, "a0", "a1", "b0", "b1", "c0", "c1")
     view = View(9, tuple(worker(name, after=1) for name in left), last)
@@ -199,7 +199,7 @@ def test_members_that_may_alone_hold_a_share_are_waited_for(
 def test_neighbours_with_shares_of_one_part_count_by_their_cells(
     dead: str, chosen: str, copies: int | None, is_waited_for: bool
 ) -> None:
-    """Copies are in different cells: one that is given up takes one copy of a share along, though two have shares."""
+    """Copies are in different cells: dropping a cell drops one copy of each shard, though two members hold shards."""
     shape, names = CellShape(2, 2, copies, alike=2), [f"{cell}{place}" for cell in "abc" for place in range(4)]
     left = [worker(name, after=1) for name in names if name not in dead.split()]
     trained = [one for one in left if one.id[0] in chosen]
@@ -217,7 +217,7 @@ def test_neighbours_with_shares_of_one_part_count_by_their_cells(
 def test_nobody_is_waited_for_who_holds_what_a_neighbour_does(
     stages: int, names: tuple[str, ...], left: tuple[str, ...], new: str, alike: int
 ) -> None:
-    """A cell of which each place is there would wait for another's mate only if places held parts of their own."""
+    """A cell with every place filled would wait for another's mate only if places held different parts."""
     shape, last = CellShape(stages, 2, alike=alike), world(1, *names)
     members = [*(worker(name, after=1) for name in left), worker(new, after=1)]
     leader = arrange(members, shape, last).members[0].id
@@ -227,7 +227,7 @@ def test_nobody_is_waited_for_who_holds_what_a_neighbour_does(
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_members_of_one_node_meet_in_whole_cells(store: MemoryStore, pool: ThreadPoolExecutor, lost: int) -> None:
-    """Three workers make one cell and a spare, which takes the place of the one that leaves."""
+    """Three workers make one cell and a standby, which replaces the worker that leaves."""
     nodes = [_make_worker(store) for _ in range(3)]
     for node in nodes:
         node.join(PATIENCE_S)
@@ -257,10 +257,10 @@ def _enter(node: Participant) -> World:
 
 
 def test_a_world_waits_for_whoever_alone_may_hold_a_part() -> None:
-    """A second fault hits a cell before it has taken a step: its place 1 is left, and place 0 on another node.
+    """A second fault hits a cell before it has taken a step: its place 1 survives, and place 0 on another node.
 
-    A cell of the other node would have to begin with the newest commit. So the node with place 1 gets the time to start
-    a worker; a member that nobody needs is not waited for.
+    A cell of the other node would have to start from the newest commit. So the node with place 1 gets time to start a
+    worker; a member that is not needed is not waited for.
     """
     last = world(2, "a0", "a1")
     b0, a1, new_b = worker("b0"), worker("a1", after=2), worker("bn")

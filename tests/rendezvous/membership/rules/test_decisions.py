@@ -1,4 +1,4 @@
-"""What single views of a job decide: which members wait, seal or are left out, and why."""
+"""Decisions from a single view of a job: which members wait, seal or are left out, and why."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def test_a_full_house_starts_at_once() -> None:
     [
         (1, (), "abc", "b"),
         (2, (), "abc", "b"),
-        (3, (), "abc", None),  # the fewest
-        (2, ("c",), "abc", None),  # another one leaves already
+        (3, (), "abc", None),  # the minimum
+        (2, ("c",), "abc", None),  # another one is already leaving
         (2, ("b",), "abc", "b"),
-        (1, (), "ac", None),  # it is gone
+        (1, (), "ac", None),  # the member is gone
     ],
 )
 def test_a_node_is_spared_only_if_the_fewest_stay(
@@ -75,7 +75,7 @@ def test_a_node_is_spared_only_if_the_fewest_stay(
 
 
 def test_a_new_job_waits_a_moment_for_more() -> None:
-    """A job that starts waits for the quiet time, one that continues does not."""
+    """A starting job waits for the quiet time, a continuing one does not."""
     alone = view(member("a"))
     assert decisions.decide(alone, "a", TWO, 0.5) == Wait("last call", 1.5)
     assert isinstance(decisions.decide(alone, "a", TWO, 2.0), Seal)
@@ -98,13 +98,13 @@ def test_live_members_are_waited_for() -> None:
     ],
 )
 def test_causes(members: list[Member], cause: str) -> None:
-    """A world says why it was formed."""
+    """A world records why it was formed."""
     decision = decisions.decide(view(*members, of=world(3, "a", "b")), members[0].id, TWO, 9.0)
     assert isinstance(decision, Seal) and (decision.cause, decision.term) == (cause, 4)
 
 
 def test_members_beyond_the_maximum_wait() -> None:
-    """A full world is not disturbed by one more node, which waits until there is room."""
+    """A full world is not disturbed by another node, which waits until there is room."""
     full = view(member("a"), member("b"), member("c"), of=world(3, "a", "b"))
     assert decisions.decide(full, "c", TWO, 9.0) == Wait("room")
     assert standing.num_waiting(full, "a", world(3, "a", "b"), TWO) == 0
@@ -119,20 +119,19 @@ def test_terms_grow_above_the_head() -> None:
 
 
 def test_terms_grow_above_what_members_remember() -> None:
-    """Etcd may have lost its data, the members have not: what they name after terms is never named so again."""
+    """Etcd may have lost its data, but members remember: a term or name that they know is never reused."""
     decision = decisions.decide(view(member("a"), member("b", after=12), of=world(1, "a")), "b", TWO, 9.0)
-    assert decision == Wait("members")  # the world of who came too early, until its next step
+    assert decision == Wait("members")  # the early member's world, until its next step
     decision = decisions.decide(view(member("a", after=1), member("b", after=12), of=world(1, "a")), "a", TWO, 9.0)
     assert isinstance(decision, Seal) and decision.term == 13
 
 
 def test_below_the_minimum_nothing_is_sealed() -> None:
-    """Fewer than min_nodes wait."""
     assert decisions.decide(view(member("a")), "a", Policy(2, 3), 99.0) == Wait("nodes")
 
 
 def test_a_finished_job_admits_nobody() -> None:
-    """Once a job is closed everybody leaves; once a member is done nobody is admitted."""
+    """Once a job is closed everybody leaves; once a member has finished nobody is admitted."""
     assert decisions.decide(view(member("a"), closed=Closed(3, 0.0)), "a", TWO, 9.0) == Finished()
     three = Policy(1, 3)
     ending = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b"))
@@ -144,7 +143,7 @@ def test_a_finished_job_admits_nobody() -> None:
 
 
 def test_the_last_to_finish_closes() -> None:
-    """A finished member waits for the others, closes with the last, and leaves the job to one that restarts."""
+    """A finished member waits for the others, closes the job with the last, and leaves it to one that restarts."""
     both = world(3, "a", "b")
     assert standing.ending(view(member("a", done=3), member("b"), of=both), "a", both) == "wait"
     assert standing.ending(view(member("a", done=3), member("b", done=3), of=both), "a", both) == "close"
@@ -153,7 +152,7 @@ def test_the_last_to_finish_closes() -> None:
 
 
 def test_who_has_finished_and_left_is_not_lost() -> None:
-    """A world stands when a member leaves it after its workers have finished: nobody restarts, joins, or goes free."""
+    """A world continues when a member leaves after its workers have finished: nobody restarts, joins, or goes free."""
     both = replace(world(3, "a", "b"), left=("a",))
     alone = view(member("b"), member("c"), of=both, failure=Failure(3, "b"))
     assert standing.num_waiting(alone, "b", both, Policy(1, 3)) == 0
@@ -171,7 +170,7 @@ def leaving(me: str, *members: Member, of: World) -> changes.Change | None:
 
 
 def test_leaving_is_said_by_who_has_finished_before_others() -> None:
-    """A member that is lost, leaves before its workers have finished, or is the last one, says nothing."""
+    """A member that is lost, leaves before its workers have finished, or is the last one, is not reported."""
     both = world(3, "a", "b")
     said = leaving("a", member("a", done=3), member("b"), of=both)
     assert said == changes.Change({KEYS.world: encode(replace(both, left=("a",)))}, {KEYS.world: 5})
@@ -182,7 +181,7 @@ def test_leaving_is_said_by_who_has_finished_before_others() -> None:
 
 
 def test_seats_have_the_roles_of_their_members() -> None:
-    """Ranks within a role are counted by the sealed world alone."""
+    """Ranks within a role follow from the sealed world alone."""
     trainer, server = replace(member("a"), role="trainer"), replace(member("b"), role="server")
     decision = decisions.decide(view(trainer, server), "a", TWO, 0.0)
     assert isinstance(decision, Seal) and [seat.role for seat in decision.seats] == ["trainer", "server"]
@@ -201,7 +200,7 @@ def test_blame() -> None:
 
 
 def test_records_come_back_as_they_were() -> None:
-    """What is written into the store is what a view shows, members in the order in which they registered."""
+    """A view shows what was written to the store, with members in the order of registration."""
     first, last = member("z"), member("a")
     texts = {KEYS.member("z"): (first, 2), KEYS.member("a"): (last, 3), KEYS.world: (world(1, "z", "a"), 4)}
     entries = {key: Entry(encode(record), revision, revision) for key, (record, revision) in texts.items()}
@@ -214,7 +213,7 @@ def worker(name: str, node: str, **fields: int) -> Member:
 
 
 def test_nodes_are_counted_not_their_workers() -> None:
-    """A world of two nodes at most takes all workers of the first two, and the third node waits for room."""
+    """A world of at most two nodes takes all workers of the first two, and the third node waits for room."""
     six = view(*(worker(f"{node}{turn}", node) for turn in range(2) for node in "abc"))
     decision = decisions.decide(six, "a0", TWO, 99.0)
     assert isinstance(decision, Seal)
@@ -223,14 +222,14 @@ def test_nodes_are_counted_not_their_workers() -> None:
 
 
 def test_a_fresh_job_waits_for_all_workers_of_a_node() -> None:
-    """A node that is not complete yet is waited for at the start of a job, and no longer once it runs."""
+    """An incomplete node is waited for at the start of a job, but not once the job runs."""
     assert decisions.decide(view(worker("a0", "a")), "a0", TWO, 99.0) == Wait("nodes")
     running = view(worker("a0", "a", after=1), of=world(1, "a0", "a1"))
     assert isinstance(decisions.decide(running, "a0", TWO, 0.0), Seal)
 
 
 def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
-    """A member gone, a member that left, a newer world, or the own lease's end break a world; a joiner does not."""
+    """A lost member, a member that left, a newer world, or the own lease's end break a world; a joiner does not."""
     two = world(1, "a", "b")
     assert not standing.is_broken(view(member("a"), member("b"), member("c"), of=two), "a", two)
     assert standing.is_broken(view(member("a"), of=two), "a", two)
@@ -240,14 +239,14 @@ def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
 
 
 def test_a_replaced_worker_of_a_full_world_has_room() -> None:
-    """A worker of a node that is in the world is admitted although the world has all the nodes that it may have."""
+    """A worker of a node in the world is admitted although the world has its maximum number of nodes."""
     full = view(worker("a0", "a"), worker("b0", "b"), worker("a2", "a"), of=world(1, "a0", "b0"))
     assert standing.num_waiting(full, "a0", world(1, "a0", "b0"), TWO) == 1
     assert decisions.decide(full, "a2", TWO, 0.0) == Wait("members")
 
 
 def test_members_beyond_the_most_stand_by() -> None:
-    """A world takes no more members than it can use; one more asks for nothing, and is admitted when one is lost."""
+    """A world takes only as many members as it can use; another one is on standby, and is admitted when one is lost."""
     policy = Policy(1, 4, 0.0, max_members=2)
     three = view(member("a"), member("b"), member("c"))
     decision = decisions.decide(three, "a", policy, 99.0)
@@ -264,7 +263,7 @@ def test_members_beyond_the_most_stand_by() -> None:
 
 @given(st.integers(2, 9), st.data())
 def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: st.DataObject) -> None:
-    """No two of the chosen miss each other, whichever noticed; a member that misses nobody is always chosen."""
+    """No two chosen members miss each other, whichever noticed; a member that misses nobody is always chosen."""
     names = [str(number) for number in range(num_nodes)]
     others = st.lists(st.sampled_from([*names, "gone"]), max_size=3)
     members = tuple(replace(member(name), missed=tuple(data.draw(others))) for name in names)
@@ -277,7 +276,7 @@ def test_members_out_of_reach_of_each_other_make_no_world(num_nodes: int, data: 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int, random: Random) -> None:
-    """Of two parts without a connection the larger one is chosen; of equal ones that of the first that registered."""
+    """Of two disconnected parts the larger one is chosen; of equal ones that of the first registered member."""
     names = [*(f"a{n}" for n in range(size)), *(f"b{n}" for n in range(other_size))]
     random.shuffle(names)
     members = [replace(member(name), missed=tuple(o for o in names if o[0] != name[0])) for name in names]
@@ -288,7 +287,7 @@ def test_the_larger_part_of_a_split_network_continues(size: int, other_size: int
 
 
 def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
-    """The others' world stands and needs nothing; a member that misses the leader does not lead another world."""
+    """The others' world continues unchanged; a member that misses the leader does not lead another world."""
     two = world(1, "a", "b")
     cut = replace(member("c"), missed=("a", "b"))
     running = view(member("a"), member("b"), cut, of=two)
@@ -304,7 +303,7 @@ def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
 
 
 def test_of_two_halves_the_one_that_has_trained_continues() -> None:
-    """Who was left out and registered first does not take over from the last world's survivor."""
+    """A member that was left out does not take over from the last world's survivor, even if it registered first."""
     out, lost = replace(member("a"), missed=("b",)), world(7, "b", "c")
     survivor = member("b", after=7)
     seen = view(out, survivor, of=lost)
@@ -314,7 +313,7 @@ def test_of_two_halves_the_one_that_has_trained_continues() -> None:
 
 
 def test_a_world_of_a_thousand_is_sealed_in_a_transaction_that_etcd_takes() -> None:
-    """Its seats are guarded all at once; a member that was written since the look, or came since, is noticed."""
+    """All seats are guarded at once; a member that was written or has joined since the look is noticed."""
     store, keys = MemoryStore(), Keys("many")
     for number in range(1000):
         member = Member(f"m{number}", "host", "address", 1, after=0)

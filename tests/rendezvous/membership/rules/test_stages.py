@@ -1,4 +1,4 @@
-"""Cells whose stages lie on several nodes: whole, each stage on one node, and as few members as possible move."""
+"""Cells with stages on several nodes: complete, each stage within one node, with as few members as possible moved."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Change = tuple[CellShape, list[Member], World | None]
 
 @st.composite
 def changes(draw: st.DrawFn) -> Change:
-    """Draw a shape, a world of whole cells, and who is there after some members or nodes have left, and others come.
+    """Draw a shape, a world of complete cells, and the members after some members or nodes have left and others joined.
 
-    Some of those that stayed have another id since.
+    Some of the remaining members have a new id.
     """
     shape = CellShape(draw(st.integers(1, 4)), draw(st.integers(1, 3)))
     nodes = "abcdef"[: draw(st.integers(1, 6))]
@@ -68,7 +68,7 @@ def kept_in(found: Arrangement, had: dict[str, int]) -> list[int]:
 
 @given(changes())
 def test_cells_are_whole_and_each_stage_is_on_one_node(change: Change) -> None:
-    """Every member is in one place of one cell, or a spare, and there are as many cells as can be."""
+    """Every member is in one place of one cell or on standby, and there are as many cells as possible."""
     shape, members, last = change
     found = arrange(members, shape, last)
     assert Counter([*found.members, *found.spares]) == Counter(members)
@@ -83,7 +83,7 @@ def test_cells_are_whole_and_each_stage_is_on_one_node(change: Change) -> None:
 @settings(max_examples=300)
 @given(changes())
 def test_no_arrangement_of_as_many_cells_moves_fewer_members(change: Change) -> None:
-    """Held against all ways to give nodes' room to stages; parts that one node alone may hold come first."""
+    """Compared with all ways to assign nodes' room to stages; parts that only one node may hold come first."""
     shape, members, last = change
     found, had = arrange(members, shape, last), had_by(members, shape, last)
     nodes_with = {place: {one.node for one in members if had.get(one.id) == place} for place in range(shape.size)}
@@ -93,7 +93,7 @@ def test_no_arrangement_of_as_many_cells_moves_fewer_members(change: Change) -> 
 
 
 def most_kept(members: Sequence[Member], shape: CellShape, had: dict[str, int], num_cells: int) -> tuple[int, int]:
-    """Return how many places of which one node knows can be kept, and how many members' with them."""
+    """Return how many places that only one node knows can be kept, and how many members' places with them."""
     nodes = sorted({member.node for member in members})
     counts = {node: Counter(had[m.id] for m in members if m.node == node and m.id in had) for node in nodes}
     with_place = Counter(place for count in counts.values() for place in count)
@@ -116,7 +116,7 @@ def most_kept(members: Sequence[Member], shape: CellShape, had: dict[str, int], 
 
 
 def rows_of(room: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to give some of a node's room to stages."""
+    """Yield all ways to assign some of a node's room to stages."""
     if num_stages == 0:
         yield ()
         return
@@ -127,7 +127,7 @@ def rows_of(room: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 @given(changes())
 def test_who_is_in_a_place_for_the_first_time_is_new_unless_there_are_too_few(change: Change) -> None:
-    """A member moves only if its node has nobody new to take the place."""
+    """A member moves only if its node has no new member for the place."""
     shape, members, last = change
     found, had = arrange(members, shape, last), had_by(members, shape, last)
     spare_newcomers = {member.node for member in found.spares if member.id not in had}
@@ -138,7 +138,7 @@ def test_who_is_in_a_place_for_the_first_time_is_new_unless_there_are_too_few(ch
 
 @given(changes())
 def test_an_arrangement_stands_until_somebody_comes_or_goes(change: Change) -> None:
-    """Seen again with the world that was made of it, it is the same; who waits beside it changes nothing."""
+    """Given the world that was made of it, the result is the same; waiting members change nothing."""
     shape, members, last = change
     found = arrange(members, shape, last)
     if found.cells:
@@ -158,7 +158,7 @@ def test_a_world_with_no_room_for_more_cells_is_left_alone(change: Change, most:
 
 @given(changes())
 def test_stages_of_a_node_go_together(change: Change) -> None:
-    """Between two stages as many cells stay in a node as it has groups of both."""
+    """Between two stages, as many cells stay in a node as it has groups of both."""
     shape, members, last = change
     found = arrange(members, shape, last)
     per_stage = [Counter[str]() for _ in range(shape.num_stages)]
@@ -182,14 +182,14 @@ def test_cells_that_fit_into_nodes_are_in_nodes() -> None:
 
 
 def test_nodes_of_different_numbers_of_workers_make_up_cells() -> None:
-    """Three groups, two and one, of two workers each: three cells of two stages; the odd worker is a spare."""
+    """Three, two and one groups of two workers each: three cells of two stages; the odd worker is on standby."""
     names = [*(f"a{n}" for n in range(6)), *(f"b{n}" for n in range(5)), "c0", "c1"]
     found = arrange([worker(name) for name in names], CellShape(2, 2), None)
     assert len(found.cells) == 3 and [member.id for member in found.spares] == ["b4"]
 
 
 def test_a_lost_node_is_made_up_for_by_one_of_a_cell_that_is_given_up() -> None:
-    """Two cells lose a node each, at different stages: what is left makes one, nobody moves, and no part is lost."""
+    """Two cells lose a node each, at different stages: the rest forms one cell, nobody moves, and no part is lost."""
     left = [worker("b0"), worker("c0")]
     found = arrange(left, PIPELINE, world(1, "a0", "b0", "c0", "d0"))
     assert [[member.id for member in cell] for cell in found.cells] == [["c0", "b0"]]
@@ -204,7 +204,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
 
 
 def test_a_node_without_a_cell_waits_and_its_world_goes_on() -> None:
-    """Of three nodes two make a cell; the third is a spare, until a fourth comes."""
+    """Of three nodes two make a cell; the third is on standby until a fourth joins."""
     last = world(1, "a0", "b0", "c0", "d0")
     left = [worker(name, after=1) for name in ("a0", "c0", "d0")]
     assert decisions.decide(View(9, tuple(left), last), "a0", CELLS, 0.0) == Seal(
@@ -218,7 +218,7 @@ def test_a_node_without_a_cell_waits_and_its_world_goes_on() -> None:
 
 
 def test_a_part_that_one_node_alone_holds_is_waited_for() -> None:
-    """Each of two nodes of two workers has lost one, and there is room for one group each: of different stages."""
+    """Two nodes of two workers have lost one each, and have room for one group each: of different stages."""
     shape, last = CellShape(2, 2), world(1, *"abcd")
     held = [replace(worker(name), node=node) for name, node in (("a", "x"), ("d", "x"), ("c", "y"))]
     newcomer = replace(worker("n"), node="y")
@@ -230,7 +230,7 @@ def test_a_part_that_one_node_alone_holds_is_waited_for() -> None:
 
 
 def test_a_node_is_not_spared_if_no_cell_is_left_without_it() -> None:
-    """Of two nodes that make one cell, as of three of which one is a spare."""
+    """Two nodes that make one cell; or three, one of them on standby."""
     last = world(1, "a0", "b0")
     both = (worker("a0"), worker("b0"))
     assert standing.node_to_spare(View(9, both, last), last, 1, CELLS) is None
