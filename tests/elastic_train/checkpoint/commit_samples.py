@@ -67,7 +67,7 @@ def commit_steps(store: Store, *steps: int, parent: CommitRecord | None = None) 
 
 
 def aged(store: Store, record: CommitRecord) -> CommitRecord:
-    """Make a commit one of format 1, whose files have SHA-256 digests; return its record."""
+    """Convert a commit to format 1, whose files have SHA-256 digests; return its record."""
     files = {
         name: dataclasses.replace(
             file, blake3=None, sha256=hashlib.sha256(read(store, f"{record.attempt}/{name}")).hexdigest()

@@ -19,11 +19,11 @@ _PIECE = 1 << 16
 
 
 class FaultyNetwork(socketserver.ThreadingTCPServer):
-    """Forwards requests to a server, one connection each, and breaks those selected by its settings.
+    """Forwards requests to a server, one connection each, and breaks those that its settings select.
 
-    `cut_after` resets a connection once so many bytes of its request have passed. Of the requests whose first line
-    matches `matching`, the next `num_unanswered` arrive but their answers are lost, and the next `num_conflicts` are
-    answered by 409 and do not arrive.
+    `cut_after` resets a connection after so many bytes of its request. Of the requests whose first line matches
+    `matching`, the next `num_unanswered` arrive but their answers are lost, and the next `num_conflicts` are answered
+    by 409 and do not arrive.
     """
 
     daemon_threads = True
@@ -87,7 +87,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _read_head(client: socket.socket) -> bytes:
-    """Read a request's head, asking the server to close after its answer, and what of the body came with it."""
+    """Read a request's head, with the part of the body that came with it; ask the server to close after its answer."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = client.recv(_PIECE)
@@ -101,7 +101,7 @@ def _read_head(client: socket.socket) -> bytes:
 
 
 def _rest_of(client: socket.socket, request: bytes) -> Iterator[bytes]:
-    """Yield what is still to come of a request's body."""
+    """Yield the rest of a request's body."""
     head, _, body = request.partition(b"\r\n\r\n")
     match = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
     left = int(match[1]) - len(body) if match else 0

@@ -25,14 +25,14 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool
 
 
 def numbered(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return a tensor whose elements differ, as far as its type can tell them apart."""
+    """Return a tensor with different elements, within the precision of its type."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 1 << 20, tuple(shape), generator=generator).to(dtype)
 
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int, num_writers: int, *, ends: Sequence[int] = ()) -> list[list[Span]]:
-    """Draw, for every writer, which spans it writes: together all elements once; `ends` are the only places to cut."""
+    """Draw each writer's spans, which together tile all elements; cuts are at `ends` only."""
     places = st.sampled_from(ends) if ends else st.integers(1, max(1, size - 1))
     edges = [0, *sorted(end for end in draw(st.sets(places, max_size=6)) if 0 < end < size), size]
     spans: list[list[Span]] = [[] for _ in range(num_writers)]
@@ -43,9 +43,9 @@ def cuts(draw: st.DrawFn, size: int, num_writers: int, *, ends: Sequence[int] = 
 
 
 def cut(whole: Tensor, written: Sequence[Sequence[Span]], held: Sequence[Span], along: int | None = None) -> Pieces:
-    """Return the leaf of a rank that holds copies of some spans of a tensor, as views of memory that is larger.
+    """Return the leaf of a rank that holds copies of some spans of a tensor, as views of a larger memory.
 
-    Spans are of the elements in memory order, in which the dimension `along` comes first.
+    Spans are of the elements in memory order, with the dimension `along` first.
     """
     memory, how = {}, cut_along(whole.shape, along)
     for lo, hi in held:
@@ -56,7 +56,7 @@ def cut(whole: Tensor, written: Sequence[Sequence[Span]], held: Sequence[Span], 
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
-    """Join spans that touch: what is held is apart."""
+    """Join spans that touch: held spans are disjoint."""
     found: list[Span] = []
     for lo, hi in sorted(spans):
         if found and found[-1][1] == lo:
@@ -68,7 +68,7 @@ def joined(spans: Sequence[Span]) -> list[Span]:
 def save_by(
     store: Store, commits: CommitWriter, states: Sequence[State], step: int = 1, dims: CutDims | None = None
 ) -> CommitRecord:
-    """Publish the states of all ranks of a world, one after the other, each planning for itself."""
+    """Publish the states of all ranks of a world, one after the other, each with its own plan."""
     planners = [Planner() for _ in states]
     all_leaves = [leaves_by_path(state) for state in states]
     plans = [

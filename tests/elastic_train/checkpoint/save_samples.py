@@ -1,4 +1,4 @@
-"""Stores that hold, fill up or keep silent, and saves on them, for the tests of saves."""
+"""Stores that block, fill up or do not answer, and saves on them, for the tests of saves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = PATIENCE_S
 
 
 class HeldStore(LocalStore):
-    """A local store whose writes of files, and creations of records, wait until they are let through."""
+    """A local store whose file writes and record creations wait until they are permitted."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -49,7 +49,7 @@ class HeldStore(LocalStore):
 
 
 class FullStore(LocalStore):
-    """A local store on a disk that is full for so many files."""
+    """A local store on a disk that is full for a number of files."""
 
     def __init__(self, root: Path, num_left: int) -> None:
         super().__init__(root)
@@ -66,7 +66,7 @@ class FullStore(LocalStore):
 
 
 class Heads:
-    """A fence that lets everybody publish, and remembers what."""
+    """A fence that permits every publish, and records them."""
 
     def __init__(self) -> None:
         self.published: list[str] = []
@@ -92,7 +92,7 @@ def open_saves(
 
 
 def all_still(path: object) -> bool:
-    """Say of every leaf that only updates change it."""
+    """Declare that only updates change any leaf."""
     return True
 
 

@@ -1,8 +1,8 @@
-"""A disk in memory that forgets what was not synced, in every way in which a file system may.
+"""An in-memory disk that loses unsynced data in every way in which a file system may.
 
-POSIX orders nothing but what a sync orders. So after a crash a name holds what its directory's last sync made durable,
-or anything that happened to it since; every name chooses for itself. Bytes written since their file's last sync are
-there, or zeros, or beyond the end, each half of a write on its own. A name below a directory that is not there is gone.
+POSIX orders only what a sync orders. So after a crash a name holds what its directory's last sync made durable, or any
+later value, independently for every name. Bytes written since their file's last sync are there, or zeros, or beyond the
+end, independently for each half of a write. A name below a missing directory is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Operation = Callable[[], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class Inode:
-    """A file's bytes: those that are durable, and the writes after them."""
+    """A file's bytes: the durable ones, and the writes after them."""
 
     durable: bytes = b""
     written: list[bytes] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Inode:
 
 DIRECTORY = "a directory"
 Holds = Inode | str | None
-"""What a name leads to: a file, DIRECTORY, or nothing."""
+"""The target of a name: a file, DIRECTORY, or nothing."""
 
 
 class SimulatedFile(io.RawIOBase):
@@ -63,12 +63,12 @@ class SimulatedFile(io.RawIOBase):
 
 
 class SimulatedDisk:
-    """A `Disk` below `root`, which is there and durable."""
+    """A `Disk` below `root`, which exists and is durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._names: dict[Path, Holds] = {root: DIRECTORY}
-        self._since: dict[Path, list[Holds]] = {}  # per name: what it may hold after a crash, the durable first
+        self._since: dict[Path, list[Holds]] = {}  # per name: possible values after a crash, the durable one first
 
     def create(self, path: Path) -> BinaryIO:
         inode = Inode()
@@ -76,7 +76,7 @@ class SimulatedDisk:
         return SimulatedFile(inode)  # type: ignore[return-value]
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
-        """Sync all in one step: a sync only takes states away, so those on the way are among those before."""
+        """Sync all in one step: a sync only removes states, so intermediate states are among the earlier ones."""
         for file in files:
             assert isinstance(file, SimulatedFile)
             inode = file.inode
@@ -135,7 +135,7 @@ class SimulatedDisk:
 
 
 class MirroredDisk(RealDisk):
-    """A real disk whose every operation is done to a simulated one too, both inside an `operation` of the caller's."""
+    """A real disk that repeats every operation on a simulated one, both inside an `operation` of the caller's."""
 
     def __init__(self, simulated: Disk, operation: Operation) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class MirroredDisk(RealDisk):
             return MirroredFile(super().create(path), self._simulated.create(path), self._operation)  # type: ignore[return-value]
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
-        """Sync nothing real: it is the simulated disk that loses something."""
+        """Sync nothing on the real disk: only the simulated one loses data."""
         with self._operation():
             self._simulated.sync([file.simulated for file in files if isinstance(file, MirroredFile)], directories)
 

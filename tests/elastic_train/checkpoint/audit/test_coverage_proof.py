@@ -1,4 +1,4 @@
-"""The audit: it proves coverage from records alone, names what is wrong, and its forensics name the samples."""
+"""The audit proves coverage from records alone and names mistakes; its forensics name the samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 @dataclass
 class Run:
-    """A run with its commits and histories: steps of two ranks, of which `spoil` may change the ids."""
+    """A run with its commits and histories: steps of two ranks, whose ids `spoil` may change."""
 
     folder: Path
     manifest: Manifest
@@ -128,7 +128,7 @@ def in_words(lines: list[str]) -> str:
 @pytest.mark.parametrize("is_bucketing", [False, True])
 @pytest.mark.parametrize("steps", [1, 4, 8, 10, 11])
 def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, steps: int, is_bucketing: bool) -> None:
-    """Finished epochs by their closed form, the one in progress by the order; 4 steps are an epoch."""
+    """Finished epochs by their closed form, the current one by the order; 4 steps are an epoch."""
     Run(tmp_path, dataset, is_bucketing).train(steps, commit_at=(1, 4, steps) if steps > 4 else (steps,))
     found = audit(open_store(str(tmp_path)), [dataset])
     assert (found.wrong, found.unproven, found.exit_code) == ([], [], 0)
@@ -150,12 +150,12 @@ def test_holes_are_excluded_from_the_proof_and_reported(tmp_path: Path, dataset:
 
 
 def swapped(step: int, ids: Int64s) -> Int64s:
-    """Two samples of the first step are another one."""
+    """Replace one of the first step's samples by another."""
     return np.where((step == 0) & (np.arange(len(ids)) < 1), ids[1], ids)
 
 
 def made_good(step: int, ids: Int64s) -> Int64s:
-    """A sample is skipped in epoch 0 and repeated in epoch 1, so that all sums together are right."""
+    """Skip a sample in epoch 0 and repeat it in epoch 1, so that the total sums are right."""
     if step == 0:
         return ids[1:]
     return np.append(ids, 0) if step == 4 else ids
@@ -176,7 +176,7 @@ def in_progress(step: int, ids: Int64s) -> Int64s:
 def test_a_repeated_or_skipped_sample_is_reported(
     tmp_path: Path, dataset: Manifest, spoil: Spoil, expected: str
 ) -> None:
-    """A sample in place of another is found, in a finished epoch or in the one in progress."""
+    """A sample in place of another is found, in a finished epoch or in the current one."""
     Run(tmp_path, dataset).train(9, commit_at=(9,), spoil=spoil)
     found = audit(open_store(str(tmp_path)), [dataset])
     assert expected in in_words(found.wrong)
@@ -217,7 +217,7 @@ def test_what_cannot_be_proven_is_reported(tmp_path: Path, dataset: Manifest) ->
 
 
 def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ids that are repeated and missing are named, with the steps; what a given-up term read does not count."""
+    """The repeated and missing ids are named with their steps; samples of an abandoned term do not count."""
     run = Run(tmp_path, dataset)
     first = run._lane(0, 0)[0]
     run.train(9, commit_at=(9,), spoil=swapped)
@@ -240,7 +240,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
 def test_ids_that_one_rank_could_not_write_accuse_nobody(
     tmp_path: Path, dataset: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where a rank's folder took no lines its samples are not missing: what its steps applied is unproven."""
+    """If a rank could not write its ids, its samples are unproven rather than missing."""
     Run(tmp_path, dataset).train(4, commit_at=(4,))
     path = next((tmp_path / "history").glob("00000002-00001-*"))
     path.write_bytes(path.read_bytes().splitlines()[0])
@@ -251,7 +251,7 @@ def test_ids_that_one_rank_could_not_write_accuse_nobody(
 
 
 def test_forensics_need_ids(tmp_path: Path, dataset: Manifest) -> None:
-    """A run that recorded no ids cannot be examined that closely."""
+    """A run that recorded no ids cannot be examined in that detail."""
     Run(tmp_path, dataset).train(4, commit_at=(4,))
     for path in (tmp_path / "history").iterdir():
         path.unlink()

@@ -1,4 +1,4 @@
-"""What commits of a mixture prove: each source by itself, and nothing that is false."""
+"""Proofs from commits of a mixture: each source separately, and no false statement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Manifest]:
 
 
 def commit_of(manifests: Sequence[Manifest], holes: tuple[Hole, ...] = (), **changes: object) -> CommitRecord:
-    """A commit at a step in the midst of both sources' epochs."""
+    """Return a commit at a step within both sources' epochs."""
     facts = [
         SourceFacts(name, share, each.num_rows, each.digest, CoverageSums())
         for name, share, each in zip("ab", (2, 1), manifests, strict=True)
@@ -71,7 +71,7 @@ def hole_in(manifests: Sequence[Manifest], group: int, since: int) -> Hole:
 
 @pytest.mark.parametrize("group", [None, 3, 9])
 def test_each_source_of_a_good_run_is_proven(manifests: list[Manifest], group: int | None) -> None:
-    """In the midst of its epochs, also where a row group of one of them was left out from some step on."""
+    """The step is within the epochs, with or without a row group of one source that was excluded from some step on."""
     holes = () if group is None else (hole_in(manifests, group, 6),)
     record = commit_of(manifests, holes)
     assert check_counts(record, mixture_of(record, None)) == []
@@ -117,7 +117,7 @@ def test_numbers_that_contradict_the_shares_are_found_without_a_manifest(
 
 
 def test_a_sample_in_place_of_another_is_found(manifests: list[Manifest]) -> None:
-    """The counts are as they should be, and the sums are not."""
+    """The counts are right, and the sums are not."""
     record = commit_of(manifests)
     miscounted(CoverageSums.of_ids(np.array([1])) - CoverageSums.of_ids(np.array([2])))(record)
     assert check_counts(record, mixture_of(record, None)) == []
@@ -127,7 +127,7 @@ def test_a_sample_in_place_of_another_is_found(manifests: list[Manifest]) -> Non
 
 
 def test_other_manifests_prove_nothing(manifests: list[Manifest]) -> None:
-    """Some are missing, or they are in another order."""
+    """Some manifests are missing, or in another order."""
     record = commit_of(manifests)
     assert differing(record, manifests) is None
     assert "the manifests of 1 of 2 sources were found" in str(differing(record, manifests[:1]))

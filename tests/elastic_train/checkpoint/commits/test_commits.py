@@ -1,4 +1,4 @@
-"""A commit gives back the bits that were saved, to us and to stock torch.distributed.checkpoint."""
+"""A commit returns the saved bits, to this package and to stock torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ pytestmark = pytest.mark.slow
 
 
 def assert_equal_trees(actual: object, expected: object) -> None:
-    """Compare every leaf, tensors by type and bit."""
+    """Assert that every leaf is equal, tensors by type and bit."""
     assert_equal_leaves(dict(leaves_of(actual)), dict(leaves_of(expected)))
 
 
 def assert_equal_leaves(left: dict[tuple, object], right: dict[tuple, object]) -> None:
-    """Compare leaves by their paths."""
+    """Assert that leaves are equal, by path."""
     assert left.keys() == right.keys()
     for path, leaf in right.items():
         if isinstance(leaf, torch.Tensor):
@@ -68,7 +68,7 @@ def assert_equal_leaves(left: dict[tuple, object], right: dict[tuple, object]) -
 
 
 def odd_state() -> State:
-    """Return a state with all that has gone wrong elsewhere."""
+    """Return a state with every feature that has failed elsewhere."""
     return {
         "model": OrderedDict(w=torch.randn(700_003), b=torch.randn(3, dtype=torch.bfloat16), n=torch.tensor(7)),
         "optimizer": {
@@ -101,14 +101,14 @@ def test_a_state_comes_back_bit_equal_from_every_store(store: Store) -> None:
 
 
 def test_an_empty_store_has_no_head(store: Store) -> None:
-    """Before the first commit there is nothing to restore, and nothing to complain about."""
+    """Before the first commit there is nothing to restore, and no error."""
     found = discover(store)
     assert found.head is None
     assert found.skipped == ()
 
 
 def test_training_resumed_from_a_commit_is_training_uninterrupted(local_store: Store) -> None:
-    """A fresh model and optimizer, loaded and trained on, reach the same bits."""
+    """A new model and optimizer that load the commit and train on reach the same bits."""
     model, optimizer = trained(3)
     record = writer(local_store).save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, facts(3))
     take_steps(model, optimizer, 3, 6)
@@ -123,7 +123,7 @@ def test_training_resumed_from_a_commit_is_training_uninterrupted(local_store: S
 
 
 def test_load_fills_tensors_in_place(local_store: Store) -> None:
-    """The model's own memory is written to, so that nothing of its size is allocated again."""
+    """The load writes to the model's own memory, to avoid a second allocation of its size."""
     (record,) = commit_steps(local_store, 5)
     state = small_state(0)
     weights = state["model"]["w"]
@@ -152,7 +152,7 @@ def test_a_changed_model_is_refused(local_store: Store, model: State, message: s
     [({"path": Path("x")}, "'path' is a "), ({"m": {0: 1, "a": 2}}, "'m' has keys of type int and str")],
 )
 def test_a_state_that_could_not_be_read_back_is_not_saved(local_store: Store, extras: State, message: str) -> None:
-    """What would need a trusted pickle, or lose its keys, is refused, and no file of it stays."""
+    """A state that would need a trusted pickle, or would lose keys, is refused, and none of its files remain."""
     with pytest.raises(ConfigError, match=message):
         writer(local_store).save(extras, facts(1))
     assert local_store.list("data/") == []
@@ -160,7 +160,7 @@ def test_a_state_that_could_not_be_read_back_is_not_saved(local_store: Store, ex
 
 
 def test_stock_dcp_reads_a_commit_in_one_process(local_store: Store) -> None:
-    """torch's own loader, knowing nothing of us, fills the same bits."""
+    """torch's loader, without knowledge of this package, loads the same bits."""
     model, optimizer = trained(2)
     record = writer(local_store).save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, facts(2))
     other, _ = trained(0, seed=9)
@@ -198,7 +198,7 @@ if rank == 0:
 
 
 def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_store: Store, tmp_path: Path) -> None:
-    """Other worlds, and another layout: every rank reads its share, and together they have the same bits."""
+    """With other worlds and another layout every rank reads its shard, and together they have the same bits."""
     commit_steps(local_store, 1)
     head = discover(local_store).head
     state: State = {"model": {"w": torch.arange(1001.0) / 3, "b": torch.arange(7.0) / 7}}
@@ -213,7 +213,7 @@ def test_stock_dcp_reads_the_newest_commit_over_one_two_and_three_ranks(local_st
 def test_a_fifty_line_reader_reads_a_commit(
     local_store: Store, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page about the format is enough to write one, and the example that follows it gets the same bits."""
+    """The format's documentation suffices to write one, and the example from it gets the same bits."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     read_commit = importlib.import_module("read_a_commit").read_commit
     commit_steps(local_store, 1)
@@ -228,7 +228,7 @@ def test_a_fifty_line_reader_reads_a_commit(
 def test_a_state_can_be_spread_over_writers(
     local_store: Store, num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank makes the same plan without communication and writes its part; together they are the whole."""
+    """Every rank computes the same plan without communication and writes its part; the parts form the whole."""
     monkeypatch.setattr(layout, "LEAST_PART_BYTES", 1)
     state = odd_state()
     leaves = leaves_by_path(state)
@@ -291,7 +291,7 @@ def test_any_tree_of_plain_values_comes_back(state: State) -> None:
 def test_a_state_on_a_device_is_copied_a_few_tensors_at_a_time(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slow a digest is: a host that holds no copy of the whole state can commit it alone."""
+    """However slow hashing is: a host without memory for a copy of the whole state can commit it alone."""
     num_tensors, num_copied, all_copied = 20, 0, threading.Event()
 
     def counted(tensor: torch.Tensor) -> memoryview:

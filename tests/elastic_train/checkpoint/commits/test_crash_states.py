@@ -1,7 +1,7 @@
-"""Crash states: whenever the machine stops, whatever the disk had not synced, load yields the old commit or the new.
+"""Crash states: whenever the machine stops, whatever is unsynced, a load yields the old commit or the new one.
 
-Saves and deletions run on a disk that a simulated one follows. After every operation each state is built that a crash
-may leave there, all names and all writes choosing for themselves; every different one of them is then started from.
+Saves and deletions run on a disk that is mirrored by a simulated one. After every operation, each state that a crash
+may leave is built, with an independent fate for every name and write; a restart is tested from each different one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 
 class Machine:
-    """A machine with a store on its disk, and every state in which a crash would have left it since `watch`."""
+    """A machine with a store on its disk, and every state that a crash since `watch` could have left."""
 
     def __init__(self, root: Path) -> None:
         self._simulated = SimulatedDisk(root)
@@ -55,7 +55,7 @@ class Machine:
         self.store = LocalStore(root, self.disk)
 
     def watch(self, failing: range = range(0), *, is_done: bool = False) -> None:
-        """Begin with the state as it is; let some operations from now on fail, undone or done all the same."""
+        """Start from the present state; make some later operations fail, either undone or done nevertheless."""
         self._seen, self.num_operations = set(), 0
         self._failing, self._is_done = failing, is_done
         self._look()
@@ -80,7 +80,7 @@ class Machine:
 
 
 def started_from(states: Collection[Image]) -> Iterator[Store]:
-    """Yield a store that holds what is left, for each of the states."""
+    """Yield a store with the remaining data, for each of the states."""
     disk = fsspec.filesystem("memory")
     for image in states:
         root = f"/{uuid.uuid4().hex}"
@@ -91,9 +91,9 @@ def started_from(states: Collection[Image]) -> Iterator[Store]:
 
 
 def heads(states: Collection[Image], allowed: Collection[CommitRecord]) -> Counter[int]:
-    """Start from every state: the head is whole and allowed, nothing newer looks damaged, and training continues.
+    """Restart from every state: the head is complete and allowed, nothing newer looks damaged, and training continues.
 
-    Returns how many states had which step as head.
+    Returns the number of states for each step of the head.
     """
     steps: Counter[int] = Counter()
     for store in started_from(states):
@@ -109,19 +109,19 @@ def heads(states: Collection[Image], allowed: Collection[CommitRecord]) -> Count
 
 
 def heads_only(states: Collection[Image]) -> set[int]:
-    """Return the steps of the heads that the states have, none of which passes over a newer commit; 0 for none."""
+    """Return the steps of the states' heads, none of which skips a newer commit; 0 for no head."""
     found = [discover(store) for store in started_from(states)]
     assert all(each.skipped == () for each in found), "a record without its files"
     return {each.head.step if each.head else 0 for each in found}
 
 
 def open_commits(machine: Machine) -> CommitWriter:
-    """Open a writer; its term is not claimed, so that the claim's operations are not among those watched."""
+    """Open a writer; its term is not claimed, so that the claim's operations are not watched."""
     return CommitWriter(machine.store, StoreFence(machine.store), 1, None)
 
 
 def saved_once(machine: Machine) -> tuple[CommitWriter, CommitRecord]:
-    """Publish a commit and begin to watch."""
+    """Publish a commit and start watching."""
     commits = open_commits(machine)
     first = commits.save(small_state(1), facts(1))
     machine.watch()
@@ -140,7 +140,7 @@ def test_every_crash_state_of_a_save_yields_the_old_commit_or_the_new(tmp_path: 
 
 
 def test_every_crash_state_of_a_save_in_pieces_yields_the_old_commit_or_the_new(tmp_path: Path) -> None:
-    """A commit of which only some of the parts are there does not exist."""
+    """A commit with only some of its parts does not exist."""
     machine = Machine(tmp_path)
     commits, first = saved_once(machine)
     whole, written = torch.arange(20.0), [[(0, 7)], [(7, 20)]]
@@ -168,9 +168,9 @@ def test_the_first_save_leaves_nothing_or_itself(tmp_path: Path) -> None:
 def test_a_crash_after_failed_operations_yields_the_old_commit_or_the_new(
     tmp_path: Path, num_failing: int, is_done: bool
 ) -> None:
-    """Cleaning up after errors is safe against a crash too, and a save that returned in spite of one holds.
+    """Cleaning up after errors also survives a crash, and a save that returned despite an error is durable.
 
-    What fails may have been done all the same. Four in a row also meet the undoing of the first and the second try.
+    A failed operation may have been done. Four failures in a row also hit the undoing of the first and second try.
     """
     for failing in range(1, 100):
         root = tmp_path / str(failing)
@@ -193,7 +193,7 @@ def test_a_crash_after_failed_operations_yields_the_old_commit_or_the_new(
 
 
 def test_every_crash_state_of_a_deletion_keeps_the_head(tmp_path: Path) -> None:
-    """Deletions leave whole commits and abandoned attempts, in whatever order they become durable."""
+    """Deletions leave complete commits and abandoned attempts, in whatever order they become durable."""
     machine = Machine(tmp_path)
     commits = open_commits(machine)
     last = [commits.save(small_state(step), facts(step)) for step in (1, 2, 3)][-1]
@@ -205,7 +205,7 @@ def test_every_crash_state_of_a_deletion_keeps_the_head(tmp_path: Path) -> None:
 
 
 def test_every_crash_state_of_a_sweep_leaves_a_late_record_whole_or_impossible(tmp_path: Path) -> None:
-    """Whatever was deleted of an attempt, its writer, publishing at last, finds its name taken."""
+    """However much of an attempt was deleted, its late writer finds the record's name taken."""
     machine = Machine(tmp_path)
     commits, first = saved_once(machine)
     late = commits.save(small_state(2), facts(2))
@@ -240,7 +240,7 @@ KEPT: dict[str, Callable[[Sequence[BinaryIO], Sequence[Path]], tuple[Sequence[Bi
 
 @pytest.mark.parametrize("omitted", KEPT)
 def test_the_enumeration_detects_a_missing_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str) -> None:
-    """The check can fail: without syncing files, or folders, or those above a file's own, the promise is broken."""
+    """The check can fail: without syncing files, folders, or a file's ancestors, the promise is broken."""
     sync, keep = MirroredDisk.sync, KEPT[omitted]
     monkeypatch.setattr(MirroredDisk, "sync", lambda self, files, folders: sync(self, *keep(files, folders)))
     machine = Machine(tmp_path)

@@ -48,7 +48,7 @@ def flip(path: Path, place: float) -> None:
 @pytest.mark.parametrize("place", [0.0, 0.37, 0.5, 0.93, 1.0])
 @pytest.mark.parametrize("file", [0, 1, 2], ids=["record", "data", "metadata"])
 def test_one_flipped_bit_is_passed_over(local_store: Store, file: int, place: float) -> None:
-    """Wherever the bit is, the commit before is found, with the reason."""
+    """Wherever the bit is, the previous commit is found, with the reason."""
     first, second = commit_steps(local_store, 1, 2)
     flip(files_of(local_store, second)[file], place)
     found = discover(local_store)
@@ -59,7 +59,7 @@ def test_one_flipped_bit_is_passed_over(local_store: Store, file: int, place: fl
 
 
 def test_damage_is_passed_over_on_every_kind_of_store(store: Store) -> None:
-    """A flipped bit, and a lost end, of an object in any store; the last valid commit before them is found."""
+    """A flipped bit or a truncated object in any store; the last valid commit before them is found."""
     first, *others = commit_steps(store, 1, 2, 3, 4)
     keys = [others[0].key, f"{others[1].attempt}/__0_0.distcp", f"{others[2].attempt}/.metadata"]
     for key, harm in zip(
@@ -76,7 +76,7 @@ def test_damage_is_passed_over_on_every_kind_of_store(store: Store) -> None:
 @pytest.mark.parametrize("file", [0, 1, 2], ids=["record", "data", "metadata"])
 @pytest.mark.parametrize("harm", ["truncate", "empty", "grow", "remove"])
 def test_a_file_of_the_wrong_size_is_passed_over(local_store: Store, file: int, harm: str) -> None:
-    """Truncated, emptied, grown or gone: the commit before is found."""
+    """Truncated, emptied, grown or missing: the previous commit is found."""
     first, second = commit_steps(local_store, 1, 2)
     path = files_of(local_store, second)[file]
     size = path.stat().st_size
@@ -88,7 +88,7 @@ def test_a_file_of_the_wrong_size_is_passed_over(local_store: Store, file: int, 
 
 
 def test_no_valid_commit_left_is_an_error_that_names_every_commit(local_store: Store) -> None:
-    """With commits but none whole, training does not silently start over: exit code 65."""
+    """If every commit is damaged, training does not silently start over: exit code 65."""
     commits = commit_steps(local_store, 1, 2, 3)
     for commit in commits:
         flip(files_of(local_store, commit)[1], 0.5)
@@ -109,7 +109,7 @@ def test_a_leftover_attempt_is_not_a_commit(local_store: Store) -> None:
 
 
 def test_a_late_record_of_an_older_term_is_passed_over(local_store: Store) -> None:
-    """Order is (term, step): a higher step of an older term is not the head, and no problem to report."""
+    """Order is (term, step): a higher step of an older term is neither the head nor an error."""
     late_writer = writer(local_store)
     first = late_writer.save(small_state(1), facts(1))
     (newer,) = commit_steps(local_store, 2, parent=first)
@@ -135,7 +135,7 @@ def test_falling_back_follows_the_lineage(local_store: Store) -> None:
 
 
 def test_a_head_missing_from_the_store_is_reported(local_store: Store) -> None:
-    """If the fence names a commit that is gone, discovery says so and continues."""
+    """If the commit that the fence names is gone, discovery says so and continues."""
     (first,) = commit_steps(local_store, 1)
     found = discover(local_store, published="commits/00000004-000000000002.json")
     assert found.head == first
@@ -161,7 +161,7 @@ class SilentStore(LocalStore):
 
 
 def test_a_store_that_does_not_answer_is_not_damage(local_store: Store) -> None:
-    """An outage ends the search: falling back would lose steps without need."""
+    """An outage ends the search: falling back would lose steps unnecessarily."""
     commit_steps(local_store, 1, 2)
     with pytest.raises(StorageError, match="no answer"):
         discover(SilentStore(local_store.url))
@@ -178,7 +178,7 @@ class Bomb:
 
 
 def test_no_pickle_is_opened_before_its_digest_is_verified(local_store: Store, tmp_path: Path) -> None:
-    """Metadata that someone replaced is refused unopened, by discovery and by a load that skips discovery."""
+    """Replaced metadata is refused unopened, by discovery and by a load that skips discovery."""
     first, second = commit_steps(local_store, 1, 2)
     (Path(local_store.url) / second.attempt / ".metadata").write_bytes(pickle.dumps(Bomb(str(tmp_path / "bang"))))
     assert discover(local_store).head == first
@@ -227,14 +227,14 @@ sizes = st.sampled_from([0, 1, 100, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 
 
 
 def checked(content: bytes, record: FileRecord) -> CheckedFile:
-    """Open bytes as a file whose checksums are known."""
+    """Open bytes as a file with known checksums."""
     return CheckedFile(cast(BinaryIO, io.BytesIO(content)), record, "x")
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, max_size=4), st.data())
 def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st.DataObject) -> None:
-    """Blocks are blocks of the file, however it is cut into writes, and any part of it reads back, however cut."""
+    """Blocks belong to the file, however it is cut into writes, and any part of it reads back, however cut."""
     collected = Collected()
     sink = HashingSink(collected)
     whole = b"".join(bytes([number + 1]) * size for number, size in enumerate(pieces))
@@ -255,7 +255,7 @@ def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3 * BLOCK_BYTES), st.data())
 def test_a_flipped_bit_is_seen_only_by_reads_of_its_block(size: int, data: st.DataObject) -> None:
-    """What is checked is exactly what is read, in whole blocks: the neighbours of a damaged block are still good."""
+    """Exactly the blocks that are read are checked: the neighbours of a damaged block remain valid."""
     whole = bytes(size)
     record = FileRecord(size, tuple(zlib.crc32(whole[at : at + BLOCK_BYTES]) for at in range(0, size, BLOCK_BYTES)), "")
     bad = data.draw(st.integers(0, size - 1))

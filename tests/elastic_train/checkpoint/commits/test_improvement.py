@@ -1,4 +1,4 @@
-"""Early stopping counts validations: each once, by the best value that was a number."""
+"""Early stopping counts each validation once, relative to the best value that was a number."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_validation_counts_once_and_a_small_gain_not_at_all(found: list[float]
 
 
 def test_another_metric_or_none_begins_again() -> None:
-    """A configuration may change when a run is resumed: then values of another metric say nothing."""
+    """A resumed run may have another metric configured; the old metric's values then do not count."""
     known = after("min loss", [1.0, 2.0, 2.0])
     config = EarlyStoppingConfig(metric="min loss", patience=2)
     assert is_exhausted(config, known) and not is_exhausted(config.model_copy(update={"patience": 3}), known)
@@ -68,7 +68,7 @@ def test_another_metric_or_none_begins_again() -> None:
 def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
     tmp_path: Path, patience: int, is_url: bool
 ) -> None:
-    """Unless another one is named, or validations had patience left; where it is gone, that is said."""
+    """Exceptions: another one is named, patience was left, or the best commit is gone, which the reason says."""
     store, url = LocalStore(tmp_path), f"file://{tmp_path}" if is_url else str(tmp_path)
     fence = StoreFence(store)
     writer = CommitWriter(store, fence, fence.claim(), None)
@@ -93,7 +93,7 @@ def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
 
 
 def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None:
-    """By the metric that it keeps it by, and by the loss if a person asks for the best of a run that keeps none."""
+    """It uses keep_best's metric; the loss counts if a user asks for the best commit of a run that keeps none."""
     store = LocalStore(tmp_path)
     fence = StoreFence(store)
     writer = CommitWriter(store, fence, fence.claim(), None)
@@ -113,7 +113,7 @@ def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None
 
 
 def test_a_validation_without_a_value_counts_neither_way() -> None:
-    """As one without a target: it is not best, and patience does not run out by it; NaN is worse than all numbers."""
+    """A validation without targets is not best and uses up no patience; NaN is worse than all numbers."""
     known = Improvement("min loss").after(10, 1.0, 0.0).after(20, None, 0.0)
     assert (known.best, known.best_step, known.num_since, known.validated_at) == (1.0, 10, 0, 20)
     assert known.after(30, math.nan, 0.0).num_since == 1

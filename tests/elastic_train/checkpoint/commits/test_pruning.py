@@ -1,4 +1,4 @@
-"""Retention deletes what is not needed, in an order in which a crash leaves nothing half deleted."""
+"""Retention deletes unneeded commits, in an order in which a crash leaves nothing half deleted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps_of(store: Store) -> list[int]:
 
 
 def test_the_last_commits_are_kept(store: Store) -> None:
-    """keep_last commits stay whole; nothing of the others is left."""
+    """keep_last commits remain complete; nothing of the others is left."""
     commits = commit_steps(store, 1, 2, 3, 4)
     pruned = prune(store, Retention.of(last=2))
     assert steps_of(store) == [4, 3]
@@ -61,7 +61,7 @@ def test_the_newest_valid_commit_is_kept_whatever_its_age(local_store: Store) ->
 def test_commits_of_a_dead_branch_do_not_count_towards_keep_last(local_store: Store) -> None:
     """A commit may be damaged at once, so its parent is kept, however many dead commits sort between them.
 
-    They go with the first of the lineage that are older than what is asked for.
+    Dead commits are deleted with the first commits of the lineage that exceed keep_last.
     """
     (whole,) = commit_steps(local_store, 1)
     for _ in range(3):
@@ -81,7 +81,7 @@ def test_commits_of_a_dead_branch_do_not_count_towards_keep_last(local_store: St
 def test_a_commit_of_a_term_that_applied_nothing_is_part_of_the_lineage(
     local_store: Store, how: dict[str, int]
 ) -> None:
-    """A process that is alone commits what others have applied, under a new term."""
+    """A process that is alone commits steps that others have applied, under a new term."""
     (first,) = commit_steps(local_store, 1)
     alone = writer(local_store, first).save(small_state(2), facts(2), (Interval(1, 0, 2),))
     (before,) = commit_steps(local_store, 2, parent=first)
@@ -94,7 +94,7 @@ def test_a_commit_of_a_term_that_applied_nothing_is_part_of_the_lineage(
 
 
 def test_a_dead_branch_does_not_use_up_a_retention_period(local_store: Store) -> None:
-    """The first commit of a period is one that somebody may want to go back to."""
+    """The first commit of a period is kept for rollbacks."""
     (whole,) = commit_steps(local_store, 1)
     commit_steps(local_store, 2, parent=whole)
     commits = writer(local_store, whole)
@@ -105,7 +105,7 @@ def test_a_dead_branch_does_not_use_up_a_retention_period(local_store: Store) ->
 
 
 def test_nothing_is_deleted_while_every_commit_is_damaged(local_store: Store) -> None:
-    """With every commit damaged, what a person may still rescue is kept."""
+    """A user may still be able to rescue the data."""
     for commit in commit_steps(local_store, 1, 2, 3):
         damage(local_store, commit)
     assert prune(local_store, Retention.of(last=1)).commits == ()
@@ -113,7 +113,7 @@ def test_nothing_is_deleted_while_every_commit_is_damaged(local_store: Store) ->
 
 
 def test_pinned_commits_are_kept(store: Store) -> None:
-    """A pin keeps a commit until it is taken off, and is put on and taken off any number of times."""
+    """A pin keeps a commit until it is removed; pinning and unpinning can be repeated."""
     commits = commit_steps(store, 1, 2, 3)
     for _ in range(2):
         pin(store, commits[0].key)
@@ -127,7 +127,7 @@ def test_pinned_commits_are_kept(store: Store) -> None:
 
 
 def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
-    """From the hold's creation to its end nothing of the commit is deleted; afterwards it is."""
+    """While the hold exists nothing of the commit is deleted; afterwards it is."""
     commits = commit_steps(store, 1, 2)
     with holding(store, commits[0].key):
         assert prune(store, Retention.of(last=1)).commits == ()
@@ -139,7 +139,7 @@ def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
 
 
 def test_a_hold_expires(local_store: Store) -> None:
-    """A reader that died keeps a commit until the time that its hold names."""
+    """A dead reader keeps a commit until its hold's expiry time."""
     (commit,) = commit_steps(local_store, 1)
     hold = holding(local_store, commit.key, ttl_s=100)
     hold.__enter__()
@@ -165,7 +165,7 @@ def test_a_read_only_user_sees_that_a_hold_has_expired(local_store: Store, monke
 def test_a_hold_taken_while_the_record_is_deleted_keeps_the_files(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader that still saw the record has its files until it is done, whatever happens in between."""
+    """A reader that still saw the record has its files until it is done, whatever happens meanwhile."""
     old, _ = commit_steps(local_store, 1, 2)
     hold, delete = holding(local_store, old.key), LocalStore.delete
 
@@ -185,7 +185,7 @@ def test_a_hold_taken_while_the_record_is_deleted_keeps_the_files(
 def test_a_read_only_store_is_read_without_a_hold(
     local_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Read-only credentials are enough for a reader; the log says what that means."""
+    """Read-only credentials suffice for a reader; the log says what that means."""
     (commit,) = commit_steps(local_store, 1)
 
     def refuse(store: LocalStore, key: str, content: bytes) -> None:
@@ -197,7 +197,7 @@ def test_a_read_only_store_is_read_without_a_hold(
 
 
 def test_a_dry_run_deletes_nothing(local_store: Store) -> None:
-    """It lists what would be deleted, and how much that is."""
+    """It lists what would be deleted, and its size."""
     commits = commit_steps(local_store, 1, 2)
     planned = prune(local_store, Retention.of(last=1), is_rehearsal=True)
     assert planned.commits == (commits[0].key,)
@@ -225,7 +225,7 @@ def test_a_record_is_deleted_before_its_files(local_store: Store, monkeypatch: p
 
 
 def test_an_overtaken_writer_does_not_delete_the_newest_commit(local_store: Store) -> None:
-    """A process frozen after its commit prunes when others have long published: the newest commit is theirs."""
+    """A process that was frozen after its commit prunes long after others have published newer ones."""
     (mine,) = commit_steps(local_store, 5)
     theirs = commit_steps(local_store, 6, 7, parent=mine)
     prune(local_store, Retention.of(last=1, budget=theirs[-1].num_bytes * 3 // 2), newest=mine)

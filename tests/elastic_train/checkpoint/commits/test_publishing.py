@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_two_writers_of_one_key_have_one_winner(store: Store) -> None:
-    """Of writers that believe in the same term, one publishes; the others get an error and leave no files."""
+    """Of writers with the same term, one publishes; the others get an error and leave no files."""
     if store.url.startswith("plain"):
         pytest.skip("a claimed create may have no winner")
     fence = StoreFence(store)
@@ -70,7 +70,7 @@ def test_a_fenced_world_does_not_extend_the_lineage(local_store: Store) -> None:
 
 
 class FailingDisk(RealDisk):
-    """A disk on which one operation, counted from the start of counting, fails; writes fail after their first half."""
+    """A disk on which the n-th operation fails; writes fail after their first half."""
 
     def __init__(self, failing: int, code: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_the_old_head_survives_a_failure_of_any_operation(tmp_path: Path, code: 
 
 
 def disk_outlasts(broken: CommitWriter, disk: FailingDisk) -> bool:
-    """Save on a failing disk; say whether the save got through because it took fewer operations."""
+    """Save on a failing disk; return True if the save succeeded because it took fewer operations."""
     try:
         broken.save(small_state(2), facts(2))
     except StorageError as error:
@@ -170,7 +170,7 @@ except StorageError as error:
 
 
 def test_a_write_refused_by_the_kernel_is_a_storage_error(tmp_path: Path) -> None:
-    """A real failed write, in the middle of a tensor, leaves the head alone and the process alive."""
+    """A real failed write, in the middle of a tensor, leaves the head intact and the process alive."""
     result = run_source(FULL_DISK, str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "refused:" in result.stdout
@@ -178,7 +178,7 @@ def test_a_write_refused_by_the_kernel_is_a_storage_error(tmp_path: Path) -> Non
 
 
 class UnansweredStore(LocalStore):
-    """A store whose answer to the creation of a record is lost, whether it arrived or not."""
+    """A store whose answer to the creation of a record is lost, whether or not the record was created."""
 
     does_arrive = True
 
@@ -191,7 +191,7 @@ class UnansweredStore(LocalStore):
 
 
 def test_an_unanswered_create_that_arrived_is_a_commit(tmp_path: Path) -> None:
-    """The record is searched for, and found."""
+    """The record is searched for and found."""
     store = UnansweredStore(tmp_path)
     record = writer(store).save(small_state(), facts(1))
     assert discover(store).head == record
@@ -207,7 +207,7 @@ def test_an_unanswered_create_keeps_its_files(tmp_path: Path) -> None:
 
 
 def test_a_taken_record_that_cannot_be_read_keeps_its_files(tmp_path: Path) -> None:
-    """The refusal may be of a retry whose first try arrived, so nothing says that the record is not ours."""
+    """The refusal may concern a retry after a successful first try, so the record may be ours."""
 
     class MuteStore(UnansweredStore):
         def open(self, key: str) -> BinaryIO:
@@ -252,7 +252,7 @@ def test_a_state_changed_after_its_save_is_not_changed_in_the_commit(local_store
 
 
 def plan_of(folder: Path) -> Plan:
-    """Return what a commit without a world needs of a plan."""
+    """Return the parts of a plan that a commit without a world needs."""
     config = Config.model_validate({"run": {"dir": str(folder)}, "data": {"train": "unused"}})
     manifest, order = (
         SimpleNamespace(digest="manifest", num_rows=9),
@@ -263,7 +263,7 @@ def plan_of(folder: Path) -> Plan:
 
 
 def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path) -> None:
-    """A state that is further than a newer world's commit names the commit before it as its parent, not that one."""
+    """A state with more steps than a newer world's commit has as its parent the commit before that one."""
     store = LocalStore(tmp_path)
     first = CommitWriter(store, StoreFence(store), 1, None).save(small_state(), facts(5))
     others = (Interval(1, 0, 5), Interval(2, 5, 6))
@@ -278,7 +278,7 @@ def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path
 
 
 def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -> None:
-    """Its peers hold the rest; who holds all of it commits as if it had no shards."""
+    """Its peers hold the rest; a rank that holds all of it commits as if it had no shards."""
     sharded = ParallelConfig(shards="optimizer", copies=1)
     state = build_state(nn.Linear(2, 1), OptimizerConfig(), 10, "cpu", is_fp16=False, parallel=sharded)
     shards = state.shards.share
@@ -290,7 +290,7 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = state.shards.seated_at(seats_of([("0",)], 1), rank=0, size=1)
-    state.shards.enter(Mesh(1, 2), None, Group(0, 1, None, 1.0))  # a world that gives it another number, and no seat
+    state.shards.enter(Mesh(1, 2), None, Group(0, 1, None, 1.0))  # a world that gives it another rank, and no seat
     state.shards.sit(alone, shards.room_for(alone.seating()), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head

@@ -1,4 +1,4 @@
-"""A file that opens and is not read to its end: a bad sector is damage, a server that fails is not."""
+"""A file that opens but cannot be read to its end: a bad sector is damage, a failing server is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.elastic_train.checkpoint.commits.test_damage import files_of
 
 
 class Failing(io.FileIO):
-    """A file that opens and is not read."""
+    """A file that opens but cannot be read."""
 
     code = errno.EIO
 
@@ -30,7 +30,7 @@ class Failing(io.FileIO):
 
 
 def failing_at(bad: Path, code: int, patch: pytest.MonkeyPatch) -> None:
-    """Let the reading of one file fail."""
+    """Make reads of one file fail."""
     open_file = Path.open
 
     def fail(path: Path, mode: str) -> object:
@@ -42,7 +42,7 @@ def failing_at(bad: Path, code: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", [0, 1, 2], ids=["record", "data", "metadata"])
 def test_a_bad_sector_is_passed_over(local_store: Store, file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the medium does not give back is damage; a load that meets it says where."""
+    """Data that the medium cannot return is damaged; a load that hits it says where."""
     first, second = commit_steps(local_store, 1, 2)
     bad = files_of(local_store, second)[file]
     failing_at(bad, errno.EIO, monkeypatch)
@@ -57,7 +57,7 @@ def test_a_bad_sector_is_passed_over(local_store: Store, file: int, monkeypatch:
 def test_a_server_failing_in_the_middle_of_a_read_is_not_damage(
     local_store: Store, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that opens and is not read for another reason may be whole: the search ends, and is tried again later."""
+    """The file may be complete if the error has another cause: the search ends, and is retried later."""
     _, second = commit_steps(local_store, 1, 2)
     failing_at(files_of(local_store, second)[file], errno.ESTALE, monkeypatch)
     with pytest.raises(StorageError, match="cannot read"):

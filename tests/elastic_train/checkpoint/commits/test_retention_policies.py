@@ -1,4 +1,4 @@
-"""Policies: what each keeps, and that deleting as commits come keeps what deleting at the end would have kept."""
+"""Retention policies: what each keeps, and that pruning often keeps the same as pruning once at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def some_record() -> CommitRecord:
 
 
 def candidate(step: int, *, at: float = 0.0, loss: float | None = None, size: int = 10) -> Candidate:
-    """Return a commit called by its step."""
+    """Return a commit named after its step."""
     files = {"file": FileRecord(size, (0,), "")}
     record = dataclasses.replace(some_record(), step=step, created_at=at, metrics={"loss": loss}, files=files)
     return Candidate(str(step), step, lambda: record)
@@ -42,7 +42,7 @@ def unreadable(step: int) -> Candidate:
 
 
 def test_each_policy_keeps_what_it_promises() -> None:
-    """By number, by steps, by time, by metric."""
+    """Policies count by number, by steps, by time or by metric."""
     commits = [
         unreadable(70),
         candidate(65, at=650, loss=3.0),
@@ -60,7 +60,7 @@ def test_each_policy_keeps_what_it_promises() -> None:
 
 
 def test_a_budget_keeps_what_policies_want_and_then_the_newest() -> None:
-    """Whatever is sure to stay comes first, then what a policy wants, then the newest, as far as it goes."""
+    """Certain commits come first, then those a policy wants, then the newest, until the budget is used."""
     commits = [candidate(step, loss=float(step), size=10) for step in (6, 5, 4, 3, 2, 1)]
     retention = Retention.of(last=99, best="min loss", budget=45)
     assert retention.unwanted(commits, sure={"3"}) == ["2", "4"]
@@ -69,7 +69,7 @@ def test_a_budget_keeps_what_policies_want_and_then_the_newest() -> None:
 
 @pytest.mark.parametrize("text", ["loss", "best loss", "min", "max ", "min a b"])
 def test_an_invalid_keep_best_is_refused(text: str) -> None:
-    """The message shows how to write it."""
+    """The message shows the correct syntax."""
     with pytest.raises(ConfigError, match="write 'min loss'"):
         Best.parse(text)
 
@@ -91,7 +91,7 @@ policies = st.one_of(
 
 
 def commits_of(run: list[tuple[int, int, float | None, int]]) -> list[Candidate]:
-    """Return the commits, oldest first, of a list of (steps, seconds, loss, size) from one to the next."""
+    """Return the commits, oldest first, from a list of (steps, seconds, loss, size) relative to the previous one."""
     commits, step, at = [], 0, 0
     for num_steps, seconds, loss, size in run:
         step, at = step + num_steps, at + seconds
@@ -102,7 +102,7 @@ def commits_of(run: list[tuple[int, int, float | None, int]]) -> list[Candidate]
 @settings(deadline=None)
 @given(runs, st.lists(policies, max_size=3))
 def test_how_often_commits_are_pruned_does_not_change_what_is_kept(run: list, chosen: list) -> None:
-    """What a policy wants at the end is never deleted before, so how often one deletes does not matter."""
+    """A commit that a policy wants at the end is never deleted earlier, so the frequency of pruning does not matter."""
     retention = Retention((Last(1), *chosen))
     commits, left = commits_of(run), []
     for commit in commits:
@@ -116,7 +116,7 @@ def test_how_often_commits_are_pruned_does_not_change_what_is_kept(run: list, ch
 @settings(deadline=None)
 @given(runs, st.lists(policies, max_size=2), st.integers(1, 200), st.sets(st.integers(0, 19), max_size=2))
 def test_a_budget_is_kept(run: list, chosen: list, budget: int, numbers: set) -> None:
-    """What stays fits, unless what is sure to stay alone does not; and nothing more would have fitted."""
+    """The kept commits fit, unless those that must stay exceed the budget alone; and no further one would fit."""
     commits = commits_of(run)[::-1]
     sure = {commit.key for number, commit in enumerate(commits) if number in numbers}
     sizes = {commit.key: commit.record.num_bytes for commit in commits if commit.record}

@@ -1,4 +1,4 @@
-"""A sweep deletes only what can never be published, wherever a writer or a sweep is frozen."""
+"""A sweep deletes only attempts that can never be published, wherever a writer or a sweep is frozen."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_abandoned_attempts_of_older_terms_are_swept(store: Store) -> None:
 
 
 def test_the_next_sweep_finishes_an_interrupted_one(local_store: Store) -> None:
-    """The record's name may have been taken by another sweep, or by this one, before it died."""
+    """The record's name may have been taken by another sweep, or by this one before it died."""
     attempt = "data/step-000000000002/00000001-dead"
     local_store.create(f"{attempt}/__0_0.distcp", b"half")
     local_store.create(commit_key(1, 2), VOID)
@@ -84,7 +84,7 @@ def test_an_attempt_long_untouched_is_swept(local_store: Store) -> None:
 
 
 def test_the_files_of_an_unreadable_record_are_kept(local_store: Store) -> None:
-    """A damaged record does not take its files with it: a person may rescue them."""
+    """A damaged record does not take its files with it: a user may rescue them."""
     (commit,) = commit_steps(local_store, 1)
     path = Path(local_store.url) / commit.key
     for left in (path.read_bytes()[:-2], b"", b"x" * len(VOID)):
@@ -93,14 +93,14 @@ def test_the_files_of_an_unreadable_record_are_kept(local_store: Store) -> None:
 
 
 def test_a_swept_commit_cannot_be_held(local_store: Store) -> None:
-    """A reader that comes too late gets an error before it reads."""
+    """A late reader gets an error before it reads."""
     local_store.create(commit_key(1, 2), VOID)
     with pytest.raises(KeyMissing, match="swept"), holding(local_store, commit_key(1, 2)):
         pass
 
 
 class InTurns:
-    """A store whose every call waits until it is let through."""
+    """A store whose every call waits until it is permitted."""
 
     def __init__(self, store: Store) -> None:
         self._store, self.url = store, store.url
@@ -128,7 +128,7 @@ class InTurns:
 
 
 class Actor:
-    """Something done on a thread, one store call after another, as many as are allowed."""
+    """An action on a thread, one store call after another, as many as are permitted."""
 
     def __init__(self, store: Store, act: Callable[[Store], object]) -> None:
         self._store = InTurns(store)
@@ -147,7 +147,7 @@ class Actor:
             self._store.arrived.release()
 
     def go_on(self, num_calls: int) -> None:
-        """Let the given number of calls happen, or as many as there are."""
+        """Permit the given number of calls, or as many as there are."""
         for _ in range(num_calls):
             if not self.is_through:
                 self._store.turn.release()
@@ -159,14 +159,14 @@ class Actor:
 
 
 NUM_SAVING, NUM_SWEEPING = 4, 6
-"""How many calls of the store a save of one part makes up to its record's creation, and a sweep of its attempt."""
+"""The number of store calls of a one-part save up to its record's creation, and of a sweep of its attempt."""
 
 
 def endings() -> Iterator[tuple[bool, bool]]:
-    """Interleave a late save, a sweep that is frozen, and a newer world that reads, at every call of theirs.
+    """Interleave a late save, a frozen sweep, and a newer world that reads, at each of their calls.
 
-    The save is stopped after some calls, the sweep after some of its calls, the save again; a newer world reads what it
-    finds, and both may continue, the sweep first. Yields whether the commit exists in the end, and whether the newer
+    The save is stopped after some calls, the sweep after some of its calls, the save again; a newer world reads the
+    store, and both may continue, the sweep first. Yields whether the commit exists in the end, and whether the newer
     world has read it.
     """
     store = open_store(f"memory://{uuid.uuid4().hex}/run")
@@ -200,7 +200,7 @@ def save_second(first: CommitRecord, store: Store) -> None:
 
 
 def test_no_commit_loses_its_files_wherever_a_writer_or_a_sweep_is_frozen() -> None:
-    """Of a late save and a sweep one wins, wherever either was frozen; what a newer world has read stays."""
+    """Either the late save or the sweep wins, wherever they were frozen; a commit that a newer world has read stays."""
     seen = list(endings())
     assert {*seen} == {(False, False), (True, False), (True, True)}
 

@@ -1,4 +1,4 @@
-"""Terms: claimed once, growing, in the store and in etcd together."""
+"""Terms: claimed once, growing, consistent in the store and in etcd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
 
 def test_claimed_terms_only_grow(store: Store) -> None:
-    """A term is above every claim and every commit, and not below what the caller asks for."""
+    """A term is above every claim and every commit, and not below the requested one."""
     fence = StoreFence(store)
     assert fence.head() is None
     assert [fence.claim(1), fence.claim(1), fence.claim(7), fence.claim(1)] == [1, 2, 7, 8]
@@ -39,7 +39,7 @@ def keys(store: Store, prefix: str) -> list[str]:
 
 
 def test_what_old_terms_left_is_forgotten(store: Store) -> None:
-    """Of claims, configurations and tombstones the newest terms' are left; commits are not touched."""
+    """Only the newest terms' claims, configurations and tombstones are left; commits are not touched."""
     fence, newest = StoreFence(store), KEPT_TERMS + 5
     for term in (1, 2, 4, 5, newest):
         assert fence.claim(term) == term
@@ -62,9 +62,9 @@ def test_what_old_terms_left_is_forgotten(store: Store) -> None:
 def test_a_claim_that_comes_after_its_term_was_forgotten_is_not_given(
     local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process freezes between its look at the terms and its claim, while others claim many and forget the old.
+    """A process freezes between reading the terms and its claim, while others claim many and prune the old ones.
 
-    The name that it creates was another's: it gets a term of its own all the same.
+    The name that it creates was another's: it must get a different term.
     """
     monkeypatch.setattr(fencing, "KEPT_TERMS", 5)
     create_once, given = fencing.create_once, list[int]()
@@ -82,7 +82,7 @@ def test_a_claim_that_comes_after_its_term_was_forgotten_is_not_given(
 
 
 def test_whoever_is_of_a_forgotten_term_publishes_nothing_that_counts(local_store: Store) -> None:
-    """A writer freezes before its record, is swept, and its tombstone forgotten: it is fenced, and passed over."""
+    """A writer freezes before its record, is swept, and its tombstone pruned: it is fenced, and its commit skipped."""
     fence = StoreFence(local_store)
     old = CommitWriter(local_store, fence, fence.claim(), None)
     new = CommitWriter(local_store, fence, fence.claim(2 + KEPT_TERMS), None).save(small_state(), facts(3))

@@ -1,4 +1,4 @@
-"""Commits of older formats are as good as new ones, and the lineage continues.
+"""Commits of older formats are as good as new ones, and the lineage continues from them.
 
 In format 1 files have SHA-256 digests; in formats 1 and 2 the weights' hash is not by grains; in format 3 it is, and no
 tensor is cut.
@@ -19,7 +19,7 @@ from elastic_train.checkpoint.commits.record import decode
 from elastic_train.errors import CommitError
 from tests.elastic_train.checkpoint.commit_samples import aged, commit_steps, facts, writer
 
-RECORD = (  # as the version before BLAKE3 wrote it
+RECORD = (  # as written by the version before BLAKE3
     b'{"attempt":"data/step-000000000002/00000001-a","config_digest":"config","coverage":{"count":2,"sum_a":1844674407'
     b'3709551615,"sum_b":2},"created_at":1.5,"cursor":{"epoch":0,"offset":16},"empty":[],"files":{".metadata":{"blocks'
     b'":[1],"sha256":"cdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcdcd","size":7},"__0_0.distcp":{"blo'
@@ -34,7 +34,7 @@ KEY = "commits/00000001-000000000002.json"
 
 
 def test_a_record_of_the_previous_version_reads_and_writes_the_same_bytes() -> None:
-    """Its digest is what its children name as their parent."""
+    """Its digest is the parent digest in its children."""
     record = decode(RECORD, KEY)
     assert record.encode() == RECORD
     assert {(file.algorithm, file.digest[:2]) for file in record.files.values()} == {("sha256", "cd"), ("sha256", "ef")}
@@ -55,7 +55,7 @@ def test_a_file_record_has_exactly_one_digest(digests: dict[str, str]) -> None:
 
 
 def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Store) -> None:
-    """It is found, verified, loaded, and continued by a commit of today."""
+    """It is found, verified, loaded, and continued by a commit of the present format."""
     (record,) = commit_steps(local_store, 1)
     old = aged(local_store, record)
     assert discover(local_store).head == old
@@ -68,12 +68,12 @@ def test_the_lineage_continues_from_a_commit_of_an_older_format(local_store: Sto
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Store:
-    """A commit that the last version of format 2 wrote: weights, moments, a bfloat16 scalar, an empty tensor."""
+    """A commit by the last version of format 2: weights, moments, a bfloat16 scalar, an empty tensor."""
     return open_store(str(shutil.copytree(STORED, tmp_path / "run")))
 
 
 def test_a_stored_commit_of_format_2_loads_the_bits_that_its_hash_is_of(stored: Store) -> None:
-    """By the rule of formats 1 and 2: dtype, shape and all bytes of a tensor at once."""
+    """In formats 1 and 2 a hash covers dtype, shape and all bytes of a tensor at once."""
     old = discover(stored).head
     assert old is not None and (old.format, old.step) == (2, 3)
     verify(stored, old)
@@ -90,7 +90,7 @@ def test_a_stored_commit_of_format_2_loads_the_bits_that_its_hash_is_of(stored: 
 
 
 def test_the_lineage_continues_from_a_stored_commit_of_format_2(stored: Store) -> None:
-    """The same weights have another hash from then on, and what was written before keeps its own."""
+    """The same weights have another hash from then on, and older records keep theirs."""
     old = discover(stored).head
     assert old is not None
     commits = writer(stored, old)
@@ -103,7 +103,7 @@ def test_the_lineage_continues_from_a_stored_commit_of_format_2(stored: Store) -
 
 
 def test_a_commit_of_format_3_is_read(local_store: Store) -> None:
-    """It differs from one of today by its number alone, where no tensor is cut."""
+    """Without cut tensors it differs from the present format by its number alone."""
     (record,) = commit_steps(local_store, 1)
     old = dataclasses.replace(record, format=3)
     (Path(local_store.url) / record.key).write_bytes(old.encode())
@@ -113,7 +113,7 @@ def test_a_commit_of_format_3_is_read(local_store: Store) -> None:
 
 
 def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:
-    """Its digest is verified there, too."""
+    """Its digest is verified there as well."""
     store, far = open_store("memory://older/run", str(tmp_path)), open_store("memory://older/run")
     (record,) = commit_steps(store, 1)
     old = aged(store, record)
@@ -124,7 +124,7 @@ def test_a_node_copy_of_an_older_format_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_damaged_file_of_an_older_format_is_detected(local_store: Store, name: str) -> None:
-    """SHA-256 still stands between a flipped bit and its use, and before the pickle of the metadata is opened."""
+    """SHA-256 detects a flipped bit before its use, and before the metadata's pickle is opened."""
     first, second = (aged(local_store, record) for record in commit_steps(local_store, 1, 2))
     path = Path(local_store.url) / second.attempt / name
     content = bytearray(path.read_bytes())

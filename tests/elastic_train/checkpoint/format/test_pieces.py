@@ -1,4 +1,4 @@
-"""Tensors in pieces: whoever holds and writes what, the commit has the same bits, and any other cut reads them."""
+"""Tensors in pieces: however they are held and written, the commit has the same bits, and any other cut reads them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.elastic_train.checkpoint.piece_samples import (
 @settings(max_examples=300)
 @given(shapes, st.data())
 def test_a_span_is_a_few_boxes_that_are_runs_of_it(shape: torch.Size, data: st.DataObject) -> None:
-    """Each is the same bytes in memory and in a file, and one after the other they are the span."""
+    """Each box is the same bytes in memory and in a file, and together, in order, they are the span."""
     whole = torch.arange(shape.numel()).reshape(shape)
     span = tuple(sorted(data.draw(st.integers(0, shape.numel())) for _ in range(2)))
     found = boxes(shape, span)
@@ -59,7 +59,7 @@ def test_a_span_is_a_few_boxes_that_are_runs_of_it(shape: torch.Size, data: st.D
 
 
 def test_one_element_is_contiguous_whatever_its_strides(local_store: Store) -> None:
-    """A piece of one element comes to its place in a tensor that is wanted transposed."""
+    """A piece of one element is placed correctly in a transposed tensor."""
     whole, written = numbered((4, 3)), [[(0, 5)], [(5, 6), (6, 12)]]
     states: list[State] = [{"optimizer": {"m": cut(whole, written, joined(spans))}} for spans in written]
     record = save_by(local_store, writer(local_store), states)
@@ -75,7 +75,7 @@ def test_a_box_that_is_no_run_of_elements_is_not_taken_for_one() -> None:
 
 
 def world_of(data: st.DataObject, state: State, size: int, dims: CutDims | None = None) -> list[State]:
-    """Cut some tensors of a state over the ranks of a world, each of which holds what it writes and some more."""
+    """Cut some tensors of a state over the ranks of a world; each holds what it writes and some more."""
     states: list[dict] = [{key: dict(value) for key, value in state.items()} for _ in range(size)]
     for path, whole in tensors_of(state).items():
         if not data.draw(st.booleans()):
@@ -92,7 +92,7 @@ def world_of(data: st.DataObject, state: State, size: int, dims: CutDims | None 
 
 
 def joined_overlapping(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of the elements that any of these have."""
+    """Return the union of the spans."""
     ends: list[Span] = []
     for lo, hi in sorted(spans):
         if ends and lo <= ends[-1][1]:
@@ -108,7 +108,7 @@ def joined_overlapping(spans: Sequence[Span]) -> list[Span]:
 def test_a_commit_does_not_show_how_its_state_was_cut(
     small: list[torch.Size], large: tuple[int, ...], dtype: torch.dtype, size: int, data: st.DataObject
 ) -> None:
-    """Written in pieces by a world, it is the whole that one rank writes, to us, to stock torch, and to any cut."""
+    """Written in pieces by a world, it reads as if one rank had written it: here, in stock torch, and with any cut."""
     tied = numbered(large, dtype)
     whole: State = {
         "model": {"a": tied, "b": tied, "c": numbered((), dtype)},
@@ -132,14 +132,14 @@ def test_a_commit_does_not_show_how_its_state_was_cut(
 
 
 def assert_read_into_any_cut(data: st.DataObject, store: Store, record: CommitRecord, whole: State) -> None:
-    """Read a commit into a state that is cut in another way, and see that all of it has been filled in place."""
+    """Read a commit into a state with another cut, and assert that all of it was filled in place."""
     blank = mapped(whole, lambda tensor: torch.ones_like(tensor))
     assert isinstance(blank, dict)
     (state,) = world_of(data, blank, 1)
     for leaves in (state["model"], state["optimizer"]):
         assert isinstance(leaves, dict)
         for name, leaf in leaves.items():
-            if isinstance(leaf, Pieces):  # of what a rank of this world of one holds, take a part
+            if isinstance(leaf, Pieces):  # take a part of what a rank of this world of one holds
                 (spans,) = data.draw(cuts(leaf.shape.numel(), 1))
                 kept = data.draw(st.lists(st.sampled_from(spans), unique=True)) if spans else []
                 along = None if leaf.cut is None else leaf.cut.dim
@@ -160,7 +160,7 @@ def assert_read_into_any_cut(data: st.DataObject, store: Store, record: CommitRe
 
 
 def test_pieces_in_a_list_are_leaves(local_store: Store) -> None:
-    """A list that holds nothing but pieces is divided, as one of tensors is."""
+    """A list that holds only pieces is split up, like a list of tensors."""
     whole = [numbered((5, 3)), numbered((2,))]
     spans = [[[(0, 7)], [(7, 15)]], [[(0, 2)], []]]
     worlds: list[State] = [
@@ -175,7 +175,7 @@ def test_pieces_in_a_list_are_leaves(local_store: Store) -> None:
 
 
 def test_a_fifty_line_reader_reads_pieces(local_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page about the format is enough to write one that puts boxes together."""
+    """The format's documentation suffices to write one that joins boxes."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     read_commit = importlib.import_module("read_a_commit").read_commit
     whole, written = numbered((5, 7, 3)), [[(0, 52)], [], [(52, 105)]]
@@ -192,7 +192,7 @@ def test_a_fifty_line_reader_reads_pieces(local_store: Store, monkeypatch: pytes
 def test_a_thirty_line_script_computes_the_hash_of_exported_weights(
     tmp_path: Path, local_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what may be cut along either dimension, of what is not, of nothing and of a number."""
+    """The cases are tensors cut along either dimension, uncut tensors, an empty tensor and a number."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     hash_of = importlib.import_module("hash_of_weights").hash_of
     weights = {"a": numbered((12, 700)), "b": numbered((300, 500)), "c": numbered((3, GRAIN)), "d": numbered(())}
@@ -222,7 +222,7 @@ def test_a_cut_that_would_lose_elements_is_not_planned(written: list[list[Span]]
 
 
 def test_a_writer_with_pieces_has_a_part_however_small_the_state_is() -> None:
-    """Nobody else could write them; whole tensors then go where there is least to write."""
+    """No other rank could write them; whole tensors then go to the ranks with the least to write."""
     pieces = cut(torch.zeros(100), [[(0, 60)], [], [(60, 100)]], [])
     state: State = {"optimizer": {"moment": pieces}, "rest": [torch.zeros(50), torch.zeros(30), torch.zeros(20)]}
     parts = plan_attempt(state, 7).parts
@@ -235,7 +235,7 @@ def test_a_writer_with_pieces_has_a_part_however_small_the_state_is() -> None:
 
 
 def test_loads_come_out_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pieces give a writer counts when whole tensors are dealt out."""
+    """A writer's pieces count when whole tensors are distributed."""
     monkeypatch.setattr(layout, "LEAST_PART_BYTES", 1)
     written: list[list[Span]] = [[(0, 70_000)], [(70_000, 100_000)], [], []]
     state: State = {
@@ -247,7 +247,7 @@ def test_loads_come_out_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_is_kept_while_writers_write_the_same_spans() -> None:
-    """What a rank holds, and where its memory is, does not matter."""
+    """The spans that a rank holds, and their addresses, do not matter."""
     planner, whole = Planner(), torch.zeros(10)
     states: list[State] = [
         {"optimizer": {"m": cut(whole, written, held)}}
@@ -262,14 +262,14 @@ def test_a_plan_is_kept_while_writers_write_the_same_spans() -> None:
 
 
 def test_a_span_that_its_writer_does_not_hold_is_not_written(local_store: Store) -> None:
-    """A writer never writes memory that is another rank's."""
+    """A writer never writes another rank's memory."""
     states: list[State] = [{"optimizer": {"m": cut(torch.zeros(8), [[(0, 8)]], [(0, 7)])}}]
     with pytest.raises(AssertionError, match="in none of the spans"):
         save_by(local_store, writer(local_store), states)
 
 
 def test_every_dimension_costs_two_boxes_at_most() -> None:
-    """The bound is reached: a span that begins and ends in the middle of everything."""
+    """The bound is reached by a span that begins and ends in the middle of every dimension."""
     shape = (4, 4, 4, 4)
     most = max(len(boxes(shape, span)) for span in itertools.combinations(range(math.prod(shape) + 1), 2))
     assert most == 7

@@ -1,4 +1,4 @@
-"""Reading a rank's share of a commit: the blocks of what it holds, checked, into its own memory."""
+"""Reading a rank's shard of a commit: the blocks that it holds, verified, into its own memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.elastic_train.checkpoint.piece_samples import cut, mapped, numbered, 
 
 
 def test_pieces_of_another_shape_or_type_are_refused(local_store: Store) -> None:
-    """They are compared as whole tensors are, before anything is read."""
+    """They are compared like whole tensors, before anything is read."""
     record = writer(local_store).save({"model": {"w": torch.zeros(4)}}, facts(1))
     wrong = [cut(torch.ones(2, 2), [], [(0, 4)]), cut(torch.ones(4).double(), [], [(0, 4)])]
     for leaf in wrong:
@@ -31,7 +31,7 @@ def test_pieces_of_another_shape_or_type_are_refused(local_store: Store) -> None
 
 
 class CountingStore(LocalStore):
-    """A local store that notes which bytes of data files are read."""
+    """A local store that records which bytes of data files are read."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -64,7 +64,7 @@ class CountingFile:
 def test_only_the_blocks_that_are_needed_are_read(
     tmp_path: Path, is_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the commit was cut: a held span's blocks, and one for the head of each box; no other memory is taken."""
+    """For any cut of the commit, a rank reads a held span's blocks and each box's head block, without extra memory."""
     size = 6 << 20
     whole = torch.arange(size, dtype=torch.float32).reshape(3, -1)
     step = size // 4
@@ -90,7 +90,7 @@ def test_only_the_blocks_that_are_needed_are_read(
 
 
 def test_blocks_that_many_small_pieces_share_are_read_once(tmp_path: Path) -> None:
-    """A thousand small tensors are not a thousand blocks, though nobody wants all of any of them."""
+    """A thousand small tensors are not a thousand blocks, even if no rank wants all of a tensor."""
     whole: State = {"optimizer": {str(number): numbered((2_000,), seed=number) for number in range(1_000)}}
     record = writer(open_store(str(tmp_path))).save(whole, facts(1))
     state = mapped(whole, lambda tensor: cut(torch.zeros_like(tensor), [], [(0, 10), (500, 900)]))
@@ -101,7 +101,7 @@ def test_blocks_that_many_small_pieces_share_are_read_once(tmp_path: Path) -> No
 
 
 def foreign(dtype: torch.dtype, shape: torch.Size, *, has_other_length: bool) -> Frame:
-    """Return a frame that no file has, in which the elements are elsewhere."""
+    """Return a file frame that differs from ours, with the elements elsewhere."""
     frame = frame_of(dtype, shape)
     return Frame(frame.head + b"12345678", frame.size, frame.tail[0 if has_other_length else 8 :])
 
@@ -110,7 +110,7 @@ def foreign(dtype: torch.dtype, shape: torch.Size, *, has_other_length: bool) ->
 def test_a_box_in_a_foreign_frame_is_read_as_a_whole(
     local_store: Store, has_other_length: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As another version of torch may write it: its elements are where torch finds them."""
+    """Another version of torch may write such a frame: its elements are where torch finds them."""
     whole = numbered((4, 9))
     written = [[(0, 13)], [(13, 36)]]
     states: list[State] = [{"optimizer": {"m": cut(whole, written, spans)}} for spans in written]
@@ -126,7 +126,7 @@ def test_a_box_in_a_foreign_frame_is_read_as_a_whole(
 
 @pytest.mark.parametrize("place", [0.001, 0.3, 0.9])
 def test_a_damaged_byte_of_a_piece_is_refused_by_whoever_reads_it(tmp_path: Path, place: float) -> None:
-    """Its block's checksum shows it; the other blocks, and so other ranks' pieces, are still good."""
+    """Its block's checksum fails; the other blocks, and thus other ranks' pieces, are still valid."""
     store = open_store(str(tmp_path))
     size = 3 << 20
     whole = numbered((size,))

@@ -1,4 +1,4 @@
-"""Files of weights that are written tensor by tensor are those that safetensors and torch write of all at once."""
+"""Weight files written tensor by tensor equal those that safetensors and torch write at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES: list[tuple[int, ...]] = [(), (3,), (0,), (2, 5), (1, 0, 4), (7, 1, 3)]
 
 
 def tensors_of(dtypes: Sequence[torch.dtype]) -> dict[str, Tensor]:
-    """Return tensors of all shapes, in an order that is not that of their names."""
+    """Return tensors of all shapes, not ordered by name."""
     generator = torch.Generator().manual_seed(1)
     return {
         f"{place % 3}.größe.{str(dtype).removeprefix('torch.')}.{place}": torch.randint(
@@ -69,7 +69,7 @@ def test_a_type_that_safetensors_lack_is_refused_before_a_byte_is_written() -> N
 
 @pytest.mark.parametrize("dtypes", [[torch.float32], DTYPES], ids=str)
 def test_torch_reads_what_it_would_have_written_itself(dtypes: list[torch.dtype]) -> None:
-    """In the order of the state, also past the tenth."""
+    """Tensors are in the order of the state, also beyond ten tensors."""
     tensors, file = tensors_of(dtypes), io.BytesIO()
     write_torch(file, kinds_of(tensors), lambda names: (tensors[name] for name in names))
     theirs = io.BytesIO()
@@ -84,7 +84,7 @@ def test_torch_reads_what_it_would_have_written_itself(dtypes: list[torch.dtype]
 
 
 class Full(io.BytesIO):
-    """A file on a disk with room for so many bytes."""
+    """A file on a disk with room for a given number of bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()

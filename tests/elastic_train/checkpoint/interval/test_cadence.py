@@ -1,4 +1,4 @@
-"""When a commit is due: by steps, by time, and with `interval: auto` by what was measured."""
+"""When a commit is due: by steps, by time, and with `interval: auto` by measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_train.training.opening import saves
 
 
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock that moves only when told to."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -22,13 +22,13 @@ class Clock:
 
 
 def open_cadence(past: Faults | None = None, **keys: object) -> tuple[Cadence, Clock]:
-    """Open a cadence, and the clock that it goes by."""
+    """Open a cadence and its clock."""
     clock = Clock()
     return Cadence(CheckpointConfig.model_validate(keys), past or Faults(0, 0.0), clock), clock
 
 
 def seconds_to_the_next(cadence: Cadence, clock: Clock) -> float:
-    """Begin a save, and return how long it takes until the next is due."""
+    """Begin a save, and return the time until the next one is due."""
     cadence.begin()
     begun = clock.now
     while not cadence.is_overdue():
@@ -37,7 +37,7 @@ def seconds_to_the_next(cadence: Cadence, clock: Clock) -> float:
 
 
 def test_steps_and_seconds_are_as_configured() -> None:
-    """Both rules hold at once, each can be switched off, and measuring changes neither."""
+    """Both rules apply at once, each can be switched off, and measurements change neither."""
     cadence, clock = open_cadence(every_steps=5, every_s=30)
     assert [step for step in range(1, 12) if cadence.is_due(step)] == [5, 10]
     assert cadence.measured(1.0, 2.0) is None
@@ -49,7 +49,7 @@ def test_steps_and_seconds_are_as_configured() -> None:
 
 
 def test_worlds_shorter_than_the_interval_still_commit() -> None:
-    """What is applied beyond the head counts from the head on, over all worlds; before the first from the start on."""
+    """Steps beyond the head count from the head on, over all worlds; before the first commit from the start on."""
     process = SimpleNamespace(
         plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every_steps=None, every_s=900))),
         state=SimpleNamespace(step=7),
@@ -63,7 +63,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 
     assert is_overdue((5, 901))
     assert not is_overdue((5, 600))
-    assert not is_overdue((5, -3600))  # of a machine whose clock is ahead
+    assert not is_overdue((5, -3600))  # written by a machine whose clock is ahead
     assert not is_overdue((7, 5000))  # restored from it
     assert is_overdue(None)
     process.state.step = 0
@@ -86,7 +86,7 @@ def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None
 
 
 def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
-    """A small change is silent, a large one says why."""
+    """A small change is silent, a large one is logged with its reason."""
     cadence, _ = open_cadence(every_steps="auto", every_s=None)
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None

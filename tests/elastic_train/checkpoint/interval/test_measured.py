@@ -1,4 +1,4 @@
-"""What histories say about faults and saves."""
+"""Measurements of faults and saves from histories."""
 
 from __future__ import annotations
 

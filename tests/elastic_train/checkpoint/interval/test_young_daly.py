@@ -1,4 +1,4 @@
-"""The interval between saves: least waste, within the budget, and reasons that say which of the two decided."""
+"""The interval between saves: least waste within the budget, and the reason names which of the two decided."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ mtbfs = st.floats(60, 1e8)
 @settings(deadline=None)
 @given(stalls, mtbfs, st.floats(1.001, 100))
 def test_no_other_interval_wastes_less(stall_s: float, mtbf_s: float, factor: float) -> None:
-    """The optimum is one: longer and shorter ones waste more, up to rounding."""
+    """The optimum is unique: longer and shorter intervals waste more, up to rounding."""
     best, cost = optimum(stall_s, mtbf_s), SaveCost(stall_s, stall_s)
     least = waste(best, cost, mtbf_s)
     assert least <= waste(best * factor, cost, mtbf_s) + 1e-9
@@ -36,7 +36,7 @@ def test_no_other_interval_wastes_less(stall_s: float, mtbf_s: float, factor: fl
 @settings(deadline=None)
 @given(stalls, mtbfs)
 def test_young_and_daly_are_its_approximations(stall_s: float, mtbf_s: float) -> None:
-    """Daly's series (2006, equation 20) is within its error; Young's first term, without the stall, beyond it."""
+    """Daly's series (2006, equation 20) is within its error; Young's first term, without the stall, is outside."""
     ratio = stall_s / mtbf_s
     young = math.sqrt(2 * stall_s * mtbf_s)
     daly = young * (1 + math.sqrt(ratio / 2) / 3 + ratio / 18) - stall_s
@@ -73,7 +73,7 @@ def test_costlier_saves_are_less_frequent_and_more_faults_make_them_more_frequen
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(0, 1e8))
 def test_the_fault_rate_begins_at_the_prior_and_ends_at_what_was_seen(num: int, trained_s: float) -> None:
-    """Each fault lowers the expected time to the next, each quiet second raises it."""
+    """Each fault lowers the expected time to the next, each second without a fault raises it."""
     mtbf_s = Faults(num, trained_s).mtbf_s
     assert Faults(0, 0).mtbf_s == PRIOR_S
     assert Faults(num + 1, trained_s).mtbf_s < mtbf_s
@@ -83,7 +83,7 @@ def test_the_fault_rate_begins_at_the_prior_and_ends_at_what_was_seen(num: int, 
 
 
 def simulated_waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float, seed: int) -> float:
-    """Train in virtual time, save in the background, fault at random; return the share of time that was no progress."""
+    """Train in virtual time with background saves and random faults; return the fraction of time without progress."""
     chance = random.Random(seed)
     now, kept_s, fault_at = 0.0, 0.0, chance.expovariate(1 / mtbf_s)
     done_s, saves = 0.0, list[tuple[float, float]]()  # a save is (published at, seconds of training in it)
@@ -103,7 +103,7 @@ def simulated_waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s:
 
 @pytest.mark.parametrize("interval_s", [30.0, 90.0, 300.0])
 def test_the_model_wastes_what_a_simulation_wastes(interval_s: float) -> None:
-    """A save in the background costs what the model says: its stall, and its time to publication at every fault."""
+    """A background save costs its stall, and its time to publication at every fault, as the model says."""
     cost, mtbf_s, restart_s = SaveCost(1.0, 20.0), 3600.0, 30.0
     expected = waste(interval_s, cost, mtbf_s, restart_s)
     assert simulated_waste(interval_s, cost, mtbf_s, restart_s, seed=1) == pytest.approx(expected, rel=0.05)

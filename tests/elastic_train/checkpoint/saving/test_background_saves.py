@@ -1,4 +1,4 @@
-"""Saves in the background: a copy of the boundary, one in flight, parts by rank, and worlds that end in the middle."""
+"""Background saves: a copy at the boundary, one in flight, parts by rank, and worlds that end during a save."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["quick_retries"]
 
 
 def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
-    """The copy is of the step boundary: training changes every tensor during the upload, and no bit of the commit."""
+    """The copy is of the step boundary: training changes every tensor during the upload, but no bit of the commit."""
     store = HeldStore(tmp_path)
     store.may_create.set()
     background = open_saves(store)
@@ -44,7 +44,7 @@ def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
     background.begin(
         state, facts(3), is_still=lambda path: "running" not in str(path) and "num_batches" not in str(path)
     )
-    model(torch.randn(4, 6))  # a forward changes the batch norm's buffers at once
+    model(torch.randn(4, 6))  # a forward pass changes the batch norm's buffers at once
     background.await_staging()
     take_steps(model, optimizer, 3, 5)
     assert background.is_busy and background.collect() is None
@@ -58,7 +58,7 @@ def test_changes_during_a_save_are_not_in_the_commit(tmp_path: Path) -> None:
 
 
 class RestlessStore(LocalStore):
-    """A store during whose writes the caller's bytes change after they have been hashed."""
+    """A store during whose writes the caller's bytes change after they were hashed."""
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:
@@ -80,7 +80,7 @@ class RestlessFile:
 
 
 def test_a_staged_buffer_that_changes_during_its_upload_is_detected(tmp_path: Path) -> None:
-    """Whichever of the hashes saw the change, they do not agree on the file, and discovery and loads refuse it."""
+    """Whichever hash saw the change, they disagree on the file, and discovery and loads refuse it."""
     first = open_saves(LocalStore(tmp_path))
     first.begin({"model": {"w": torch.ones(1_000_000)}}, facts(1))
     old = first.wait()
@@ -97,7 +97,7 @@ def test_a_staged_buffer_that_changes_during_its_upload_is_detected(tmp_path: Pa
 
 
 def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
-    """An update without waiting fails the save, and no third state is published; what was cloned is not affected."""
+    """An update that does not wait fails the save, and no inconsistent state is published; clones are not affected."""
     state = small_state(1)
     part = plan_attempt(state).parts[0]
     memory = SaveMemory().staging
@@ -115,7 +115,7 @@ def test_a_change_before_the_copy_fails_the_save(tmp_path: Path) -> None:
 
 
 def test_the_last_save_is_written_from_where_the_state_is(tmp_path: Path) -> None:
-    """It needs no staging memory, and training does not wait for it; it fails if the state changes all the same."""
+    """It needs no staging memory, and training does not wait for it; it fails if the state changes nevertheless."""
     memory, store = SaveMemory(), HeldStore(tmp_path)
     store.may_create.set()
     memory.staging.buffer = None  # type: ignore[assignment,method-assign]  # nobody asks for it
@@ -143,7 +143,7 @@ def test_the_last_save_is_written_from_where_the_state_is(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("num_failures", "is_saved"), [(2, True), (3, False)])
 def test_a_full_disk_in_the_writer_thread_is_a_failed_save(tmp_path: Path, num_failures: int, is_saved: bool) -> None:
-    """It is tried again, then reported; the old head stays, nothing else is left, and the next save works."""
+    """It is retried, then reported; the old head stays, nothing else is left, and the next save works."""
     first = open_saves(LocalStore(tmp_path))
     first.begin(small_state(1), facts(1))
     old = first.wait()
@@ -165,7 +165,7 @@ def test_a_full_disk_in_the_writer_thread_is_a_failed_save(tmp_path: Path, num_f
 
 
 def test_a_world_that_breaks_during_a_save_publishes_nothing(tmp_path: Path) -> None:
-    """The next world begins while the old thread is stuck in a write, which comes back, unseen and harmless."""
+    """The next world begins while the old thread is stuck in a write, whose later return has no effect."""
     stuck, memory = HeldStore(tmp_path), SaveMemory()
     old = open_saves(stuck, memory)
     old.begin(small_state(1), facts(1), is_still=all_still)
@@ -188,7 +188,7 @@ def test_a_world_that_breaks_during_a_save_publishes_nothing(tmp_path: Path) -> 
 
 
 def test_a_fenced_save_ends_with_the_fences_error(tmp_path: Path) -> None:
-    """A newer term that was claimed while the files were written keeps the commit from becoming the head."""
+    """A newer term claimed while the files were written keeps the commit from becoming the head."""
     store = HeldStore(tmp_path)
     store.may_create.set()
     background = open_saves(store)

@@ -1,4 +1,4 @@
-"""Saves that hang, in a write or in what makes them a commit: given up, waited for, or found again."""
+"""Saves that hang, in a write or while becoming a commit: abandoned, waited for, or found again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["quick_retries"]
 
 
 def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
-    """Saves that world after world left in a store that hangs share one buffer, and when they wake publish nothing."""
+    """Abandoned saves of several worlds in a hanging store share one buffer, and publish nothing when they resume."""
     stuck, memory = HeldStore(tmp_path), SaveMemory()
     flights, buffers = [], set()
     for number in range(1, 5):
@@ -52,7 +52,7 @@ def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
 
 
 def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that never returns costs its save, not the later ones; each that is given up gives the next more time."""
+    """A write that never returns costs its save, not later ones; each abandoned save gives the next more time."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     store, memory = HeldStore(tmp_path), SaveMemory()
     store.may_create.set()
@@ -66,7 +66,7 @@ def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, m
     assert background.is_owed and not background.is_busy and memory.timeout.limit_s(0) == pytest.approx(0.1)
     monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
     healthy = threading.Event()
-    monkeypatch.setattr(store, "may_write", healthy)  # the first stays where it is
+    monkeypatch.setattr(store, "may_write", healthy)  # the first write stays blocked
     healthy.set()
     background.begin(small_state(2), facts(2))
     ended = background.wait()
@@ -76,7 +76,7 @@ def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, m
 
 
 def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload shows no progress before it is done: slow storage gets time in proportion to the bytes."""
+    """An upload shows no progress before it ends: slow storage gets time in proportion to the bytes."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1.0)
     store = HeldStore(tmp_path)
@@ -89,7 +89,7 @@ def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch
 
 
 class MuteHeads(Heads):
-    """Lets the first publish fail, and does not answer the second."""
+    """Fails the first publish, and does not answer the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class MuteHeads(Heads):
 
 
 def test_a_commit_that_does_not_become_the_head_blocks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step is published again, and nothing is copied: waiting for the copy, or abandoning it, returns."""
+    """The same step is published again without a copy: waiting for the copy, or abandoning it, returns."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     fence = MuteHeads()
     background = open_saves(LocalStore(tmp_path), fence=fence)
@@ -155,7 +155,7 @@ def test_a_hanging_publish_does_not_undo_later_commits(
 
 
 class LateStore(HeldStore):
-    """Creates a record, and lets nobody know: it is silent until it may answer, or says that it does not know."""
+    """Creates a record without telling: it stays silent until it may answer, or says that it does not know."""
 
     def __init__(self, root: Path, num_unknown: int) -> None:
         super().__init__(root)
@@ -176,7 +176,7 @@ class LateStore(HeldStore):
 def test_the_same_step_saved_again_finds_its_own_late_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    """An abandoned record that appears later is the commit of its step, and is not taken for another writer's."""
+    """An abandoned record that appears later is its step's commit, and is not mistaken for another writer's."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", 0.0)
     store, fence = LateStore(tmp_path, num_unknown=int(late == "is unknown")), Heads()
     if late == "is unknown":
@@ -222,7 +222,7 @@ def unknown(store: Store, key: str, content: bytes) -> bool:
 
 
 def test_a_started_publish_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next world reads the lineage with the commit in it, not while it comes to exist."""
+    """The next world reads the lineage with the commit in it, not during its creation."""
     monkeypatch.setattr("elastic_train.checkpoint.saving.save_thread.PUBLISH_PATIENCE_S", DEADLINE_S)
     store = HeldStore(tmp_path)
     store.may_write.set()

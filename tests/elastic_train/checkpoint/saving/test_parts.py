@@ -31,7 +31,7 @@ __all__ = ["quick_retries"]
 
 
 def test_nobody_waits_for_the_part_of_a_lost_rank(tmp_path: Path) -> None:
-    """Rank 0 has written its part, the other never will: it learns that the world is broken, and gives up."""
+    """Rank 0 has written its part, the other never will: rank 0 learns that the world is broken, and stops waiting."""
     memory = SaveMemory()
     background = open_saves(LocalStore(tmp_path), memory, of=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ def world_of(stores: list[Store], patch: pytest.MonkeyPatch) -> list[Saves]:
 
 
 def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without communication, W ranks write every tensor once, spread by bytes; the whole is bit-equal."""
+    """Without communication, W ranks write every tensor once, balanced by bytes; the whole is bit-equal."""
     ranks = world_of([store] * 3, monkeypatch)
     model, optimizer = trained(2)
     states: list[State] = [
@@ -82,7 +82,7 @@ def test_ranks_write_a_part_each_and_the_first_publishes(store: Store, monkeypat
 
 
 def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 learns the reason from the done record, publishes nothing, and the next save is whole."""
+    """Rank 0 learns the reason from the done record, publishes nothing, and the next save is complete."""
     full = FullStore(tmp_path, 3)
     ranks = world_of([LocalStore(tmp_path), full], monkeypatch)
     for step in (1, 2):
@@ -98,7 +98,7 @@ def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkey
 
 
 def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 waits for a part that never comes until its world ends; the next world's first save starts clean."""
+    """Rank 0 waits for a missing part until its world ends; the next world's first save starts clean."""
     is_waiting = threading.Event()
 
     class Watched(LocalStore):
@@ -130,7 +130,7 @@ def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypat
 def test_a_damaged_done_record_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[bytes], bytes]
 ) -> None:
-    """What rank 0 cannot read is not published."""
+    """Rank 0 does not publish if it cannot read a record."""
 
     class Harmed(LocalStore):
         def create(self, key: str, content: bytes) -> None:
@@ -163,7 +163,7 @@ def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkey
 
 
 def test_rank_0_learns_of_an_abandoned_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its deadline may be far longer than a new rank's; a part that will not come is not waited for."""
+    """Rank 0's deadline may be far longer than a new rank's; it does not wait for a part that will not come."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
     ranks[0]._memory.timeout.learn(10 * DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Saves of ranks that hold pieces of the state: each writes what is its own, copied beside training."""
+"""Saves of ranks that hold pieces of the state: each writes its own pieces, copied during training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def world_of(stores: list[Store]) -> list[Saves]:
 
 
 def whole_state() -> State:
-    """Return what the ranks hold together; "scale" is whole on every one of them."""
+    """Return the state that the ranks hold together; "scale" is replicated."""
     return {
         "model": {"w": numbered((3, GRAIN + 3)), "scale": numbered((3,))},
         "optimizer": {"m": numbered((5, 7, 3), seed=1)},
@@ -62,7 +62,7 @@ def memory_of(state: State) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_ranks_write_their_pieces_and_the_first_publishes(store: Store) -> None:
-    """However small the state is, and while every rank trains on; the receipts bring the digests of grains."""
+    """This holds for the smallest state, while every rank trains on; the receipts include the digests of grains."""
     ranks, states, whole = world_of([store] * 3), [pieces_of(rank) for rank in range(3)], whole_state()
     for step in (1, 2):
         for rank, state in zip(ranks, states, strict=True):
@@ -88,7 +88,7 @@ def test_ranks_write_their_pieces_and_the_first_publishes(store: Store) -> None:
 
 
 def test_pieces_that_a_forward_pass_may_change_are_cloned_at_the_boundary(tmp_path: Path) -> None:
-    """Of a tensor that is not still, training may change its memory at once."""
+    """Training may change the memory of a non-still tensor at once."""
     store = LocalStore(tmp_path)
     ranks, states = world_of([store] * 3), [pieces_of(rank) for rank in range(3)]
     for rank, state in zip(ranks, states, strict=True):
@@ -101,7 +101,7 @@ def test_pieces_that_a_forward_pass_may_change_are_cloned_at_the_boundary(tmp_pa
 
 
 def test_a_piece_that_changes_before_it_is_copied_fails_the_save() -> None:
-    """An update without waiting is seen in every box of the memory that it changed."""
+    """An update that does not wait is detected in every box of the memory that it changed."""
     state = pieces_of(2)
     part = plan_attempt(state, 3).parts[2]
     snapshot = Snapshot(part, leaves_by_path(state), all_still)
@@ -123,7 +123,7 @@ def test_a_rank_that_cannot_write_its_pieces_fails_the_save(tmp_path: Path) -> N
 
 
 def test_rank_0_waits_as_long_as_the_largest_part_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has little to write itself, and what a slow storage needs for another's pieces is no reason to give up."""
+    """It has little to write itself, but must allow slow storage the time for another rank's pieces."""
     monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
     monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1e4)
     slow = HeldStore(tmp_path)

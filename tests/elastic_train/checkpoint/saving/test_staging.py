@@ -1,4 +1,4 @@
-"""Staging: what is copied is written while the rest is copied, unless training waits for the copy."""
+"""Staging: copied data is written while the rest is copied, unless training waits for the copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTENTS = [memoryview(bytes([number])) for number in range(3)]
 
 
 def test_only_copied_leaves_are_handed_out() -> None:
-    """Each leaf waits until it is marked as copied; a second iteration need not wait."""
+    """Each leaf waits until it is marked as copied; a second iteration does not wait."""
     staged, given, is_given = Staged(CONTENTS, lambda: False), [], threading.Semaphore(0)
 
     def go_through() -> None:
@@ -46,7 +46,7 @@ def test_only_copied_leaves_are_handed_out() -> None:
 
 
 def test_a_failed_copy_is_raised_in_every_iteration() -> None:
-    """At the first leaf that was not copied, and again at the next iteration."""
+    """The error comes at the first leaf that was not copied, and again at the next iteration."""
     staged = Staged(CONTENTS, lambda: False)
     staged.fail(StorageError("changed"))
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_a_failed_copy_is_raised_in_every_iteration() -> None:
 
 
 def test_nothing_is_handed_out_while_training_waits() -> None:
-    """Then the first leaf is handed out once the last is copied."""
+    """The first leaf is handed out once the last is copied."""
     is_asked, num_there_then = threading.Event(), []
 
     def is_awaited() -> bool:
@@ -108,7 +108,7 @@ def two_tensors() -> State:
 def test_the_rest_is_copied_while_the_beginning_is_written(
     tmp_path: Path, is_awaited: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless training waits: then nothing is written until all is copied. The commit is the same."""
+    """If training waits, nothing is written until all is copied. The commit is the same."""
     store, has_begun = TellingStore(tmp_path), threading.Event()
     background = open_saves(store)
 
@@ -134,7 +134,7 @@ def test_the_rest_is_copied_while_the_beginning_is_written(
 def test_a_change_while_the_beginning_is_written_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has been written of it is removed, and it is not tried again: the state of the boundary is gone."""
+    """The written part is removed, and there is no retry: the state of the boundary is gone."""
     store, state, check = TellingStore(tmp_path), two_tensors(), Snapshot._check_unchanged
 
     def changing(snapshot: Snapshot, lo: int, hi: int) -> None:
@@ -153,7 +153,7 @@ def test_a_change_while_the_beginning_is_written_fails_the_save(
 
 
 def test_memory_that_is_being_made_is_waited_for_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that comes before it is there takes it, too; where there is none, it is the save that says so."""
+    """A save that comes earlier uses the same memory; if there is no memory, the save reports it."""
     is_asked, may_go, num_made = threading.Event(), threading.Event(), []
 
     def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a process knows of its store: whether it can write there, found out beside what else it does."""
+"""A process's knowledge of its store: whether it can write there, determined in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import PATIENCE_S
 
 @pytest.fixture
 def create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
-    """Set what happens before a key is created."""
+    """Set an action that runs before a key is created."""
 
     def before(act: Callable[[], None]) -> None:
         real = LocalStore.create
@@ -50,7 +50,7 @@ def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_process_vouches_for_itself_once_it_has_found_out(tmp_path: Path) -> None:
-    """Not by the first question, and not if its own saves fail."""
+    """It does not do so at the first question, nor after its own saves have failed."""
     use = StoreHealth(str(tmp_path))
     assert not use.confirm_writable()
     until(use.confirm_writable)
@@ -76,7 +76,7 @@ def test_a_barred_process_writes_again_when_it_can(
 def test_storage_that_hangs_holds_nobody_up(
     tmp_path: Path, create: Callable[[Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A barred process waits for an answer, for a moment only, and asks no second time meanwhile."""
+    """An excluded process waits for an answer only briefly, and starts no second check meanwhile."""
     monkeypatch.setattr(store_health, "ANSWER_S", 0.05)
     thawed, num_asked = threading.Event(), [0]
 
@@ -95,7 +95,7 @@ def test_storage_that_hangs_holds_nobody_up(
 
 
 def test_a_process_that_cannot_even_say_so_counts_at_once(tmp_path: Path) -> None:
-    """Rank 0 would wait for its part in vain, save after save."""
+    """Otherwise rank 0 would wait for its part in vain, at every save."""
     use = StoreHealth(str(tmp_path))
     use.note_unwritten(NotAllowed("read-only"), is_silent=True)
     assert use.num_unwritten == MOST_UNWRITTEN and use.is_refused

@@ -1,4 +1,4 @@
-"""A store, or a part of it, that is removed while a job trains: it is said, and the next commit is complete."""
+"""If a store or a part of it is removed during training, this is reported and the next commit is complete."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
 
 class KeptJob:
-    """A job with a commit, in a folder that is looked after."""
+    """A job with a commit, in a folder that is monitored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.store, self.files = folder, LocalStore(folder), BackgroundFiles()
@@ -41,14 +41,14 @@ class KeptJob:
         self.save(1)
 
     def save(self, step: int) -> list[str]:
-        """Commit a step as a world does; return what was noticed."""
+        """Commit a step as a world does; return the reported changes."""
         self.commits.save(small_state(), facts(step))
         self.keeper.keep_files()
         self.files.flush(PATIENCE_S)
         return self.keeper.take_said()
 
     def is_whole(self, step: int) -> bool:
-        """Say whether a joiner, a new start and the judge find what they need."""
+        """Return True if a joiner, a new start and the judge find what they need."""
         head = discover(LocalStore(self.folder)).head
         histories = [path.read_text() for path in (self.folder / FOLDER).glob("*.jsonl")]
         return (
@@ -77,7 +77,7 @@ class KeptJob:
 def test_what_is_removed_is_said_and_the_next_commit_is_complete(
     tmp_path: Path, lost: str, said: list[str], is_moved: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The folder, or any of its parts; what no store has is said by the log. It is said once."""
+    """The folder, or any part of it; the log reports parts that are not the store's. Each loss is reported once."""
     job = KeptJob(tmp_path / "run")
     assert job.save(2) == []
     target = job.folder / lost
@@ -96,7 +96,7 @@ def test_what_is_removed_is_said_and_the_next_commit_is_complete(
 
 
 def _unmount(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
-    """Show the empty folder below a mount."""
+    """Expose the empty folder under a mount point."""
     job.folder.rename(job.folder.with_name("away"))
     patch.setattr(store_keeper, "location_of", lambda url: (0, "/", url))
 
@@ -115,7 +115,7 @@ def _mount_a_copy(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
 
 
 def _link_elsewhere(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
-    """Let the folder's name lead to an empty folder of the same disk."""
+    """Make the folder's name a link to an empty folder of the same disk."""
     job.folder.rename(job.folder.with_name("away"))
     job.folder.with_name("empty").mkdir()
     job.folder.symlink_to("empty")
@@ -125,7 +125,7 @@ def _link_elsewhere(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_written_where_another_folder_is_mounted(
     tmp_path: Path, act: Callable[[KeptJob, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save fails, and says so; once the job's folder is mounted again, commits continue there."""
+    """The save fails and says so; once the job's folder is mounted again, commits continue there."""
     job = KeptJob(tmp_path / "run")
     act(job, monkeypatch)
     with pytest.raises(
@@ -135,13 +135,13 @@ def test_nothing_is_written_where_another_folder_is_mounted(
     assert not list(job.folder.glob("commits/*2.json"))
     monkeypatch.undo()
     shutil.rmtree(job.folder.resolve(), ignore_errors=True)
-    job.folder.unlink(missing_ok=True)  # a link that leads nowhere by now
+    job.folder.unlink(missing_ok=True)  # a dangling link by now
     job.folder.with_name("away").rename(job.folder)
     assert job.save(2) == [] and job.is_whole(2)
 
 
 def test_a_world_that_begins_in_a_folder_that_was_deleted_keeps_its_store(tmp_path: Path) -> None:
-    """Where it has trained before; a folder with another word is left alone."""
+    """The process must have trained there before; a folder with another store id is left alone."""
     store = LocalStore(tmp_path)
     assert one_store.mend(store, "word") and one_store.identity_of(store) == "word"
     assert not one_store.mend(store, "another")

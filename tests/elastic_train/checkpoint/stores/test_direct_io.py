@@ -1,4 +1,4 @@
-"""Files written with O_DIRECT hold what was written, or raise an error."""
+"""Files written with O_DIRECT hold the written bytes, or raise an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Calls:
-    """Counts the calls of `os.pwrite`, and lets some fail."""
+    """Counts the calls of `os.pwrite`, and makes some fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch, code: int, failing: range) -> None:
         self._code, self._failing, self.num_made = code, failing, 0
@@ -48,7 +48,7 @@ sizes = st.sampled_from([0, 1, 100, 4095, 4096, 4097, RUN_BYTES - 1, RUN_BYTES, 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(sizes, st.booleans()), max_size=6), st.booleans())
 def test_bytes_are_written_in_order_whatever_the_piece_sizes(pieces: list[tuple[int, bool]], is_known: bool) -> None:
-    """Whatever the pieces' sizes, with a flush after any of them, and on file systems without direct writes."""
+    """Any piece may be followed by a flush, and the file system may lack direct writes."""
     runs, whole, set_flags = Runs(), b"", fcntl.fcntl
 
     def without_direct(descriptor: int, command: int, flags: int = 0) -> int:
@@ -75,7 +75,7 @@ def test_bytes_are_written_in_order_whatever_the_piece_sizes(pieces: list[tuple[
 
 @pytest.mark.parametrize("failing", range(1, 7))
 def test_a_full_disk_is_reported(tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever write fails, on the thread or off it, it is raised before the file counts as written."""
+    """Whichever write fails, on any thread, the error is raised before the file counts as written."""
     calls = Calls(monkeypatch, errno.ENOSPC, range(failing, failing + 1))
     with pytest.raises(OSError, match="injected"), DirectFile(tmp_path / "file", Runs()) as file:
         for _ in range(5):
@@ -86,7 +86,7 @@ def test_a_full_disk_is_reported(tmp_path: Path, failing: int, monkeypatch: pyte
 
 
 def test_a_refused_direct_write_falls_back_to_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that knows direct writes and refuses one of them gets it through the page cache."""
+    """A file system that supports direct writes may refuse one, which then goes through the page cache."""
     Calls(monkeypatch, errno.EINVAL, range(2, 3))
     content = os.urandom(5 * RUN_BYTES + 5)
     with DirectFile(tmp_path / "file", Runs()) as file:
@@ -95,7 +95,7 @@ def test_a_refused_direct_write_falls_back_to_the_page_cache(tmp_path: Path, mon
 
 
 def test_an_abandoned_file_writes_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's error is raised unchanged, even if the disk has another."""
+    """The caller's error is raised unchanged, even if the disk raises another."""
     calls = Calls(monkeypatch, errno.ENOSPC, range(1, 1000))
     with pytest.raises(KeyError), DirectFile(tmp_path / "file", Runs()) as file:
         file.write(b"not wanted")
@@ -106,7 +106,7 @@ def test_an_abandoned_file_writes_nothing_more(tmp_path: Path, monkeypatch: pyte
 
 
 def test_buffers_are_reused_and_bounded(tmp_path: Path) -> None:
-    """Files written one after another, or at once, and closed twice, leave a few buffers, no two of them the same."""
+    """Files written one after another, or at once, and closed twice, leave a few different buffers."""
     runs = Runs()
     files = [DirectFile(tmp_path / str(number), runs) for number in range(4)]
     for file in files:
@@ -120,7 +120,7 @@ def test_buffers_are_reused_and_bounded(tmp_path: Path) -> None:
 
 
 def test_a_process_can_end_while_the_disk_hangs(tmp_path: Path) -> None:
-    """Saves that hang in a write or in a sync have been given up: not even the interpreter's end waits for them."""
+    """Saves that hang in a write or in a sync are abandoned: not even the interpreter's exit waits for them."""
     program = f"""
 import os, pathlib, threading
 from elastic_train.checkpoint.stores import direct_io, disk

@@ -1,4 +1,4 @@
-"""What a store may expect of a disk, the machine's and the simulated one; and what the simulated one forgets."""
+"""A store's expectations of a disk, for the machine's and the simulated one; and the losses of the simulated one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[[Path], bytes]
 
 @pytest.fixture(params=["real", "simulated"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Disk, Read]:
-    """An empty disk of each kind, and how to read from it."""
+    """An empty disk of each kind, and a way to read from it."""
     if request.param == "real":
         return RealDisk(), Path.read_bytes
     simulated = SimulatedDisk(tmp_path)
@@ -60,7 +60,7 @@ def test_a_name_is_taken_once(disk: tuple[Disk, Read], tmp_path: Path) -> None:
 
 
 def test_missing_files_and_folders_are_errors(disk: tuple[Disk, Read], tmp_path: Path) -> None:
-    """No operation creates a missing name or directory on the way."""
+    """No operation creates missing names or parent directories."""
     kind, _ = disk
     for act in (
         lambda: kind.unlink(tmp_path / "a"),
@@ -78,7 +78,7 @@ def images(disk: SimulatedDisk) -> list[Image]:
 
 
 def test_only_what_is_synced_must_survive(tmp_path: Path) -> None:
-    """A name needs its directory's sync, bytes need their file's; each comes or goes without the other."""
+    """A name needs its directory's sync, bytes need their file's; either may survive without the other."""
     disk = SimulatedDisk(tmp_path)
     put(disk, tmp_path / "a", b"xy", is_synced=False)
     whole, torn, zeros = {"a": b"xy"}, {"a": b"x"}, {"a": b"\0\0"}
@@ -93,7 +93,7 @@ def test_only_what_is_synced_must_survive(tmp_path: Path) -> None:
 
 
 def test_later_names_may_be_durable_before_earlier_ones(tmp_path: Path) -> None:
-    """A file system orders nothing that no sync has ordered, and a file below a lost directory is lost."""
+    """A file system guarantees no order without a sync, and a file below a lost directory is lost."""
     disk = SimulatedDisk(tmp_path)
     disk.make_directory(tmp_path / "folder")
     put(disk, tmp_path / "folder" / "a", b"")

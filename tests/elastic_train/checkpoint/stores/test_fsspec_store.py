@@ -1,4 +1,4 @@
-"""A store across a network: what breaks on the way neither shows up as a commit nor takes one away."""
+"""A store across a network: a fault on the way neither creates nor removes a commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def network(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNetwork]:
-    """A network to the S3 server, over which the client's own retries are few."""
+    """A network to the S3 server, with few retries by the client."""
     monkeypatch.setattr(S3FileSystem, "retries", 2)
     with FaultyNetwork(os.environ["AWS_ENDPOINT_URL"]).serving() as network:
         yield network
@@ -31,7 +31,7 @@ def network(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyN
 
 @pytest.fixture
 def remote(network: FaultyNetwork, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
-    """A store at the other end, whose address and credentials are known from its options alone."""
+    """A store across that network; only its options have the address and the credentials."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     options = {"endpoint_url": network.url, "key": "test", "secret": "test"}
@@ -57,7 +57,7 @@ def test_a_connection_that_breaks_in_the_middle_of_a_file_publishes_nothing(
 
 
 def test_a_record_whose_answers_are_lost_is_recognised(network: FaultyNetwork, remote: FsspecStore) -> None:
-    """The store refuses the retry of a create that arrived (412), and the content shows whose it is."""
+    """The store refuses the retry of a create that arrived (412), and the content proves its author."""
     commits = writer(remote)
     network.matching, network.num_unanswered = re.compile(rb"PUT \S*/run/commits/0"), 1
     record = commits.save(small_state(1), facts(1))
@@ -68,7 +68,7 @@ def test_a_record_whose_answers_are_lost_is_recognised(network: FaultyNetwork, r
 
 
 def test_a_conflict_is_retried(network: FaultyNetwork, remote: FsspecStore) -> None:
-    """A 409 decides nothing: the create is repeated, and after some tries ends as unknown."""
+    """A 409 decides nothing: the create is repeated, and is unknown after some tries."""
     commits = writer(remote)
     network.matching, network.num_conflicts = re.compile(rb"PUT \S*/run/commits/0"), 3
     first = commits.save(small_state(1), facts(1))
@@ -81,7 +81,7 @@ def test_a_conflict_is_retried(network: FaultyNetwork, remote: FsspecStore) -> N
 
 
 def test_a_save_does_not_sync_the_whole_host(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what was written is made durable: `os.sync` would stall everything else on the machine."""
+    """Only the written files are synced: `os.sync` would stall everything else on the machine."""
 
     def refuse() -> None:
         raise AssertionError("os.sync was called")

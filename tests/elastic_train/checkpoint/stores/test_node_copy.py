@@ -1,4 +1,4 @@
-"""The node copy is read if it matches, and is not needed if it does not."""
+"""The node copy is read if it matches the record, and is not needed otherwise."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.elastic_train.checkpoint.commit_samples import facts, small_state, wr
 
 @pytest.fixture
 def far_url() -> str:
-    """Return a far store's URL."""
+    """Return a remote store's URL."""
     return f"memory://{uuid.uuid4().hex}/run"
 
 
 def value_of(store: Store, record: CommitRecord) -> float:
-    """Return what identifies a small state."""
+    """Return the value that identifies a small state."""
     model = read_state(store, record)["model"]
     assert isinstance(model, dict)
     return float(model["w"][0])
 
 
 def near_files(folder: Path) -> list[Path]:
-    """Return the files of the near copy."""
+    """Return the files of the local copy."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_commit_saved_on_this_node_is_read_from_it(far_url: str, tmp_path: Path) -> None:
-    """Without the far files the state still loads where it was saved, and nowhere else."""
+    """Without the remote files the state still loads where it was saved, and nowhere else."""
     store, far = open_store(far_url, str(tmp_path)), open_store(far_url)
     record = writer(store).save(small_state(7), facts(1))
     assert discover(far).head == record
@@ -74,7 +74,7 @@ def test_the_record_decides_and_not_the_node_copy(far_url: str, tmp_path: Path) 
 
 
 def test_the_newest_attempts_are_kept_on_the_node(far_url: str, tmp_path: Path) -> None:
-    """Memory is bounded: the newest commit's files stay, and those of the one before it."""
+    """The newest commit's files stay, and those of the one before it, so that memory is bounded."""
     store = open_store(far_url, str(tmp_path))
     commits = writer(store)
     records = [commits.save(small_state(step), facts(step)) for step in range(1, 5)]
@@ -86,7 +86,7 @@ def test_the_newest_attempts_are_kept_on_the_node(far_url: str, tmp_path: Path) 
 
 
 def test_an_unwritable_node_copy_fails_no_save(far_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The failure is logged, and the commit in the store is as good as ever."""
+    """The failure is logged, and the commit in the store is valid."""
     (tmp_path / "file").write_text("")
     store = open_store(far_url, str(tmp_path / "file"))
     record = writer(store).save(small_state(7), facts(1))
@@ -97,7 +97,7 @@ def test_an_unwritable_node_copy_fails_no_save(far_url: str, tmp_path: Path, cap
 def test_a_full_node_copy_disk_fails_no_save(
     far_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was begun is removed, and the store's file is complete."""
+    """The incomplete copy is removed, and the store's file is complete."""
     store = open_store(far_url, str(tmp_path))
     full, real_open = Path("/dev/full"), Path.open
 
@@ -122,7 +122,7 @@ def test_a_failed_save_leaves_nothing_in_the_node_copy(far_url: str, tmp_path: P
 
 
 def test_checking_a_node_copy_counts_as_progress(far_url: str, tmp_path: Path) -> None:
-    """Reading it to its end takes long if it is large: the watchdog sees every block."""
+    """Reading a large one takes long: the watchdog sees every block."""
     reports: list[None] = []
     store = DeadlineStore(open_store(far_url, str(tmp_path)), lambda: reports.append(None))
     record = writer(store).save({"w": torch.zeros(1_000_000)}, facts(1))

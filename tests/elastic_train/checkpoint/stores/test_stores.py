@@ -1,4 +1,4 @@
-"""What every store promises, checked on every kind of store."""
+"""The contract of every store, checked on every kind of store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tests.conftest import PATIENCE_S
 
 
 def test_a_created_key_reads_back(store: Store) -> None:
-    """What was created is what is read."""
     store.create("commits/a.json", b"content")
     assert stores.read(store, "commits/a.json") == b"content"
 
@@ -41,7 +40,7 @@ def test_a_key_is_created_once(store: Store) -> None:
 
 
 def test_a_race_has_at_most_one_winner(store: Store) -> None:
-    """Of many who create one key at once, one wins, and its content stays; a claimed create may have none."""
+    """Of many concurrent creates of one key, one wins, and its content stays; a claimed create may have no winner."""
     contents = [f"writer {number}".encode() for number in range(8)]
 
     def create(content: bytes) -> bool:
@@ -60,14 +59,14 @@ def test_a_race_has_at_most_one_winner(store: Store) -> None:
 
 
 def test_a_retried_create_recognises_itself(store: Store) -> None:
-    """A create that the store refuses because its own first try got through still counts as ours."""
+    """A create that is refused because its own first try succeeded still counts as successful."""
     assert create_once(store, "terms/1.json", b"mine")
     assert create_once(store, "terms/1.json", b"mine")
     assert not create_once(store, "terms/1.json", b"another's")
 
 
 def test_a_written_file_reads_back_in_parts(store: Store) -> None:
-    """A file can be read from any place."""
+    """A file can be read from any offset."""
     with store.write("data/x/file") as sink:
         sink.write(b"0123")
         sink.write(memoryview(b"456789"))
@@ -77,7 +76,7 @@ def test_a_written_file_reads_back_in_parts(store: Store) -> None:
 
 
 def test_a_failed_write_leaves_nothing(store: Store) -> None:
-    """A file whose writing ended with an error is not there."""
+    """A file whose writing ended with an error does not exist."""
     with pytest.raises(ZeroDivisionError), store.write("data/x/file") as sink:
         sink.write(b"half")
         raise ZeroDivisionError
@@ -85,7 +84,7 @@ def test_a_failed_write_leaves_nothing(store: Store) -> None:
 
 
 def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
-    """A listing is sorted, has sizes and ages, and stops at the folder."""
+    """A listing is sorted, has sizes and ages, and is limited to the folder."""
     for key in ("data/b/2", "data/a/1", "database/3", "commits/4"):
         store.create(key, key.encode())
     assert [(entry.key, entry.size) for entry in store.list("data/")] == [("data/a/1", 8), ("data/b/2", 8)]
@@ -94,7 +93,7 @@ def test_a_listing_names_what_is_below_a_folder(store: Store) -> None:
 
 
 def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention deletes, and readers let go of what they hold, while others look."""
+    """Retention deletes commits, and readers release holds, during listings."""
     store, scan = LocalStore(tmp_path), os.scandir
     for key in ("data/a/1", "data/b/2"):
         store.create(key, b"x")
@@ -109,7 +108,7 @@ def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without permission to list, nobody can say that it is empty."""
+    """Without permission to list, it cannot be known to be empty."""
     store, scan = LocalStore(tmp_path), os.scandir
     store.create("commits/a.json", b"x")
 
@@ -129,7 +128,7 @@ def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch
 def test_who_may_not_write_is_told_apart_from_who_cannot_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
 ) -> None:
-    """The one is for somebody to mend, the other may pass."""
+    """A refusal needs a person to fix it, the other error may pass."""
     store = LocalStore(tmp_path)
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(StorageError, match=f"cannot create: {os.strerror(number)}") as caught:
@@ -188,7 +187,7 @@ def http_error(status: int) -> OSError:
 def test_every_http_status_of_a_conditional_create_is_handled(
     monkeypatch: pytest.MonkeyPatch, answers: list[int | None], expected: type[StorageError] | None
 ) -> None:
-    """409 is asked again, a bounded number of times; 412 is taken; anything else leaves it open."""
+    """409 is retried a bounded number of times; 412 means taken; anything else leaves the outcome open."""
     store = FsspecStore("memory://answers")
     left = list(answers)
 
@@ -233,7 +232,7 @@ def test_storage_that_does_not_answer_is_an_error(
 
 
 def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hanging create of a term is retried: the claim is made, and the call that wakes up finds it made."""
+    """A hanging create of a term is retried: the claim succeeds, and the call that wakes up finds it made."""
     woken, is_through, is_hung = threading.Event(), threading.Event(), threading.Event()
 
     class Hanging(LocalStore):
@@ -286,7 +285,7 @@ def test_every_store_operation_counts_as_progress(tmp_path: Path) -> None:
 
 
 def test_a_name_that_was_not_there_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of NFS remembers missing names until it opens their folder; the store does, so nobody waits for that."""
+    """An NFS client caches missing names until it opens their folder; the store opens it, so nobody waits."""
     store = LocalStore(tmp_path)
     store.create("commits/key", b"made by another node")
     open_file, open_folder, is_fresh = Path.open, os.open, [False]
@@ -312,7 +311,7 @@ def test_a_name_that_was_not_there_is_asked_for_again(tmp_path: Path, monkeypatc
 def test_a_disk_that_is_full_of_files_is_not_called_full_of_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_left: int, files_left: int, advice: str
 ) -> None:
-    """Both are ENOSPC; freeing space by a few large files does not help against the one."""
+    """Both are ENOSPC; deleting a few large files does not help if inodes are exhausted."""
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     found = Mock(f_files=100, f_favail=files_left, f_bavail=bytes_left)
     monkeypatch.setattr(os, "statvfs", Mock(return_value=found))

@@ -1,4 +1,4 @@
-"""Uploads: nothing of them is on the local disk, few of their pieces are in memory, and none is left when they fail."""
+"""Uploads: none of the data is on the local disk, few pieces are in memory, and a failure leaves none behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.elastic_train.conftest import PlainFileSystem
 
 __all__ = ["quick_retries"]
 pytestmark = pytest.mark.slow
-PIECE = 5 << 20  # the least that S3 takes
+PIECE = 5 << 20  # S3's minimum
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ sys.exit(None if ended.error is None else str(ended.error))
 
 
 def test_a_save_to_s3_needs_no_room_on_the_local_disk(full_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full TMPDIR fails no save: before, the parts were staged there."""
+    """A full TMPDIR fails no save, since parts are not staged there."""
     with S3() as s3:
         environ = json.dumps({**s3.environ, "TMPDIR": str(full_folder)})
         done = run_source(SAVE, s3.url("run"), str(full_folder), environ)
@@ -92,7 +92,7 @@ def test_a_save_to_s3_needs_no_room_on_the_local_disk(full_folder: Path, monkeyp
 @pytest.mark.parametrize("num_bytes", [0, 1, PIECE - 1, PIECE, PIECE + 1, 4 * PIECE + 7])
 @pytest.mark.parametrize("kind", ["s3", "memory", "plain"])
 def test_what_was_written_is_there_whatever_its_size(kind: str, num_bytes: int, request: pytest.FixtureRequest) -> None:
-    """In one request, in as many pieces, and with a last piece of any size."""
+    """An upload takes one request, or as many pieces as needed, with a last piece of any size."""
     fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
     root = request.getfixturevalue("s3_bucket") if kind == "s3" else f"{kind}://files"
     store = FsspecStore(f"{root}/{uuid.uuid4().hex}")
@@ -105,7 +105,7 @@ def test_what_was_written_is_there_whatever_its_size(kind: str, num_bytes: int, 
 
 @pytest.mark.parametrize("kind", ["s3", "memory", "plain"])
 def test_an_upload_that_is_given_up_leaves_nothing(kind: str, request: pytest.FixtureRequest) -> None:
-    """Neither an object, nor pieces of one, for which S3 charges until somebody removes them."""
+    """It leaves neither an object nor pieces of one, for which S3 charges until they are removed."""
     fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
     root = request.getfixturevalue("s3_bucket") if kind == "s3" else f"{kind}://files"
     store = FsspecStore(f"{root}/{uuid.uuid4().hex}")
@@ -118,7 +118,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(kind: str, request: pytest.Fi
 
 
 def test_a_stream_that_breaks_begins_again_with_the_tensors(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that breaks in the middle costs a try, not the save: what is saved is still in memory."""
+    """A broken connection costs a try, not the save: the data is still in memory."""
     monkeypatch.setattr(S3FileSystem, "retries", 1)
     root = f"{s3_bucket}/{uuid.uuid4().hex}/run"
     with FaultyNetwork(os.environ["AWS_ENDPOINT_URL"]).serving() as network:
@@ -136,7 +136,7 @@ def test_a_stream_that_breaks_begins_again_with_the_tensors(s3_bucket: str, monk
 
 
 def test_few_pieces_are_in_memory_while_the_storage_is_slow(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who writes faster than the storage takes it waits."""
+    """A writer that is faster than the storage waits."""
     most, real = 0, S3Upload._begin
 
     def counting(upload: S3Upload, method: str, **arguments: object) -> Any:
@@ -155,7 +155,7 @@ def test_few_pieces_are_in_memory_while_the_storage_is_slow(s3_bucket: str, monk
 
 
 def test_an_object_whose_size_differs_is_not_kept(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the storage says it holds decides, not that it took every request."""
+    """The size that the storage reports decides, not that it accepted every request."""
     store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}")
     monkeypatch.setattr(S3Upload, "finish", lambda upload: upload._begin("put_object", Body=b"torn").result())
     with pytest.raises(StorageError, match="4 bytes of 9 arrived"), store.write("data/x") as sink:
@@ -164,7 +164,7 @@ def test_an_object_whose_size_differs_is_not_kept(s3_bucket: str, monkeypatch: p
 
 
 def begun(store: FsspecStore, key: str) -> Any:
-    """Begin an upload as a process does that is killed after its first pieces; whoever drops it aborts nothing."""
+    """Begin an upload as a process killed after its first pieces does; dropping it aborts nothing."""
     upload = S3Upload(store._fs, store._path(key))
     upload.write(bytes(2 * PIECE + 1))
     while upload._unanswered:
@@ -178,7 +178,7 @@ def keys_left() -> list[str]:
 
 
 def test_uploads_that_a_killed_process_left_are_aborted(s3_bucket: str) -> None:
-    """Those of this run that are older than a sweep waits, and no other's, nor a younger one."""
+    """Uploads of this run that are older than the sweep's limit, but no other run's and no younger ones."""
     root = f"{s3_bucket}/{uuid.uuid4().hex}"
     ours, other = FsspecStore(f"{root}/run"), FsspecStore(f"{root}/run-2")
     key = "data/step-000000000007/1-abc/rank-00000.distcp"
@@ -218,7 +218,7 @@ def test_a_page_of_uploads_is_followed_by_the_next(s3_bucket: str, monkeypatch: 
 
 
 def test_a_world_that_forms_aborts_what_was_left(s3_bucket: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It takes no world to fail where the bucket does not let itself be asked."""
+    """A bucket that refuses to list its uploads does not fail the world."""
     store = FsspecStore(f"{s3_bucket}/{uuid.uuid4().hex}/run")
     begun(store, "data/step-000000000007/1-abc/rank-00000.distcp")
     world._forget_old_terms(DeadlineStore(store, lambda: None), 3)
@@ -230,7 +230,7 @@ def test_a_world_that_forms_aborts_what_was_left(s3_bucket: str, caplog: pytest.
 
 
 def test_nothing_unfinished_is_kept_by_other_stores(tmp_path: Path) -> None:
-    """A local folder has no uploads, nor has a file system that we do not know to have any."""
+    """A local folder has no uploads, nor has a file system that is not known to have any."""
     assert drop_unfinished(open_store(str(tmp_path))) == []
     assert drop_unfinished(DeadlineStore(open_store(str(tmp_path)), lambda: None)) == []
     assert drop_unfinished(FsspecStore(f"memory://{uuid.uuid4().hex}")) == []
