@@ -1,4 +1,4 @@
-"""A judge that examines a thousand variants of one run."""
+"""Fixtures for a judge that examines a thousand variants of one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos.judge.evidence import stored_weights
 
 @pytest.fixture(scope="module")
 def weights_loaded_once() -> Iterator[None]:
-    """Have torch load the same bytes once: most of the judge's time, and hardly any damage is to them."""
+    """Make torch load equal bytes once: loading is most of the judge's time, and few variants damage weights."""
     load, loaded = stored_weights._load, dict[object, dict[str, object]]()
 
     def load_once(

@@ -1,4 +1,4 @@
-"""Histories of a thousand nodes, made up without training: worlds that shrink and grow while nodes are killed."""
+"""Histories of a thousand nodes, synthesised without training: worlds shrink and grow while nodes are killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BEGAN = 1_800_000_000.0
 
 @dataclass(frozen=True)
 class Crowd:
-    """So many nodes of one rank, so many terms of so many steps; a term's last `lost` steps are in no commit."""
+    """Numbers of nodes of one rank, of terms and of steps per term; no commit has a term's last `lost` steps."""
 
     nodes: int = 1000
     terms: int = 40
@@ -23,7 +23,7 @@ class Crowd:
 
 
 def gather(crowd: Crowd) -> Evidence:
-    """Return the evidence of a job in which every term but the last ends with one node killed, to come back later."""
+    """Return the evidence of a job in which every term but the last ends with one killed node, which returns later."""
     draws = random.Random(crowd.seed)
     chaos: list[Line] = [{"op": "scenario", "t": BEGAN, "name": "crowd", "seed": crowd.seed, "recovery": "restart"}]
     processes: list[list[Line]] = [chaos]

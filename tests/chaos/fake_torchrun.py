@@ -1,7 +1,7 @@
-"""A stand-in for torchrun and a script with the hook, without torch: ranks that are all restarted when one dies.
+"""A fake of torchrun and a script with the hook, without torch: all ranks are restarted when one dies.
 
 python fake_torchrun.py DIR HISTORY RANKS [--silent]; 3 epochs of 16 steps of 8 rows, a snapshot every 10 steps. The
-first world waits at step 30 for a fault, if the reference's folder is not what it runs in. --silent: no hook.
+first world waits at step 30 for a fault, unless it runs in the reference's folder. --silent: no hook.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS = EPOCHS * ROWS // BATCH
 
 
 def agent(folder: Path, history: Path, ranks: int) -> int:
-    """Start all ranks, and all of them again when one dies."""
+    """Start all ranks, and start all again when one dies."""
     for turn in range(10):
         given = {"TURN": str(turn), "WORLD_SIZE": str(ranks)}
         workers = [_start({**given, "RANK": str(rank)}) for rank in range(ranks)]
@@ -40,7 +40,7 @@ def _start(given: dict[str, str]) -> subprocess.Popen[bytes]:
 
 
 def train(folder: Path, history: Path, is_silent: bool) -> None:
-    """Apply every row of every epoch once, wherever the last world stopped."""
+    """Apply every row of every epoch once, from the step at which the last world stopped."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     snapshot, is_held = folder / "snapshot", os.environ["TURN"] == "0" and history.parent.name == "faulted"
     _wait(lambda: any(history.glob(f"*-{os.getpid()}.jsonl")))  # until the watcher has seen it, and may kill it

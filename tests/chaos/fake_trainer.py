@@ -1,7 +1,7 @@
-"""A stand-in for torchrun and the trainer: writes a history, and has a worker in a separate session, as torchrun has.
+"""A fake of torchrun and the trainer: it writes a history, and has a worker in a separate session, like torchrun.
 
 python fake_trainer.py FOLDER NUM_STEPS [EXIT_CODE]; -1 steps for a job that never begins. With a file `is-held` in the
-folder a job goes on beyond its last step until the file is gone.
+folder a job continues beyond its last step until the file is removed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A small run as the trainer records it, made up without training: three worlds, a kill, a preemption, a new node.
+"""A small run as the trainer records it, synthesised without training: three worlds, a kill, a preemption, a new node.
 
 101 rows on 6 lanes with micro-batches of 4: 5 steps an epoch, 6 epochs, a commit every 5 steps, the last 3 kept. Term 1
-(2 ranks) is killed after step 13 and gives up 3 steps; term 2 (1 rank) is asked to leave at step 22, for a node that
-joins; term 3 (3 ranks) comes to the end.
+(2 ranks) is killed after step 13 and loses 3 steps; term 2 (1 rank) is asked to leave at step 22, for a node that
+joins; term 3 (3 ranks) finishes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP_S = 0.1
 
 @dataclass(frozen=True)
 class Worlds:
-    """A term: how many ranks, from which step to which, how it ended, and whether it commits when it leaves."""
+    """A term: its number of ranks, its steps, how it ended, and whether it commits when it leaves."""
 
     ranks: int
     lo: int
@@ -51,13 +51,13 @@ REFERENCE = (Worlds(2, 0, STEPS, "done"),)
 
 
 def model_at(step: int) -> dict[str, torch.Tensor]:
-    """Return the weights after a step: plainly made up."""
+    """Return the weights after a step: plainly synthetic."""
     return {"w": torch.full((ROWS,), step / 7)}
 
 
 @cache
 def digest_at(step: int) -> str:
-    """Return the hash of the weights after a step, as docs/formats.md has it."""
+    """Return the hash of the weights after a step, as specified in docs/formats.md."""
     lines = ""
     for name, tensor in model_at(step).items():
         grain = hashlib.sha256(tensor.numpy().tobytes()).digest()  # there are few elements, so it is one
@@ -67,7 +67,7 @@ def digest_at(step: int) -> str:
 
 
 def metrics_at(step: int) -> dict[str, float]:
-    """Return what a validation on the first rows gives: the witness's loss is the negative sum of its weights."""
+    """Return the metrics on the first rows: the witness's loss is the negative sum of its weights."""
     return {"loss": -float(model_at(step)["w"][:HELD_OUT].sum()), "samples": float(HELD_OUT)}
 
 
@@ -76,7 +76,7 @@ def loss_of(step: int) -> float:
 
 
 def samples_until(step: int) -> int:
-    """Count samples by going through every lane and step, as slowly and plainly as can be."""
+    """Count samples by iterating over every lane and step, slowly and simply."""
     sizes = [(lane + 1) * ROWS // LANES - lane * ROWS // LANES for lane in range(LANES)]
     epochs, steps = divmod(step, STEPS_PER_EPOCH)
     return epochs * ROWS + sum(min(size, steps * MICRO_BATCH) for size in sizes)
@@ -178,7 +178,7 @@ class Recorder:
             old.unlink()
 
     def save(self, term: int, step: int) -> dict[str, object]:
-        """Write a commit's files with torch's own writer; return what its record says of them."""
+        """Write a commit's files with torch's own writer; return their entries for the record."""
         attempt = f"data/step-{step:012d}/{term:08d}-made"
         state = {"model": model_at(step), "optimizer": {"moment": torch.full((3,), step / 3)}}
         dcp.save(state, checkpoint_id=self.folder / attempt, no_dist=True)
@@ -211,7 +211,7 @@ class Recorder:
         self.write("chaos", "effect", kind=kind, fault=number, proof=f"{len(pids)} processes have ended")
 
     def finish(self, term: int, *, ended: list[tuple[int, int]], blamed: tuple[int, int] | None = None) -> None:
-        """Write the end; `blamed` is a fault's number, and the rank of which `status --why` says that it was killed."""
+        """Write the end; `blamed` is a fault's number, and the rank that `status --why` reports as killed."""
         for node, code in ended:
             self.write("chaos", "exit", node=node, code=code)
         self.write("chaos", "healed", seconds=1.5)

@@ -39,7 +39,7 @@ def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]
 
 
 def test_an_argument_too_many_is_named_with_the_command_that_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    """A number after a flag is one."""
+    """A number after a flag is one, for example."""
     assert leave(["sim", "--cells", "--stages", "3"]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "unexpected argument '3'" in shown and "elastic-chaos sim --help" in shown
@@ -67,7 +67,7 @@ def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: py
 
 
 def test_of_two_jobs_both_have_a_verdict(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line of JSON each; the exit code is 0 only if both are valid."""
+    """One line of JSON each; the exit code is 0 only if both are valid."""
     both = tmp_path / "run"
     shutil.copytree(healthy, both)
     shutil.copytree(healthy, both / BESIDE)
@@ -100,7 +100,7 @@ def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here only the last node has its own cable: a fault of another node's is refused, not done to the last."""
+    """Here only the last node has its own cable: a fault of another node's is refused, not applied to the last."""
     scenario = "name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {count: 3}\nrows: 64\n"
     (tmp_path / "x.yaml").write_text(f"{scenario}faults: [{{kind: cut_link, node: 0, at_step: 3, for_s: 2}}]\n")
     data = [f"--set=data.{name}={tmp_path / 'rows' / name}" for name in ("train", "validation")]
@@ -117,7 +117,7 @@ def test_a_fault_of_a_missing_cable_is_refused(tmp_path: Path, capsys: pytest.Ca
     ],
 )
 def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, command: list[str]) -> None:
-    """The results of an earlier run stay where the next one cannot begin."""
+    """An earlier run's results remain if the next one cannot start."""
     scenario = f"name: x\ndescription: y\nconfig: configs/witness.yaml\nnodes: {{count: 3}}\nfaults: [{fault}]\n"
     (tmp_path / "x.yaml").write_text(scenario)
     (tmp_path / "run" / "faulted").mkdir(parents=True)
@@ -134,7 +134,7 @@ def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, co
 def test_the_demo_reports_its_mistakes(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What goes wrong in it ends with a message and an exit code, not with a traceback."""
+    """Its failures end with a message and an exit code, not with a traceback."""
 
     def fail(*_: object, **__: object) -> None:
         raise error

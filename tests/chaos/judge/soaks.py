@@ -1,4 +1,4 @@
-"""A soak that is made up: two nodes, and a tracker that is away twice a minute."""
+"""A synthetic soak: two nodes, and a tracker that is down twice a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from chaos.judge.evidence.run_files import Evidence, Line
 
 
 def a_soak(*lines: Line, until: float = 7200.0) -> Evidence:
-    """Return a soak of two nodes: one is hit once at its beginning, and the tracker is away twice a minute."""
+    """Return a soak of two nodes: one is hit once at the beginning, and the tracker is down twice a minute."""
     spells = [
         {"op": "fault", "t": t, "kind": "tracker_outage", "node": None, "pids": [], "for_s": 1.0}
         for t in np.arange(20.0, until, 30.0).tolist()

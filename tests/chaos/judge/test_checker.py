@@ -40,7 +40,7 @@ ALL = {*INVARIANTS, *COMPARED, "sums", "claims", "deliverable", "causes", "witne
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with faults, and its reference, in which all is well."""
+    """A healthy run with faults, and its reference."""
     return record(tmp_path_factory.mktemp("recorded") / "run")
 
 
@@ -50,7 +50,7 @@ def truths(folder: Path) -> dict[str, str]:
 
 
 def test_a_healthy_run_passes(healthy: Path) -> None:
-    """Every invariant of a run in which all is well is true."""
+    """Every invariant of a healthy run is true."""
     findings = judge(collect(healthy / "faulted"), collect(healthy / "reference"))
     assert [finding for finding in findings if finding.truth != "true"] == []
     assert {finding.invariant for finding in findings} == ALL
@@ -58,7 +58,7 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
-    """Damage as a bug would leave it makes the named invariant false or unknown as expected, with a reason."""
+    """Damage as a bug would cause it makes the named invariant false or unknown as expected, with a reason."""
     folder = tmp_path / "run"
     shutil.copytree(healthy / "faulted", folder / "faulted")
     (folder / "reference").symlink_to(healthy / "reference")
@@ -88,12 +88,12 @@ def test_a_kill_that_lost_nothing_is_seen_where_a_survivor_had_committed_as_it_l
 
 
 def test_every_invariant_has_a_bug_that_breaks_it() -> None:
-    """No check can only pass: each is false, or unknown, for some planted bug."""
+    """Each invariant is false or unknown for some planted bug."""
     assert {planted.invariant for planted in PLANTED} == ALL
 
 
 def test_values_logged_after_a_newer_term_began_may_be_missing_from_the_tracker(healthy: Path) -> None:
-    """A step's value that the tracker lacks is one that it should have, unless it was logged too late to be sent."""
+    """The tracker should have every step's value, unless it was logged too late to be sent."""
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
     held = [point for point in items(run.tracked, "train/loss") if point[0] != 10]  # type: ignore[index]
@@ -105,9 +105,9 @@ def test_values_logged_after_a_newer_term_began_may_be_missing_from_the_tracker(
 
 
 def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Path) -> None:
-    """Of steps computed again after damage it may hold an older value, if some term logged it.
+    """For steps recomputed after damage it may hold an older value, if some term logged it.
 
-    The rank that computed it again may have died before it logged, and another continued from its step.
+    The rank that recomputed it may have died before it logged, and another continued from its step.
     """
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
@@ -124,7 +124,7 @@ def test_a_tracker_may_keep_values_that_a_damaged_commit_had_settled(healthy: Pa
 
 
 def test_a_tracker_may_lack_values_of_steps_that_a_damaged_commit_had_settled(healthy: Path) -> None:
-    """A world that ended before it had validated its last step logged nothing to send; that is sent no more later."""
+    """A world that ended before validating its last step logged nothing to send, and nothing is sent later."""
     run = collect(healthy / "faulted")
     assert run.metrics is not None and run.tracked is not None
     logged = {**run.metrics, 2: [*run.metrics[2], {"t": 0.0, "step": 12, "values": {"validation/loss": 1.0}}]}
@@ -136,7 +136,7 @@ def test_a_tracker_may_lack_values_of_steps_that_a_damaged_commit_had_settled(he
 
 
 def test_no_invariant_is_true_by_default() -> None:
-    """For a run that left nothing no invariant is true: each is unknown, or reports what is missing."""
+    """For a run without files each invariant is unknown, or reports what is missing."""
     nothing = Evidence(Path("nowhere"), [], [], {}, None, np.zeros(3, np.int64), metrics={})
     findings = judge(nothing, nothing)
     assert {finding.invariant for finding in findings} == ALL - {"causes"}, "nobody was asked why it stopped"
@@ -156,9 +156,9 @@ def test_a_check_that_raises_is_unknown(error: type[Exception]) -> None:
 
 
 def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
-    """Histories whose lines lack all but their operation are no evidence for anything, and none against.
+    """History lines with nothing but their operation prove nothing, neither for nor against.
 
-    What was to be there, and is not (the witness's counts), is missed.
+    Required evidence that is missing (the witness's counts) is reported.
     """
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
@@ -184,7 +184,7 @@ def test_a_missing_reference_run_is_reported(healthy: Path, tmp_path: Path) -> N
 
 
 def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path: Path) -> None:
-    """A killed process cannot clean up while it writes; one that was not killed has to."""
+    """A process killed during a write cannot clean up; any other process has to."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     (kill, _) = collect(folder / "faulted").of("fault")
@@ -200,7 +200,7 @@ def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path:
 
 
 def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
-    """A history whose process died while it wrote loses that line only."""
+    """If a process died while writing, its history loses only that line."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     for path in (folder / "faulted" / "history").glob("00000001-*"):
@@ -209,7 +209,7 @@ def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_path: Path) -> None:
-    """What the thread of a killed rank had not written leaves a hole, but only in its term's last quarter second."""
+    """Lines not yet written by a killed rank leave a gap, but only in its term's last quarter second."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000001-00001-*"))[0]
@@ -225,7 +225,7 @@ def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_pa
 
 
 def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(healthy: Path, tmp_path: Path) -> None:
-    """Its histories waited behind what hung; a hole in the middle, or without that fault, is a lane that is missing."""
+    """Its histories waited for the frozen writes; a gap in the middle, or without that fault, is a missing lane."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     histories = folder / "faulted" / "history"
@@ -245,7 +245,7 @@ def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(heal
 
 
 def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
-    """The lines of a process's parts follow one another, and what a part says again is not there twice."""
+    """The parts of a process's history are joined, and lines that a part repeats count once."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     for path in (folder / "faulted" / "history").glob("[0-9]*.jsonl"):
@@ -261,7 +261,7 @@ def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["old terms", "the first part of a long history"])
 def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Path, what: str) -> None:
-    """What histories would have to show is unknown, and why is said; what results and commits show is not."""
+    """Statements that need histories are unknown, with the reason; results and commits still prove theirs."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     history = folder / "faulted" / "history"
@@ -279,7 +279,7 @@ def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Pa
 
 
 def test_a_commit_no_history_records_is_part_of_the_chain(healthy: Path, tmp_path: Path) -> None:
-    """A record without a line in any history is part of the chain, if its publisher had died."""
+    """A record without a line in any history is part of the chain if its publisher had died."""
     folder = tmp_path / "run"
     shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
@@ -298,12 +298,12 @@ def test_a_copy_is_not_a_reference(healthy: Path, tmp_path: Path) -> None:
     found = truths(tmp_path / "run")
     assert found["hash"] == found["metrics"] == found["losses"] == "unknown"
     for path in (tmp_path / "run" / "reference" / "history").glob("chaos.jsonl"):
-        path.unlink()  # without its faults it is still the same processes
+        path.unlink()  # without its faults it still has the same processes
     assert truths(tmp_path / "run")["hash"] == "unknown"
 
 
 def test_costs_of_faults(healthy: Path) -> None:
-    """RPO is what the next world computed again, RTO runs to its first step, and the parts add up to the whole."""
+    """RPO counts the steps that the next world recomputed, RTO lasts until its first step, and the parts add up."""
     kill, join = recoveries(collect(healthy / "faulted"))
     assert (kill.rpo_steps, join.rpo_steps) == (3, 0)
     assert kill.rto_s == pytest.approx(1.0 + 2.0 + 0.1)
@@ -341,7 +341,7 @@ def test_a_process_about_to_receive_a_state_did_not_have_it() -> None:
 
 
 def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
-    """The checker's own arithmetic agrees with going through every lane, and with the trainer's order."""
+    """The checker's arithmetic agrees with a loop over every lane, and with the trainer's order."""
     shape = shape_of(collect(healthy / "faulted"))
     assert [shape.samples_before(step) for step in range(31)] == [samples_until(step) for step in range(31)]
     order = Order([101], num_lanes=6, seed=1)
@@ -350,7 +350,7 @@ def test_shape_counts_samples_as_the_lanes_do(healthy: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 101, 1 << 16, (1 << 20) + 1])
 def test_the_closed_form_agrees_with_the_trainers(rows: int) -> None:
-    """The sums that the checker computes by itself equal the trainer's."""
+    """The sums that the checker computes independently equal the trainer's."""
     trainers = CoverageSums.of_all(rows)
     assert closed_form(rows) == (trainers.sum_a, trainers.sum_b)
 
@@ -380,7 +380,7 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
 def test_coverage_distinguishes_repeats_from_skips(
     healthy: Path, tmp_path: Path, name: str, counts: tuple[int, int]
 ) -> None:
-    """The least and most counts of a sample are those that were planted."""
+    """The minimum and maximum counts of a sample are the planted ones."""
     shutil.copytree(healthy / "faulted", tmp_path / "run")
     next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run")
     if name == "skip":
@@ -389,7 +389,7 @@ def test_coverage_distinguishes_repeats_from_skips(
 
 
 def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_path: Path) -> None:
-    """Its histories show when all was well again: many failpoints are never reached, and that is not a finding."""
+    """Its histories show when it recovered: many failpoints are never reached, and that is not a finding."""
     shutil.copytree(healthy, tmp_path / "run")
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
     (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
@@ -397,7 +397,7 @@ def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_pat
 
 
 def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: Path) -> None:
-    """It is missed, and not ridden out; nor does it explain what came after it."""
+    """It is reported as missed, not as survived; nor does it explain later events."""
     shutil.copytree(healthy, tmp_path / "run")
     edit(
         tmp_path / "run" / "faulted",
@@ -416,7 +416,7 @@ def _is_effect_of(line: Line, number: int) -> bool:
 
 @pytest.mark.parametrize("degree", ["tensor", "pipeline"])
 def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> None:
-    """Not a lane that two cells have, one that lacks a place, or one that a rank of another place speaks for."""
+    """A lane on two cells, a lane that lacks a place, and a lane reported by a rank of another place are violations."""
     run = collect(healthy / "faulted")
     places = [[_at_place(line, place) for line in lines] for place in (0, 1) for lines in run.processes]
     cells = replace(run, config={**run.config, "parallel": {degree: 2}}, processes=places)
@@ -441,7 +441,7 @@ def test_in_cells_each_place_computes_every_lane(healthy: Path, degree: str) -> 
 
 
 def test_where_experts_are_spread_each_rank_computes_lanes_of_its_own(healthy: Path) -> None:
-    """They are told apart by their places in cells all the same."""
+    """They are nevertheless distinguished by their places in cells."""
     run = collect(healthy / "faulted")
     placed = [
         [{**line, "place": line["rank"] % 2} if line["op"] == "step" else line for line in lines]  # type: ignore[operator]
@@ -454,7 +454,7 @@ def test_where_experts_are_spread_each_rank_computes_lanes_of_its_own(healthy: P
 
 
 def test_ranks_with_equal_experts_of_each_stage_are_a_crew(healthy: Path) -> None:
-    """In a cell of two stages of two ranks, which have other experts, the first ranks of both compute its lanes."""
+    """In a cell of two stages of two ranks with different experts, the first ranks of both compute its lanes."""
     run = collect(healthy / "faulted")
     staged = [
         [_at_stage(line, stage) if line["op"] == "step" else line for line in lines]

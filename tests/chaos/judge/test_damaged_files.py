@@ -28,7 +28,7 @@ WHOLE_FILE: dict[str, Damage] = {
 NOT_READ = {"mlflow_run_id", "num_samples", "seconds", "x"}
 """Names of values that are no evidence, wherever they are."""
 TIMES = {"t", "joined_at", "sealed_at", "started_at", "created_at"}
-"""Moments are compared to within what a process may take, and clocks may differ by."""
+"""Times are compared with the tolerance of a process's duration and of clock differences."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def verdict_on(folder: Path, path: Path, content: bytes | None) -> tuple[bool, list[str]]:
-    """Judge a run of which one file is another, and put it back."""
+    """Judge a run with one changed file, and restore the file."""
     before = path.read_bytes()
     try:
         path.unlink() if content is None else path.write_bytes(content)
@@ -101,7 +101,7 @@ def changed(tree: Any, path: tuple[Any, ...], *, is_removed: bool) -> Any:
 
 
 def variants(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tree with one key removed, or one number changed, each."""
+    """Yield variants of the tree, each with one key removed or one number changed."""
     for path in values_of(tree):
         if NOT_READ & {*map(str, path)} or path[-1] in TIMES:
             continue
@@ -123,7 +123,7 @@ EXPLAINED = {
     "fault": {"target", "node", "seen_step", "pids", "at_step", "is_drawn"},
     "clean": {"leases"},
 }
-"""Fields whose loss or change may be believed: the executor's own words, which nothing else in the folder
+"""Fields whose loss or change cannot be detected: the executor's statements, which nothing else in the folder
 repeats."""
 
 

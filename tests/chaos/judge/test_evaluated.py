@@ -1,4 +1,4 @@
-"""The judge's own evaluation of the last commit: the numbers of the trainer, for weights that were made up."""
+"""The judge's own evaluation of the last commit gives the trainer's metrics, for synthetic weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows_of(columns: tuple[str, ...]) -> pa.Table:
 def evaluated_by_the_trainer(
     sizes: Mapping[str, object], rows: pa.Table, z_loss: float
 ) -> tuple[Mapping[str, Tensor], dict[str, float]]:
-    """Return the weights of a decoder, and its metrics of rows."""
+    """Return the weights of a decoder, and its metrics on rows."""
     torch.manual_seed(1)
     model = Decoder(DecoderShape(**sizes)).eval()  # type: ignore[arg-type]
     task = CausalLM(model=sizes, max_tokens=MAX_TOKENS, z_loss=z_loss)
@@ -85,9 +85,9 @@ def claim(healthy: Evidence, claimed: Line, config: Line, **given: object) -> Ev
 def test_a_language_model_is_evaluated_as_the_trainer_does(
     healthy: Evidence, tmp_path: Path, columns: tuple[str, ...], shape: Mapping[str, object], z_loss: float
 ) -> None:
-    """Grouped queries, weights that are tied or not, experts, masks, labels, packed documents; inventions are found.
+    """Grouped queries, tied or untied weights, experts, masks, labels, packed documents; invented metrics are found.
 
-    The same weights as averages are evaluated in place of those that are trained.
+    The same weights as averages are evaluated in place of the trained ones.
     """
     rows, sizes = rows_of(columns), {**SIZES, **shape}
     weights, metrics = evaluated_by_the_trainer(sizes, rows, z_loss)
@@ -117,13 +117,13 @@ def test_a_language_model_is_evaluated_as_the_trainer_does(
 
 
 def test_an_area_may_be_off_by_a_thousandth_and_not_by_a_hundredth() -> None:
-    """It is exact but for pairs of scores that rounding swaps."""
+    """It is exact except for pairs of scores that rounding swaps."""
     for off, is_believed in ((0.0, True), (9e-4, True), (-9e-4, True), (0.01, False), (-0.01, False)):
         assert _agrees("auc", 0.9 + off, 0.9, 0.0, TOLERANCES["fp32"]) == is_believed
 
 
 def test_a_task_that_is_not_known_here_is_judged_by_what_was_logged(healthy: Evidence) -> None:
-    """The verdict says that nobody evaluated it; without a line of the last validation it is unknown."""
+    """The verdict says that the judge did not evaluate it; if the last validation was not logged it is unknown."""
     metrics, config = {"loss": 0.5, "area": None}, {"task": {"path": "mine:Mine", "params": {}}}
     with pytest.raises(Unknown, match="metrics/ has loss"):
         validation(claim(healthy, metrics, config))

@@ -1,4 +1,4 @@
-"""Records of kills are checked against what the killed processes have written themselves."""
+"""Records of kills are checked against the killed processes' own histories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chaos.judge.findings import Violated
 
 
 def run(fault: dict[str, object]) -> Evidence:
-    """Return a run of three nodes, with a process each, whose first and third are killed at once."""
+    """Return a run of three nodes with one process each, of which the first and third are killed at once."""
     nodes = [{"op": "node", "t": 1.0, "node": number, "pids": [100 + number]} for number in range(3)]
     hit = {"op": "fault", "t": 5.0, "kind": "kill_node", "node": 0, "pids": [100, 102], **fault}
     return Evidence(Path(), [[*nodes, hit]], [], {}, None, None)

@@ -1,4 +1,4 @@
-"""What a world had applied is kept by every next world in which one of its processes lives on."""
+"""Every next world in which a process of the last one lives on keeps that world's applied steps."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_a_step_that_all_could_apply_is_not_given_up_while_one_of_them_lives_on(
 
 
 def test_a_step_that_a_rank_applied_without_knowing_that_others_can_counts_for_itself_alone() -> None:
-    """It had lost a peer before: others may have been without it already, and have dropped that step."""
+    """It had lost a peer before: others may have continued without it, and have dropped that step."""
     check_kept(evidence_of({"rank": 1, "unsettled": True}, kept=1))
     with pytest.raises(Violated):
         check_kept(evidence_of({"rank": 0, "unsettled": True}, kept=1))
 
 
 def test_a_step_that_a_rank_only_held_as_pending_was_not_applied_by_it() -> None:
-    """Whoever is left may find that nobody can have applied it, and drop it."""
+    """The remaining ranks may find that nobody can have applied it, and drop it."""
     check_kept(evidence_of({"rank": 0, "pending": True}, kept=1))
     with pytest.raises(Violated):
         check_kept(evidence_of({"rank": 1}, kept=1))

@@ -1,4 +1,4 @@
-"""The judge of mixtures: its arithmetic is the trainer's order's, worked out otherwise, and no source is miscounted."""
+"""Judging mixtures: its independent arithmetic agrees with the trainer's order, and miscounted sources are found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mixture_of(sizes: tuple[int, ...], shares: tuple[int, ...], num_lanes: int) 
 def test_the_judges_arithmetic_is_the_trainers(
     sources: list[tuple[int, int]], num_lanes: int, micro_batch: int, step: int, epochs: int
 ) -> None:
-    """How many samples of each source there were, how often all had passed it, and when a job is over."""
+    """The samples of each source, how often all had passed it, and when a job is over."""
     sizes, shares = (tuple(column) for column in zip(*sources, strict=True))
     mixture = mixture_of(sizes, shares, num_lanes)
     shape = MixedShape(sum(sizes), num_lanes, micro_batch, step, sizes, shares)
@@ -54,7 +54,7 @@ def test_the_judges_arithmetic_is_the_trainers(
 
 @pytest.fixture
 def run(tmp_path: Path) -> Evidence:
-    """What a job of 40 steps leaves, in which all is well."""
+    """The files of a healthy job of 40 steps."""
     mixture = mixture_of(SIZES, SHARES, LANES)
     counts = np.zeros(sum(SIZES), dtype=np.int64)
     for lane in range(LANES):
@@ -81,7 +81,7 @@ def run(tmp_path: Path) -> Evidence:
 
 
 def judged(run: Evidence) -> str:
-    """Hold a run's sources and its witness against its shape."""
+    """Check a run's sources and its witness against its shape."""
     shape = shape_of(run)
     assert isinstance(shape, MixedShape) and run.result is not None and run.witness is not None
     check_sources(shape, run.result)
@@ -95,7 +95,7 @@ def test_a_run_in_which_all_is_well_passes(run: Evidence) -> None:
 @pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("change", [1, -1, 3])
 def test_a_sample_too_many_or_too_few_is_found(run: Evidence, source: int, change: int) -> None:
-    """By the witness, whose counts are the weights: beyond what its source was passed, or in the sum of the source."""
+    """The witness, whose counts are the weights, exceeds the passes of its source, or differs from the source's sum."""
     counts = np.array(run.witness)
     counts[SIZES[0] * source] += change
     with pytest.raises(Violated, match=f"source {source}"):
@@ -105,7 +105,7 @@ def test_a_sample_too_many_or_too_few_is_found(run: Evidence, source: int, chang
 @pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("times", [3, -3])
 def test_a_sample_in_place_of_another_is_found(run: Evidence, source: int, times: int) -> None:
-    """The sums are right, and one sample was applied more often than its source was begun, or than it was passed."""
+    """The sums are right, but a sample was applied more often than its source was begun, or passed."""
     counts = np.array(run.witness)
     own = counts[SIZES[0] * source :][: SIZES[source]]
     own[0] += times
@@ -124,7 +124,7 @@ def test_a_sample_in_place_of_another_is_found(run: Evidence, source: int, times
     ],
 )
 def test_a_result_that_says_something_else_is_found(run: Evidence, key: str, value: int, expected: str) -> None:
-    """Of a source: what it has, how much of it was applied, and in which share."""
+    """The result has each source's size, how much of it was applied, and its share."""
     assert run.result is not None
     first, second = run.result["sources"]  # type: ignore[misc]
     with pytest.raises(Violated, match=expected):
@@ -132,7 +132,7 @@ def test_a_result_that_says_something_else_is_found(run: Evidence, key: str, val
 
 
 def test_rows_are_counted_by_all_manifests(tmp_path: Path) -> None:
-    """Where the configuration says, or by the copies in the run's folder; not by some of them alone."""
+    """All configured ones, or all copies in the run's folder; not only some of them."""
     places = [write_rows(tmp_path / name, rows, seed=rows) for name, rows in (("a", 30), ("b", 20))]
     folder = tmp_path / "run"
     folder.mkdir()

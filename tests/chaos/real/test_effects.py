@@ -1,4 +1,4 @@
-"""What shows that a fault bit, and that nothing does where it did not."""
+"""Evidence that a fault took effect, and none if it did not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def comes_true(effect: Effect) -> str:
 
 
 def test_signals_that_did_nothing_prove_nothing(process: subprocess.Popen[bytes]) -> None:
-    """A process that was not hit is neither stopped nor gone."""
+    """An unaffected process is neither stopped nor gone."""
     pids = [process.pid]
     assert running(pids)() and stopped(pids)() is None and gone(pids)() is None
     os.kill(process.pid, signal.SIGSTOP)
@@ -60,14 +60,14 @@ def test_signals_that_did_nothing_prove_nothing(process: subprocess.Popen[bytes]
 
 
 def test_a_fault_without_a_proof_is_no_fault() -> None:
-    """An act that leaves out what shows that it bit fails at once, and not as a fault that nothing has shown."""
+    """An act without a proof of effect is an error at once, rather than a fault without a shown effect."""
     for signals, pids in ((None, [1]), ("SIGKILL", []), ("SIGUSR1", [1])):
         with pytest.raises(ValueError, match="what proves it"):
             Struck(pids, signal=signals)
 
 
 def test_a_later_fault_does_not_prove_an_earlier_one() -> None:
-    """Two faults of one cable count on one counter: the one that was replaced before it bit has done nothing."""
+    """Two faults of one cable share a counter: one replaced before it took effect has done nothing."""
     count, last = [0], [1]
     first = while_last(lambda: last[0] == 1, counted("packets were lost", lambda: count[0]))
     last[0], count[0] = 2, 5
@@ -75,14 +75,14 @@ def test_a_later_fault_does_not_prove_an_earlier_one() -> None:
 
 
 def test_a_folder_has_to_refuse_for_the_reason_of_the_fault(tmp_path: Path) -> None:
-    """A folder that is not there is neither full nor read-only, and a probe leaves nothing."""
+    """A missing folder is neither full nor read-only, and a probe leaves nothing."""
     assert refuses(tmp_path, errno.ENOSPC) is None and list(tmp_path.iterdir()) == []
     assert refuses(tmp_path / "none", errno.ENOSPC) is None
     assert refuses(Path("/dev/full"), errno.ENOTDIR) == "writing there fails: Not a directory"
 
 
 def test_a_process_has_to_hold_a_connection() -> None:
-    """A process that listens, or has closed what it had, is not connected."""
+    """A process that listens, or has closed its connections, is not connected."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = int(listening.getsockname()[1])
         assert connected(lambda: [os.getpid()], {port})() is None
@@ -104,12 +104,12 @@ def test_a_file_has_to_read_otherwise(tmp_path: Path, spoil: Callable[[Path], ob
 
 
 def test_a_commit_that_was_deleted_whole_proves_no_damage(tmp_path: Path) -> None:
-    """Old commits go in the ordinary course of things: their files are no more, and neither is their record."""
+    """Old commits are deleted in normal operation: their files are gone, and so is their record."""
     assert differs(tmp_path / "file", b"abc", tmp_path / "record")() is None
 
 
 def test_a_proxy_that_nobody_uses_holds_nothing_back() -> None:
-    """Only what comes while it holds shows that it does."""
+    """Only traffic that arrives during the hold proves it."""
     with socket.create_server(("127.0.0.1", 0)) as target:
         way = Way()
         proxies = Proxies("127.0.0.1", [f"127.0.0.1:{target.getsockname()[1]}"], [way])

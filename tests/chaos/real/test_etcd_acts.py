@@ -1,4 +1,4 @@
-"""Faults of etcd's members: what one has begun, another does not end."""
+"""Faults of etcd's members: one fault's end does not end another fault."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Member:
 
 
 def around(deleted: list[str], *pids: int | None) -> Job:
-    """Return what a job's acts see of its etcd."""
+    """Return a job's etcd as its acts see it."""
     cluster = SimpleNamespace(members=[Member(pid) for pid in pids], delete_data=lambda: deleted.append("data"))
     return SimpleNamespace(around=SimpleNamespace(etcd=cluster))  # type: ignore[return-value]
 
 
 def test_an_outage_waits_until_members_are_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise undoing the first fault would start what the second has just killed, or restore it without its data."""
+    """Otherwise undoing the first fault would start the member that the second has just killed, or without its data."""
     monkeypatch.setattr(etcd, "_answers", lambda member: True)
     monkeypatch.setattr(etcd, "_mark", lambda members: True)
     deleted, mine = list[str](), os.getpid()
@@ -78,7 +78,7 @@ def test_a_soak_does_not_wait_for_ever_for_its_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("sealed_at", "is_struck"), [(1700000000.25, True), (1700000009.5, False)])
 def test_a_lease_is_lost_in_the_world_that_the_histories_know(sealed_at: float, is_struck: bool) -> None:
-    """Also where etcd counts terms from 1 again, having lost its data, and the store goes on."""
+    """Etcd may have lost its data and count terms from 1 again, while the store continues."""
     with EtcdCluster(num_members=1) as cluster:
         store, keys = EtcdStore(etcd_options(cluster.endpoint), give_up_after_s=PATIENCE_S), Keys("job")
         lease = store.lease(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Nodes that are forked: found by their marks, hit whole, and in every other way what a program would have been."""
+"""Forked nodes are found by their marks, hit as a whole, and otherwise behave like started programs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rendezvous.process_table import environ_of, is_alive, is_stopped, name_of
 from tests.conftest import PATIENCE_S
 from tests.processes import parent_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
 
 
 def sleeps() -> list[str]:
-    """Return the command of a node whose worker sleeps, with a store at a port of its own."""
+    """Return the command of a node with a sleeping worker, and a store on its own port."""
     return [*TORCHRUN, "--master-port", str(free_ports(1)[0]), "--no-python", "sleep", "600"]
 
 
@@ -43,13 +43,13 @@ def described(folder: Path, number: int, command: list[str] | None = None) -> No
 
 
 def has_worker(node: Node) -> bool:
-    """Whether the worker is a program by now: a moment ago it was a copy of its agent, and showed what that shows."""
+    """Return True once the worker is a program: before that it is a copy of its agent, with the same command line."""
     return [name_of(pid) for pid in node.pids() if pid != node.agent] == ["sleep"]
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two forked nodes, each with an agent and a worker that is a program of its own."""
+    """Two forked nodes, each with an agent and a worker that is a separate program."""
     made = [described(tmp_path, number) for number in range(2)]
     for node in made:
         node.start()
@@ -61,7 +61,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
 
 
 def test_every_process_of_a_forked_node_is_hit_and_none_of_another(nodes: list[Node]) -> None:
-    """Frozen, killed, asked to stop and started again, by signals to all of its processes, as a program's are."""
+    """Frozen, killed, asked to stop and started again, by signals to all of its processes, like a program."""
     first, second = nodes
     mine, others = first.pids(), second.pids()
     assert not {*mine} & {*others}
@@ -80,7 +80,7 @@ def test_every_process_of_a_forked_node_is_hit_and_none_of_another(nodes: list[N
 
 
 def test_a_forked_node_has_its_own_place(nodes: list[Node]) -> None:
-    """It is the executor's child in a session of its own, with its own log, and its environment reaches its workers."""
+    """It is the executor's child in its own session, with its own log, and its environment reaches its workers."""
     for node in nodes:
         assert node.agent is not None
         assert (parent_of(node.agent), os.getsid(node.agent)) == (os.getpid(), node.agent)
@@ -92,7 +92,7 @@ def test_a_forked_node_has_its_own_place(nodes: list[Node]) -> None:
 
 
 def test_what_cannot_be_forked_is_started_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that is not torchrun's, and any if what nodes are forked from was killed."""
+    """A command that is not torchrun's, and any command if the process that forks nodes was killed."""
     node = described(tmp_path, 0, ["sleep", "600"])
     node.start()
     until(lambda: len(node.pids()) == 1)
@@ -133,7 +133,7 @@ for name, value in (("MARKED", "x" * 11), ("UNKNOWN", "x")):
 
 
 def test_proc_shows_what_a_fork_writes_and_nothing_else_changes() -> None:
-    """Forks of the fork show it, too; a value that has no room is refused."""
+    """Forks of the fork show it as well; a value that does not fit is refused."""
     environ = {"BEFORE": "1", "MARKED": "-" * 10, "NEXT": "2", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     done = subprocess.run([sys.executable, "-c", SHOWS], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

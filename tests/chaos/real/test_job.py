@@ -70,7 +70,7 @@ def job(
 def test_all_are_well_once_as_many_train_as_make_whole_cells(
     tmp_path: Path, nodes: int, ranks: int, cell: int, stage: int | None, expected: int
 ) -> None:
-    """Cells of a node, and of stages that may be of different ones; who is left over is a spare."""
+    """Cells within a node, and cells of stages that may be on different nodes; the remaining workers are standbys."""
     of_cells = job(tmp_path, 1)
     of_cells.scenario = of_cells.scenario.model_copy(update={"nodes": Nodes(count=nodes, ranks=ranks)})
     of_cells.cell_size, of_cells.stage_size = cell, stage
@@ -82,12 +82,12 @@ def recorded(folder: Path) -> list[dict[str, object]]:
 
 
 def without_proofs(folder: Path) -> list[dict[str, object]]:
-    """Return the lines but for those that say of a fault, by its number, whether it was seen to bite."""
+    """Return the lines without those that say whether a fault, by its number, took effect."""
     return [line for line in recorded(folder) if "fault" not in line]
 
 
 def test_a_killed_node_leaves_nothing(node: Node) -> None:
-    """Agent and worker, which sits in another session, are killed together, and both are named."""
+    """Agent and worker, which is in another session, are killed together, and both are named."""
     found = node.pids()
     assert sorted(node.kill()) == sorted(found)
     assert node.pids() == []
@@ -104,14 +104,14 @@ def test_only_a_rank_of_the_world_is_killed_as_a_worker(node: Node) -> None:
 
 
 def test_a_node_that_is_up_is_not_started_twice(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting a node that does not end is an error, not a second node under its name."""
+    """Starting a running node is an error, not a second node under its name."""
     monkeypatch.setattr("chaos.services.torchrun_node._GRACE_S", 0.05)
     with pytest.raises(RunError, match="still up"):
         node.start()
 
 
 def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
-    """SIGTERM ends the agent; the node can be started again, and all of its processes are found by their mark."""
+    """SIGTERM ends the agent; the node can be started again, and its mark finds all of its processes."""
     before = node.pids()
     assert node.stop() == before
     node.start()
@@ -140,7 +140,7 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
 
 
 def test_a_nodes_environment_has_no_launcher_variables() -> None:
-    """What an outer torchrun has set does not reach the nodes; everything else does."""
+    """An outer torchrun's variables do not reach the nodes; all others do."""
     outer = {"RANK": "3", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "y", "PET_NNODES": "2", "ELASTIC_RENDEZVOUS": "{}"}
     assert clean_environ({**outer, "PATH": "/bin", "ELASTIC_TRAIN__EPOCHS": "2"}) == {
         "PATH": "/bin",
@@ -194,14 +194,13 @@ def test_a_job_that_hangs_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_job_in_which_every_node_failed_is_an_error(tmp_path: Path) -> None:
-    """If no node succeeds, the job failed."""
     with pytest.raises(RunError, match="no node ended well"):
         job(tmp_path, 1, code=1).run()
     assert [line["code"] for line in recorded(tmp_path) if line["op"] == "exit"] == [1]
 
 
 def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
-    """Ctrl-C in the middle of a job ends all of its processes; nothing is recorded as clean."""
+    """Ctrl-C during a job ends all of its processes; nothing is recorded as clean."""
 
     def interrupt(followed: Followed) -> None:
         if followed.step >= 3:
@@ -216,7 +215,7 @@ def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt; what a shell starts in the background ignores it otherwise."""
+    """Make Ctrl-C raise KeyboardInterrupt, which background processes of a shell ignore by default."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -226,7 +225,7 @@ def interruptible() -> Iterator[None]:
 def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
     """Ctrl-C ends an endless job cleanly: no fault is left half done, planned ones are dropped, and the log says so.
 
-    A second one gives up: no process is left.
+    A second Ctrl-C aborts: no process is left.
     """
     for num_signals in (1, 2):
         folder = tmp_path / str(num_signals)
@@ -255,7 +254,7 @@ def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
 
 
 def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
-    """Half a line is waited for; a restore sets the step back; lines of an older term are passed over."""
+    """Half a line is waited for; a restore sets the step back; lines of an older term are skipped."""
     path = tmp_path / "history" / "00000001-00000-1.jsonl"
     path.parent.mkdir()
     followed = Followed()
@@ -285,7 +284,7 @@ def test_a_role_that_nobody_has_is_not_an_error(tmp_path: Path, kind: str) -> No
 
 
 def test_an_agent_is_frozen_without_its_workers(node: Node, tmp_path: Path) -> None:
-    """What proves it is the agent's state; that of a worker, which runs on, is another fault's."""
+    """Its proof is the agent's state; a frozen worker would be another fault."""
     waiting = job(tmp_path, 1)
     waiting.nodes = [node]
     struck = ACTS["freeze_agent"](waiting, Due("freeze_agent", 0, None, None))
@@ -298,7 +297,7 @@ def test_an_agent_is_frozen_without_its_workers(node: Node, tmp_path: Path) -> N
 
 
 def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path) -> None:
-    """Two faults of one way to etcd overlap: the first one's undoing leaves the second as it is."""
+    """Two faults of one path to etcd overlap: undoing the first leaves the second in place."""
     waiting, way = job(tmp_path, 1), Way()
     waiting.nodes = [node]
     waiting.around.proxies = Proxies("127.0.0.1", [], [way])
@@ -319,7 +318,7 @@ def answered(url: str) -> int:
 
 
 def test_the_end_of_an_s3s_fault_does_not_end_a_later_one(tmp_path: Path) -> None:
-    """Two faults of the S3 overlap: the first one's undoing leaves the second, whose own end heals all."""
+    """Two faults of the S3 overlap: undoing the first leaves the second, whose own end restores everything."""
     waiting = job(tmp_path, 1)
     with S3() as s3:
         waiting.around.s3 = s3
@@ -342,7 +341,7 @@ def at_form(kind: str, target: str | int = "leader", nth: int = 1) -> Due:
 
 
 def waits_at_points(folder: Path, node: Node) -> Job:
-    """A job of one node that is up and leads no world; what is armed is a file in its folder of failpoints."""
+    """A job of one node that is up and leads no world; an armed failpoint is a file in its folder of failpoints."""
     waiting = job(folder, 1)
     (folder / "history").mkdir()
     waiting.nodes, waiting.around.points = [node], folders(folder, 1)
@@ -354,12 +353,12 @@ def armed(waiting: Job) -> list[str]:
 
 
 def come(waiting: Job) -> None:
-    """Do what a process does that comes to the place."""
+    """Act as a process that reaches the failpoint."""
     (waiting.around.points[0] / "form").rename(waiting.around.points[0] / "form.4711")
 
 
 def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: Path) -> None:
-    """After a leader is killed nobody leads for a while: a fault at the next leader's place is not lost."""
+    """After a leader is killed nobody leads for a while: a fault for the next leader is not lost."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
     assert armed(waiting) == []
@@ -374,7 +373,7 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
 
 
 def test_a_failpoint_is_armed_for_one_of_a_nodes_workers(node: Node, tmp_path: Path) -> None:
-    """The n-th of them in the present world, by rank: as long as there is none, the fault waits."""
+    """The n-th of them in the present world, by rank: while there is none, the fault waits."""
     waiting = waits_at_points(tmp_path, node)
     fault = at_form("kill", 0)
     assert fault.point is not None
@@ -388,7 +387,7 @@ def test_a_failpoint_is_armed_for_one_of_a_nodes_workers(node: Node, tmp_path: P
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
-    """Both come, in the order of the scenario; one still waiting at the end is reported, with what it waited for."""
+    """Both come, in the scenario's order; one still waiting at the end is reported, with the reason."""
     waiting = waits_at_points(tmp_path, node)
     for kind, nth in (("raise", 1), ("slow", 2), ("kill", 1)):
         waiting._points.arm(waiting, at_form(kind, 0, nth))
@@ -402,7 +401,7 @@ def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Pat
 
 
 def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> None:
-    """A fault that could not be armed until the job ended is recorded as missed, and why."""
+    """A fault that could not be armed until the job ended is recorded as missed, with the reason."""
     waiting = waits_at_points(tmp_path, node)
     waiting._points.arm(waiting, at_form("kill"))
     waiting._points.give_up(waiting)
@@ -412,7 +411,7 @@ def test_a_role_that_nobody_ever_has_is_reported(node: Node, tmp_path: Path) -> 
 
 
 def test_a_soak_replaces_a_fault_that_cannot_be_armed(node: Node, tmp_path: Path) -> None:
-    """It draws another: nothing waits, and nothing is reported."""
+    """It draws another fault: nothing waits, and nothing is reported."""
     waiting = waits_at_points(tmp_path, node)
     waiting.scenario = waiting.scenario.model_copy(update={"soak": Soak()})
     waiting._points.arm(waiting, at_form("kill"))

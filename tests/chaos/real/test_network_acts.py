@@ -1,4 +1,4 @@
-"""What proves that a fault of the network bit, on a real cable to a network namespace."""
+"""Proofs that a network fault took effect, on a real cable to a network namespace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def laid() -> Iterator[Cable]:
 
 
 def strike(kind: str, laid: Cable) -> Effect:
-    """Do it to a node inside of which nothing runs; return what looks for the proof."""
+    """Apply the fault to a node without processes; return the function that looks for the proof."""
     node = SimpleNamespace(is_up=True, pids=list)
     job: Any = SimpleNamespace(nodes=[node], around=SimpleNamespace(cable=laid, num_cut=0))
     struck = ACTS[kind](job, Due(kind, 0, None, 1.0))
@@ -36,7 +36,7 @@ def strike(kind: str, laid: Cable) -> Effect:
 
 @pytest.mark.parametrize("kind", ["cut_node", "cut_link", "cut_one_way", "refuse_address"])
 def test_a_cut_is_seen(kind: str, laid: Cable) -> None:
-    """A node that answered before does not any more; one cut off from all does not reach etcd, either."""
+    """A node that answered before no longer does; one cut off from all does not reach etcd either."""
     proof = strike(kind, laid)()
     assert proof is not None and "does not answer" in proof
     assert laid.answers_inside("etcd") == (kind != "cut_node")
@@ -44,7 +44,7 @@ def test_a_cut_is_seen(kind: str, laid: Cable) -> None:
 
 
 def test_a_node_that_still_reaches_etcd_is_not_cut_off(laid: Cable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes more than other nodes' silence, which is what `cut_link` does, to prove `cut_node`."""
+    """The other nodes' silence, which `cut_link` causes as well, is not enough to prove `cut_node`."""
     monkeypatch.setattr(Cable, "pull", Cable.part)
     assert strike("cut_node", laid)() is None
 
@@ -53,7 +53,7 @@ def test_a_node_that_still_reaches_etcd_is_not_cut_off(laid: Cable, monkeypatch:
 def test_a_node_that_never_answered_proves_no_cut(
     kind: str, before: Callable[[Cable], None], laid: Cable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was away before the fault came is not the fault's effect."""
+    """A node that was unreachable before the fault does not prove it."""
     monkeypatch.setattr(Cable, "mend", lambda laid: None)
     before(laid)
     assert strike(kind, laid)() is None

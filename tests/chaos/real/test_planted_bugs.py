@@ -1,6 +1,6 @@
-"""The soak's short form, real nodes and real signals, on a product with a bug: the verdict has to name it.
+"""A short soak with real nodes and signals, on a product with a bug: the verdict has to name the bug.
 
-All of these are bugs that a model which counts cannot show, since its sums are whole numbers.
+A counting model cannot show any of these bugs, since its sums are whole numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARAMS = {"lane_ms": 8, "max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dr
 def soaked(
     folder: Path, rows: Path, task: dict[str, object], count: int, name: str = "soak", faults: int = 2
 ) -> dict[str, str]:
-    """Run a soak of so many nodes through kills of workers alone; return what each invariant came to."""
+    """Run a soak of `count` nodes with kills of workers only; return each invariant's result."""
     soak = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     tree = yaml.safe_load(Path(soak["config"]).read_text())
     tree["task"], tree["data"] = task, {"train": str(rows / "train"), "too_long": "truncate"}
@@ -53,7 +53,7 @@ def columns(params: dict[str, object]) -> dict[str, object]:
     ("plant", "count"), [("wrong-tree", 4), ("rank-seeded-dropout", 2), ("moments-not-handed-over", 2)]
 )
 def test_a_bug_in_the_product_turns_the_soak_red(tmp_path: Path, rows: Path, plant: str, count: int) -> None:
-    """Sums in another order, dropout by rank, a state without its moments: the bits are not those of one rank."""
+    """Sums in another order, dropout by rank, a state without its moments: the bits differ from one rank's."""
     task = {"path": "chaos.tasks.planted_bugs:BuggyClassifier", "params": columns({**PARAMS, "plant": plant})}
     truths = soaked(tmp_path, rows, task, count)
     assert truths["hash"] == "false", truths
@@ -91,7 +91,7 @@ def test_a_bug_in_the_product_turns_the_soak_red(tmp_path: Path, rows: Path, pla
 def test_a_bug_that_a_kind_of_fault_is_to_find(
     tmp_path: Path, rows: Path, plant: str | None, invariant: str | None, fields: dict[str, object]
 ) -> None:
-    """Nobody compares, updates by what is no number are used, certificates are read once: one fault shows each."""
+    """Nobody compares, updates that are no numbers are used, certificates are read once: one fault shows each."""
     task: dict[str, object] = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": columns({**PARAMS})}
     if plant is not None:
         task = {"path": "chaos.tasks.planted_bugs:BuggyClassifier", "params": columns({**PARAMS, "plant": plant})}
@@ -109,7 +109,7 @@ def test_a_bug_that_a_kind_of_fault_is_to_find(
 
 @pytest.mark.long
 def test_the_same_soak_without_a_bug_is_valid(tmp_path: Path, rows: Path) -> None:
-    """What the planted bugs are found by accuses no product without them."""
+    """The checks that find the planted bugs report nothing for a product without them."""
     task = {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": columns({**PARAMS})}
     truths = soaked(tmp_path, rows, task, 4)
     assert set(truths.values()) == {"true"}, truths
@@ -131,14 +131,14 @@ def test_a_bug_in_cells_turns_their_soak_red(tmp_path: Path, rows: Path, plant: 
 
 @pytest.mark.long
 def test_cells_survive_a_short_storm(tmp_path: Path, rows: Path) -> None:
-    """Two cells of two ranks and their spares, on two nodes: what the planted bugs are found by accuses nobody else."""
+    """Two cells of two ranks and their standbys, on two nodes: the checks that find planted bugs report nothing."""
     task = {"path": "chaos.tasks.paced_language:PacedLanguage", "params": LANGUAGE}
     truths = soaked(tmp_path, rows, task, 2, "soak-cells")
     assert set(truths.values()) == {"true"}, truths
 
 
 def test_an_unknown_bug_is_refused() -> None:
-    """A misspelt name would plant nothing, and a soak would be valid for that reason."""
+    """A misspelt name would plant nothing, and the soak would be valid for that reason."""
     with pytest.raises(ValueError, match=f"no bug 'wrong-trees'; there are {', '.join(BUGS)}"):
         BuggyClassifier("wrong-trees")
     with pytest.raises(ValueError, match=f"no bug 'two-lanes'; there are {', '.join(planted_in_cells.BUGS)}"):

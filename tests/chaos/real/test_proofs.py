@@ -1,4 +1,4 @@
-"""Acts that did what they should prove it, and acts that did nothing prove nothing."""
+"""Acts that took effect prove it, and acts that did nothing prove nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BITES = pytest.mark.parametrize("bites", [True, False], ids=["bites", "does noth
 
 
 def job(*nodes: object, **around: object) -> JobView:
-    """Return what an act sees of a job with these nodes in these surroundings."""
+    """Return a job with these nodes and environment, as an act sees it."""
     nothing: dict[str, object] = {"freezing": [], "disk": None}
     return SimpleNamespace(nodes=list(nodes), around=SimpleNamespace(**(nothing | around)))  # type: ignore[return-value]
 
@@ -44,7 +44,7 @@ def node(process: subprocess.Popen[bytes]) -> Any:
 
 @contextlib.contextmanager
 def sleeping(*where: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that sleeps where the command before it leads to, and return once it is there."""
+    """Start a process that sleeps in the environment of the preceding command; return once it is there."""
     with subprocess.Popen([*where, "sleep", "600"]) as process:
         try:
             wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
@@ -69,7 +69,7 @@ def undo(done: Struck) -> None:
 def test_a_write_of_our_own_waits_for_the_thaw(
     disk: FreezingDisk, monkeypatch: pytest.MonkeyPatch, *, bites: bool
 ) -> None:
-    """Until the thaw nothing is proven; a write that ended before it was not held up by the fault."""
+    """Until the thaw nothing is proven; a write that ended earlier was not delayed by the fault."""
     if not bites:
         monkeypatch.setattr(disk, "freeze", lambda: None)
     done = storage.freeze_fs(job(freezing=[disk]), Due("freeze_fs", None, None, 0.0, for_s=1.0))
@@ -84,7 +84,7 @@ def test_a_write_of_our_own_waits_for_the_thaw(
 
 
 def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Path) -> None:
-    """Other faults of the storage wait until it is over: a write of the executor would hold up the thaw, too."""
+    """Other storage faults wait until it is over: a write by the executor would delay the thaw as well."""
     seen, due = job(freezing=[disk], disk=disk.folder), Due("storage_full", None, None, 0.0, for_s=1.0)
     full = storage.storage_full(seen, due)
     assert full is not None and full.proof() == "writing there fails: No space left on device"
@@ -99,7 +99,7 @@ def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Pa
 @BITES
 @pytest.mark.xdist_group("network")
 def test_a_node_has_to_know_itself_by_a_loopback_address(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
-    """What counts is what the machine's name means in the node's own mounts, while the fault lasts."""
+    """The machine's name must resolve to it in the node's own mounts while the fault lasts."""
     if not bites:
         monkeypatch.setattr(Cable, "misname", lambda laid: None)
     try:
@@ -117,7 +117,7 @@ def test_a_node_has_to_know_itself_by_a_loopback_address(monkeypatch: pytest.Mon
 def test_a_node_has_to_be_refused_by_its_own_mounts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, bites: bool
 ) -> None:
-    """A node with mounts of its own, in which the folder takes writes, is not hit, whatever this process sees."""
+    """A node whose own mounts let it write to the folder is not hit, whatever this process sees."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts")
     store = tmp_path / "store"
@@ -135,10 +135,10 @@ def test_a_node_has_to_be_refused_by_its_own_mounts(
 def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
     disk: FreezingDisk, monkeypatch: pytest.MonkeyPatch, *, bites: bool
 ) -> None:
-    """The write ends while the fault lasts, and late; then all is as quick as before."""
+    """The write ends late, while the fault lasts; afterwards writes are as fast as before."""
     if not bites:
         monkeypatch.setattr(disk, "stutter", lambda frozen_s, open_s: None)
-        monkeypatch.setattr(storage, "_FROZEN_S", 2 * PATIENCE_S)  # a busy disk, too, is quicker
+        monkeypatch.setattr(storage, "_FROZEN_S", 2 * PATIENCE_S)  # even a busy disk is faster
     due = Due("slow_disk", None, None, 0.0, for_s=1.0)
     done = storage.slow_disk(job(freezing=[disk]), due)
     assert done is not None
@@ -153,11 +153,11 @@ def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "sleeping"])
 def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> None:
-    """Who computes waits for its neighbours; one that sleeps was not slowed. Then it has all cores again."""
+    """A process that computes waits for its neighbours; a sleeping one was not slowed. Then it has all cores again."""
     program = "while True: pass" if is_busy else "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as worker:
         try:
-            if not is_busy:  # it has computed, and may have waited for that, until then
+            if not is_busy:  # it has computed until then, and may have waited
                 assert worker.stdout is not None and worker.stdout.readline()
                 wait_for(lambda: (stat := stat_of(worker.pid)) is not None and stat.state == "S")
             cores = os.sched_getaffinity(worker.pid)
@@ -179,7 +179,7 @@ def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> N
 def test_memory_has_to_be_held_by_the_neighbour(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, bites: bool
 ) -> None:
-    """What counts is what the kernel says that it holds; a program that has touched nothing yet holds nothing."""
+    """The kernel's count of its memory decides; a program that has touched no memory yet holds none."""
     monkeypatch.setattr(neighbours, "_MOST_BYTES", 256 << 20)
     monkeypatch.setattr(processes, "_COMING_S", PATIENCE_S)
     gate = tmp_path / "gate"
@@ -202,7 +202,7 @@ def test_memory_has_to_be_held_by_the_neighbour(
 
 @BITES
 def test_etcd_has_to_have_forgotten(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
-    """Members that ended and came back with their data have not lost it."""
+    """Members that ended and returned with their data have not lost it."""
     with EtcdCluster(1) as cluster:
         if not bites:
             monkeypatch.setattr(cluster, "delete_data", lambda: None)

@@ -24,7 +24,7 @@ from chaos.planted.catalogue import PLANTED
 from chaos.services.network.namespace import NoNamespacesError, cable
 from tests.elastic_train.training.live.test_live import history
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what they need
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
 
 CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
 WITNESS: dict[str, object] = {
@@ -59,7 +59,7 @@ UNTIL = {
 def paced(config: dict[str, object], lane_ms: float, until: Path) -> dict[str, object]:
     """Return a configuration's task at another pace, until a file exists.
 
-    Few slow steps span the faults as well as many quick ones, and there are some left when a lost node comes back.
+    A few slow steps span the faults as well as many fast ones, and leave some for when a lost node returns.
     """
     task = config["task"]
     assert isinstance(task, dict)
@@ -69,7 +69,7 @@ def paced(config: dict[str, object], lane_ms: float, until: Path) -> dict[str, o
 
 @contextlib.contextmanager
 def once_all_are_back(run: Path, size: int, until: Path) -> Iterator[None]:
-    """Make a file, beside what is run here, when a world of so many ranks trains after a lost node was started."""
+    """Create a file, during the code inside, when a world of `size` ranks trains after a lost node was started."""
     is_over = threading.Event()
 
     def is_back() -> bool:
@@ -105,7 +105,7 @@ def scenario(folder: Path, rows: Path, config: dict[str, object], **fields: obje
 
 
 def verdict_of(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Run a scenario and return its verdict, which has to be the last line printed and to agree with the exit code."""
+    """Run a scenario; return its verdict, which must be the last printed line and agree with the exit code."""
     with pytest.raises(SystemExit) as left:
         main(["run", *arguments, "--json"])
     printed = capfd.readouterr()
@@ -115,7 +115,7 @@ def verdict_of(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> dict[
 
 
 def broken(verdict: dict[str, Any]) -> str:
-    """Return why a verdict is not VALID: a list of all invariants would be cut off before the ones that matter."""
+    """Return why a verdict is not VALID: a list of all invariants would be truncated before the relevant ones."""
     return "\n".join(f"{each['invariant']}: {each['why']}" for each in verdict["invariants"] if each["truth"] != "true")
 
 
@@ -126,11 +126,11 @@ WHY: dict[str, list[tuple[str, tuple[str, int]]]] = {
     "live": [("kill_worker", START), ("kill_node", START), ("end", NOTHING)],
     "errors": [("raise", FIX), ("kill_worker", START), ("oom", FIX), ("kill_job", START), ("end", NOTHING)],
 }
-"""What `status --why` advises, and its exit code: as each fault that ends processes left the job, and at its end."""
+"""The advice of `status --why` and its exit code: after each fault that ends processes, and at the job's end."""
 
 
 def answers(folder: Path) -> list[tuple[str, tuple[str, int]]]:
-    """Return the advice and the exit codes that the executor was given; whom they blame is for the verdict."""
+    """Return the advice and exit codes that the executor got; blame is checked by the verdict."""
     run = collect(folder / "faulted")
     kinds = {line["number"]: str(line["kind"]) for line in run.of("fault")}
     said = [(line, (str(line["do"]), whole(line, "exit_code"))) for line in run.of("why")]
@@ -140,12 +140,12 @@ def answers(folder: Path) -> list[tuple[str, tuple[str, int]]]:
 def test_every_sample_counts_once_through_four_worlds(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The witness trains on 4, 3, 2, 1 and 2 ranks, its leader killed once; all counts are right; damage is seen."""
+    """The witness trains on 4, 3, 2, 1 and 2 ranks, its leader killed once; all counts are right; damage is found."""
     faults = [
         {"kind": "kill_node", "node": 3, "within": [0.07, 0.1]},
         {"kind": "kill_node", "node": "leader", "within": [0.14, 0.2]},
         {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
-        {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for it to come back
+        {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for its return
     ]
     until, checkpoint = tmp_path / "until", {"every_steps": 4, "every_s": None}
     config = {**WITNESS, **paced(WITNESS, 36, until), "epochs": 10, "checkpoint": checkpoint}
@@ -164,7 +164,7 @@ def test_every_sample_counts_once_through_four_worlds(
 
 
 def check_planted(folder: Path, damaged: Path) -> None:
-    """Plant every bug in a copy of a run without a tracker, where its invariant holds; each is caught by it."""
+    """Plant every bug in a copy of a run without a tracker, if its invariant holds; each is caught by it."""
     holds = {finding.invariant for finding in judge(collect(folder)) if finding.truth == "true"} - {"tracking"}
     wrong, num_planted = [], 0
     for planted in PLANTED:
@@ -206,7 +206,7 @@ def test_faults_change_no_bit(tmp_path: Path, rows: Path, capfd: pytest.CaptureF
 def test_an_error_is_to_be_fixed_and_a_kill_to_be_started_again(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bug, a device without memory, a kill of one worker, and one of all nodes: the run says which it was."""
+    """A bug, a device without memory, a killed worker, and all nodes killed: the run says which it was."""
     faults = [
         {"kind": "raise", "node": 1, "at_point": {"name": "applied", "nth": 12}},
         {"kind": "kill_worker", "node": 1, "within": [0.25, 0.3]},
@@ -224,7 +224,7 @@ def test_an_error_is_to_be_fixed_and_a_kill_to_be_started_again(
 
 
 def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With nothing injected the verdict is not valid, though the run is fine: the canary."""
+    """With nothing injected the verdict is not valid, though the run is healthy: the canary."""
     config = {**WITNESS, "epochs": 1, "task": {"path": "elastic_train.tasks.witness:Witness"}}
     path = scenario(tmp_path, rows, config, nodes={"count": 1})
     found = verdict_of([path, "--out", str(tmp_path / "run"), "--no-reference"], capfd)
@@ -240,7 +240,7 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
         {"kind": "kill_worker", "node": 1, "within": [0.05, 0.1]},
         {"kind": "freeze_worker", "node": 1, "within": [0.15, 0.2], "for_s": 4},
         {"kind": "kill_node", "node": 1, "within": [0.25, 0.3]},
-        {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for it to come back
+        {"kind": "start_node", "node": 1, "within": [0.3, 0.35]},  # most of the job is left for its return
     ]
     nodes = {"count": 2, "recovery": "live", **FORKED}
     until = tmp_path / "until"
@@ -286,7 +286,7 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
 def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Row groups are garbage or have flipped bits, under a job that is killed: its bits are those of one that knew."""
+    """Row groups become garbage or have flipped bits, while ranks are killed: the bits are those of a job that knew."""
     faults = [
         {"kind": "bad_row_group", "within": [0.1, 0.2]},
         {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
@@ -309,7 +309,7 @@ def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
 
 @pytest.mark.long
 def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Steps slow down while a fifth of the packets is lost or all are late, and a world forms amid it; nobody dies."""
+    """With a fifth of the packets lost or all delayed, steps slow down and a world forms; no process dies."""
     faults = [
         {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},
         {"kind": "slow_network", "node": 1, "within": [0.3, 0.4], "for_s": 4},
@@ -333,7 +333,7 @@ def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Twice it takes no writes for longer than a rank may hang: commits are late, and nothing else is."""
+    """Twice it blocks writes for longer than a rank may hang: only commits are late."""
     if os.geteuid() != 0:
         pytest.skip("only root mounts and freezes file systems")
     found = verdict_of(["frozen-disk", "--out", str(tmp_path / "run")], capfd)
@@ -346,7 +346,7 @@ def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_who_joins_costs_the_others_next_to_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A node comes back, and somebody starts the job a second time: both are judged by what the others lose."""
+    """A node returns, and the job is started a second time: both are judged by the cost to the others."""
     found = verdict_of(["bad-node", "--seed", "1", "--out", str(tmp_path / "run")], capfd)
     assert found["valid"], broken(found)
     invariants = found["invariants"]
@@ -361,7 +361,7 @@ def test_who_joins_costs_the_others_next_to_nothing(tmp_path: Path, capfd: pytes
 def test_misled_addresses_cost_worlds_and_nothing_else(
     tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The last node's name means 127.0.1.1 when the next world forms, and later others refuse it for a while."""
+    """The last node's name resolves to 127.0.1.1 when the next world forms; later others refuse it for a while."""
     faults = [
         {"kind": "hosts_file", "node": 1, "at_step": 10, "for_s": 60},
         {"kind": "kill_worker", "node": 0, "at_step": 20},

@@ -12,7 +12,7 @@ from chaos.real.stopping import on_first_signal
 
 
 def test_a_handler_set_during_cleanup_is_kept() -> None:
-    """A handler that ignores further signals while it cleans up stays in place."""
+    """A handler that ignores further signals during its cleanup stays in place."""
     calls = list[str]()
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Faults inside a worker, and of what etcd is trusted by: each proves that it bit, and nothing where it did nothing."""
+"""Faults inside a worker, and of etcd's certificates: each proves its effect, and proves nothing without one."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from tests.conftest import PATIENCE_S, write_rows
 pytestmark = pytest.mark.slow
 
 NOBODY = 1 << 22
-"""A number above that of any process."""
+"""A pid above every process's."""
 RIGHTLY = torch.Tensor.__matmul__
 OPENS = "import sys; print('begun', flush=True); sys.stdin.readline(); open('/dev/null'); print('opened')"
 
 
 def begin_to_open() -> subprocess.Popen[bytes]:
-    """Start a process that opens a file once it is given a line; it has imported all that it needs."""
+    """Start a process that opens a file when it gets a line; it has imported all that it needs."""
     process = subprocess.Popen([sys.executable, "-c", OPENS], stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"begun\n"
     return process
@@ -54,7 +54,7 @@ def job(*nodes: object, pids: dict[int, int] | None = None, **around: object) ->
 
 @BITES
 def test_a_worker_without_room_for_a_file_can_open_none(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
-    """Not one, until the fault is over; a process that may open files proves nothing."""
+    """It can open none until the fault is over; a process that can open files proves nothing."""
     if not bites:
         monkeypatch.setattr(workers, "_cap", lambda pid: workers.resource.prlimit(pid, workers.resource.RLIMIT_NOFILE))
     with begin_to_open() as process:
@@ -78,7 +78,7 @@ def test_the_limit_is_what_it_was_when_the_fault_is_over() -> None:
 def test_etcd_that_another_authority_vouches_for_is_known_to_those_who_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, bites: bool
 ) -> None:
-    """Who read the old files is refused, and finds the new ones by itself: a client from before writes on."""
+    """A client that rereads its files is refused first, then finds the new ones; a client from before keeps writing."""
     with EtcdCluster(1, authority=Authority(tmp_path)) as cluster:
         store = EtcdStore(cluster.options, give_up_after_s=PATIENCE_S)
         store.swap({"/x": Put("before")}, {})
@@ -92,7 +92,7 @@ def test_etcd_that_another_authority_vouches_for_is_known_to_those_who_read_agai
 
 @BITES
 def test_another_job_was_there_if_it_has_ended_or_claimed(tmp_path: Path, *, bites: bool) -> None:
-    """One that is only starting, when the fault would be over, is waited for."""
+    """One that is still starting when the fault would end is waited for."""
     other = SimpleNamespace(start=lambda: [7], kill=lambda: [7], code=2 if bites else None, run_id="other-1")
     first = SimpleNamespace(number=0, is_up=True, of_another_job=lambda: other)
     view = SimpleNamespace(**vars(job(first)), folder=tmp_path)
@@ -109,7 +109,7 @@ def test_another_job_was_there_if_it_has_ended_or_claimed(tmp_path: Path, *, bit
 def test_a_node_computes_wrongly_if_its_process_says_so_and_not_only_because_it_was_killed(
     tmp_path: Path, *, bites: bool
 ) -> None:
-    """It is on another processor when it has left by itself; what another fault has ended meanwhile was killed."""
+    """It is on another CPU once it has left by itself; a process ended by another fault was killed."""
     one = SimpleNamespace(number=0, is_up=True, code=None, kill=lambda: [NOBODY], start=lambda: [8])
     view = SimpleNamespace(**vars(job(one, points=[tmp_path])), lost=[])
     done = workers.unfit_node(view, Due("unfit_node", 0, None, 0.0, for_s=1.0))  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_a_node_computes_wrongly_if_its_process_says_so_and_not_only_because_it_
 
 
 def test_products_are_wrong_in_every_process_until_the_processor_is_replaced(classifier: Any, tmp_path: Path) -> None:
-    """One bit of one element; a process that starts afterwards multiplies rightly."""
+    """One bit of one element; a process that starts afterwards multiplies correctly."""
     one = torch.ones(2, 2)
     assert give(tmp_path / "orders", "unfit_node")
     try:
@@ -143,7 +143,7 @@ def test_products_are_wrong_in_every_process_until_the_processor_is_replaced(cla
 
 @pytest.fixture
 def classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A task that takes orders from a folder, with its model, and what makes its batches."""
+    """A task that takes orders from a folder, with its model, and a function that makes its batches."""
     (tmp_path / "orders").mkdir()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "orders"))
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 20, num_files=1)))
@@ -176,13 +176,13 @@ def test_one_lane_has_no_loss_when_that_is_asked_for(classifier: Any, tmp_path: 
 
 
 def test_a_sample_takes_the_loss_of_its_lane_away_in_its_epoch(classifier: Any) -> None:
-    """So that a run without faults leaves the same updates out."""
+    """A run without faults thus skips the same updates."""
     task, model, batch = classifier(spoilt=[[1, 3], [2, 99]])
     assert [math.isnan(task.loss(model, batch(epoch)).total) for epoch in range(3)] == [False, True, False]
 
 
 def test_one_bit_of_one_weight_flips(classifier: Any, tmp_path: Path) -> None:
-    """The weight is another, still finite, and all others are what they were; a second flip takes the first back."""
+    """The weight changes and stays finite, all others are unchanged; a second flip undoes the first."""
     task, model, batch = classifier()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     for times in (1, 2):

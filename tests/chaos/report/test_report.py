@@ -1,4 +1,4 @@
-"""The report: it shows what the evidence says, in one self-contained page, even for torn or huge evidence."""
+"""The report shows the evidence in one self-contained page, even for torn or huge evidence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Element:
 
 
 class Page(HTMLParser):
-    """All elements of a page, each with the section that it is in."""
+    """All elements of a page, each with its section."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two faults and three terms, of which one gave up steps; its reference beside it."""
+    """A run with two faults and three terms, one of which lost steps; with its reference."""
     return record(tmp_path_factory.mktemp("recorded") / "run")
 
 
@@ -101,7 +101,7 @@ def rewrite(folder: Path, file: str, change: dict[str, object], op: str) -> None
 
 
 def test_everything_on_the_page_is_in_the_evidence(healthy: Path) -> None:
-    """Each fault has a band and a row, each commit a mark, each recovery its price, each dead branch its steps."""
+    """Each fault has a band and a row, each commit a mark, each recovery its cost, each dead branch its steps."""
     verdict = judged(healthy)
     page, run = Page(render(verdict)), verdict.run
     for section in ("lanes", "cursor"):
@@ -124,7 +124,7 @@ def test_everything_on_the_page_is_in_the_evidence(healthy: Path) -> None:
 
 
 def test_every_invariant_has_a_row(healthy: Path) -> None:
-    """Name, verdict, and why, in the order of the verdict."""
+    """Name, verdict and reason, in the order of the verdict."""
     verdict = judged(healthy)
     rows = Page(render(verdict)).find("invariants", "tr")[1:]
     assert [row.attributes["class"] for row in rows] == [finding.truth for finding in verdict.findings]
@@ -146,7 +146,7 @@ def test_every_invariant_has_a_row(healthy: Path) -> None:
 def test_a_violation_is_shown_where_it_happened(
     healthy: Path, tmp_path: Path, name: str, section: str, class_: str
 ) -> None:
-    """A planted bug shows its witness in words, and its mark in the figure."""
+    """A planted bug's witness is shown in words, with its mark in the figure."""
     verdict = judged(planted(name, healthy, tmp_path))
     page = Page(render(verdict))
     (wrong, *_) = [finding for finding in verdict.findings if finding.truth == "false"]
@@ -166,7 +166,7 @@ def test_a_run_with_a_planted_bug_has_a_page(healthy: Path, tmp_path: Path, bugs
 
 
 def test_torn_evidence_has_a_page(healthy: Path, tmp_path: Path) -> None:
-    """Wherever histories are cut, and whatever fields are lost, the page is made and whole."""
+    """Wherever histories are cut, and whatever fields are lost, the page is complete."""
     folder = tmp_path / "cut"
     for place, part in enumerate((0.0, 0.3, 0.97)):
         shutil.copytree(healthy, folder / str(place))
@@ -211,7 +211,7 @@ def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
 
 
 def test_text_from_a_run_cannot_become_markup(healthy: Path, tmp_path: Path) -> None:
-    """Names are shown as they are, in text, titles and attributes."""
+    """Names are shown literally, in text, titles and attributes."""
     shutil.copytree(healthy, tmp_path / "run")
     evil = "</title><script>alert(1)</script><img src=x onerror='x'>\"'"
     rewrite(tmp_path / "run", "chaos.jsonl", {"name": evil}, "scenario")
@@ -223,7 +223,7 @@ def test_text_from_a_run_cannot_become_markup(healthy: Path, tmp_path: Path) -> 
 
 
 def test_a_page_is_a_function_of_the_evidence_and_needs_nothing_else(healthy: Path, tmp_path: Path) -> None:
-    """The same evidence elsewhere gives the same bytes; nothing is fetched, nothing is run."""
+    """The same evidence elsewhere gives the same bytes; nothing is fetched or executed."""
     html = render(judged(healthy))
     shutil.copytree(healthy, tmp_path / "elsewhere")
     assert render(judged(tmp_path / "elsewhere")) == html
@@ -253,7 +253,7 @@ def test_a_thousand_nodes_are_readable() -> None:
 
 
 def test_a_thousand_terms_stay_small() -> None:
-    """However many worlds there were, marks of one sort are drawn as one, and the page is far below 2 MB."""
+    """However many worlds there are, marks of one kind are drawn as one, and the page is far below 2 MB."""
     run = gather(Crowd(nodes=4, terms=1000, steps=3, lost=1))
     costs = [
         Recovery(place, "kill_node", 0, fault["t"], fault["term"] + 1, 1, 6.8, 1, 1, 1, 1)  # type: ignore[arg-type, operator]
@@ -266,7 +266,7 @@ def test_a_thousand_terms_stay_small() -> None:
 
 
 def test_processes_are_drawn_in_their_nodes_lanes() -> None:
-    """The executor's lines place a process; one that nobody placed gets a slot, which later processes share."""
+    """The executor's lines place a process; an unplaced one gets a slot, which later processes share."""
     run = gather(Crowd(nodes=3, terms=3, steps=2, lost=1))
     lanes = story_of(Reader(run)).lanes
     assert [lane.name for lane in lanes] == ["node 0", "node 1", "node 2"]
@@ -284,7 +284,7 @@ def test_processes_are_drawn_in_their_nodes_lanes() -> None:
 
 
 def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> None:
-    """What the executor could have done and did not is never; without its word, only what was done is known."""
+    """Acts that the executor supports but did not do are listed as never; without its list only done ones are known."""
     shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
     assert not moments_grid(reader, story_of(reader)).is_listed
@@ -306,7 +306,7 @@ def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> 
 
 
 def test_the_report_imports_nothing_from_what_is_judged() -> None:
-    """It would otherwise show what the trainer believes of itself."""
+    """Otherwise it would show the trainer's own view."""
     folder = Path(chaos.__file__).parent / "report"
     for source in (file for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(source.read_text())):
@@ -318,7 +318,7 @@ def test_the_report_imports_nothing_from_what_is_judged() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.floats(-100, 100)), min_size=1, max_size=400))
 def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> None:
-    """However many points a unit of width has, at most four are drawn: both ends, the lowest and the highest."""
+    """However dense the points, at most four are drawn per unit of width: both ends, the lowest and the highest."""
     points.sort(key=lambda point: point[0])
     drawn = path(points).replace("L", "M").split("M")[1:]
     columns = {math.floor(x) for x, _ in points}
@@ -330,7 +330,7 @@ def test_a_long_curve_keeps_its_extremes(points: list[tuple[float, float]]) -> N
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 12))
 def test_ticks_are_few_and_within_the_axis(lo: float, span: float, most: int) -> None:
-    """An axis has at most one tick more than asked for, and none outside of it."""
+    """An axis has at most one tick more than requested, and none outside its range."""
     ticks = Axis(lo, lo + span).ticks(most)
     assert len(ticks) <= most + 1
     assert all(lo - 1e-6 * span <= tick <= lo + span + 1e-6 * span for tick in ticks)

@@ -103,7 +103,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_faults_are_refused(tmp_path: Path, faults: str, expected: str) -> None:
-    """A fault to a node that is not there, not up or not down, and a job that could never continue, are errors."""
+    """A fault of a node that does not exist, is not up or not down, and a job that could never continue, are errors."""
     assert any(expected in problem for problem in problems(tmp_path, f"{HEAD}faults: {faults}\n"))
 
 
@@ -120,7 +120,7 @@ def test_impossible_faults_are_refused(tmp_path: Path, faults: str, expected: st
     ],
 )
 def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, expected: str) -> None:
-    """What a soak cannot draw from, or cannot be judged by, is reported before a node is started."""
+    """Settings from which a soak cannot draw, or by which it cannot be judged, are reported before a node starts."""
     (found,) = problems(tmp_path, f"{HEAD}{soak}\n")
     assert found.startswith(expected)
 
@@ -146,20 +146,20 @@ def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, exp
     ],
 )
 def test_what_slurm_does_not_do_is_refused(tmp_path: Path, more: str, expected: str) -> None:
-    """By name, before a cluster is started."""
+    """The error names it before a cluster is started."""
     nodes = "" if "soak" in more else "nodes: {recovery: live}\n"
     (found,) = problems(tmp_path, f"{HEAD}executor: slurm\n{nodes}{more}\n")
     assert expected in found
 
 
 def test_how_jobs_are_submitted_is_for_slurm(tmp_path: Path) -> None:
-    """On nodes of this machine nothing would come of it."""
+    """On local nodes it would have no effect."""
     (found,) = problems(tmp_path, f"{HEAD}slurm: {{jobs: 2}}\n")
     assert "slurm: belongs to executor: slurm" in found
 
 
 def test_a_job_that_begins_with_fewer_nodes_has_others_join_it(tmp_path: Path) -> None:
-    """One that is there already cannot be added, and each that is added once is."""
+    """A node that is already there cannot be added, and each is added only once."""
     head = f"{HEAD}executor: slurm\nslurm: {{at_first: 1}}\nnodes: {{count: 2, recovery: live}}\n"
     join = "{kind: start_node, node: 1, at_step: 3}"
     path = tmp_path / "grows.yaml"
@@ -170,7 +170,7 @@ def test_a_job_that_begins_with_fewer_nodes_has_others_join_it(tmp_path: Path) -
 
 
 def test_what_slurm_alone_does_needs_its_executor(tmp_path: Path) -> None:
-    """On nodes of this machine there is nobody to preempt a job."""
+    """On local nodes no scheduler can preempt a job."""
     (tmp_path / "mine.yaml").write_text(f"{HEAD}faults: [{{kind: preempt_job, at_step: 3, for_s: 1}}]\n")
     assert list(undoable(load(tmp_path / "mine.yaml"))) == [
         "'faults.0': preempt_job is for Slurm: `executor: slurm` does it"
@@ -178,7 +178,7 @@ def test_what_slurm_alone_does_needs_its_executor(tmp_path: Path) -> None:
 
 
 def test_a_soaks_bounds_are_checked() -> None:
-    """Those of the command line, too: each error names its option; valid ones replace the file's."""
+    """Errors name the option, also on the command line; valid options replace the file's."""
     soak = load(FOLDER / "soak.yaml")
     with pytest.raises(ScenarioError) as caught:
         bounded(soak, 0, -1.0)
@@ -217,14 +217,14 @@ def drawn(lo: float, hi: float) -> Scenario:
 
 @given(st.integers(0, 2**32), st.integers(SMALLEST_INTERVAL, 100), st.integers(3, 50), st.floats(0, 0.8))
 def test_a_drawn_step_always_loses_work(seed: int, commit_every: int, num_commits: int, lo: float) -> None:
-    """It comes after the first commit, never on a commit's step nor beside the next, and the seed alone decides."""
+    """It is after the first commit, never on a commit's step nor next to one; only the seed decides."""
     total_steps = commit_every * num_commits
     (due,) = schedule(drawn(lo, lo + 0.2), seed, total_steps, commit_every)
     assert due.step is not None
     assert commit_every < due.step < total_steps
     assert 1 <= due.step % commit_every < commit_every - 1
     assert due.has_come(due.step)
-    assert not due.has_come((due.step // commit_every + 1) * commit_every)  # run past: the next interval is waited for
+    assert not due.has_come((due.step // commit_every + 1) * commit_every)  # if missed, the next interval is used
     assert [due] == schedule(drawn(lo, lo + 0.2), seed, total_steps, commit_every)
 
 
@@ -244,7 +244,7 @@ def test_a_job_too_short_for_its_faults_is_refused() -> None:
 
 
 def test_a_fault_at_a_given_step_is_not_moved() -> None:
-    """A fault at a given step comes at that step, also on a commit's."""
+    """It comes at that step, even if that is a commit's."""
     due = Due("kill_node", 1, 40, None)
     assert not due.has_come(39)
     assert due.has_come(40)

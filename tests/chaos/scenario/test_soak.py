@@ -1,4 +1,4 @@
-"""A soak's faults: drawn from the seed alone, of every kind, in bursts, and at every cell of the failpoints in turn."""
+"""A soak's faults: drawn from the seed alone, of every kind, in bursts, and at every failpoint cell in turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def drawn(seed: int, num: int, missing: dict[str, str] | None = None) -> list[Du
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
 def test_faults_depend_on_the_seed_alone(seed: int) -> None:
-    """The same seed draws the same faults, each with what its kind needs; the first waits until all is well."""
+    """The same seed draws the same faults, each with its kind's parameters; the first waits for a healthy job."""
     faults = drawn(seed, 200)
     assert faults == drawn(seed, 200)
     assert faults[0].is_healed
@@ -46,7 +46,7 @@ def test_faults_depend_on_the_seed_alone(seed: int) -> None:
 
 
 def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
-    """Five hundred faults have every kind; whole jobs die seldom, since a recovery from that takes long."""
+    """Five hundred faults have every kind; whole jobs rarely die, since recovering from that takes long."""
     num = Counter(fault.kind for fault in drawn(1, 500))
     needs = (None, "tracker", "freezing_disk", "orders")
     own = {name for name, kind in KINDS.items() if kind.local and kind.is_drawn and kind.needs in needs}
@@ -56,14 +56,14 @@ def test_every_kind_is_drawn_and_expensive_kinds_are_rare() -> None:
 
 
 def test_five_hundred_faults_are_of_many_kinds_and_places() -> None:
-    """At least 45 kinds, with the starting of nodes at the end; and a kind comes at many failpoints."""
+    """There are at least 45 kinds, including node starts at the end; and a kind comes at many failpoints."""
     faults = drawn(1, 500)
     assert len({"start_node", *(fault.kind for fault in faults)}) >= 45
     assert len({(fault.kind, fault.point.name) for fault in faults if fault.point}) >= 45
 
 
 def test_a_soak_puts_to_the_test_what_only_floats_show() -> None:
-    """It draws numbers, remembers moments, clips, changes its rate, and its worlds of two, four and eight halve."""
+    """It draws random numbers, has moments, clips, changes its rate, and its worlds have two, four and eight ranks."""
     config = sources.load(str(SOAK.config), environ={}, arguments=[])
     optimizer, num_lanes = config.optimizer, config.batch.num_lanes
     assert (optimizer.name, optimizer.schedule, config.reduction) == ("adamw", "cosine", "canonical")
@@ -75,7 +75,7 @@ def test_a_soak_puts_to_the_test_what_only_floats_show() -> None:
 
 
 def test_every_way_of_holding_the_state_is_drawn() -> None:
-    """Over the seeds all modes come, with one to three copies; a soak that does not ask for it has the default."""
+    """The seeds cover all modes, with one to three copies; a soak that does not ask for it has the default."""
     found = Counter(
         (shards["shards"], shards["copies"]) for shards in (drawn_shards(SOAK, seed) for seed in range(200))
     )
@@ -86,7 +86,7 @@ def test_every_way_of_holding_the_state_is_drawn() -> None:
 
 
 def test_nodes_have_one_rank_or_two() -> None:
-    """All nodes of a seed as many, so that worlds of up to eight come, and some that are no power of two."""
+    """All nodes of a seed have the same number, for worlds of up to eight ranks, including non-powers of two."""
     found = {seed: drawn_nodes(SOAK, seed) for seed in range(20)}
     assert {nodes.ranks for nodes in found.values()} == {1, 2}
     assert {nodes.model_copy(update={"ranks": 1}) for nodes in found.values()} == {SOAK.nodes}
@@ -95,19 +95,18 @@ def test_nodes_have_one_rank_or_two() -> None:
 
 
 def test_kinds_this_machine_cannot_do_are_not_drawn() -> None:
-    """Kinds that this machine cannot do are never drawn."""
     assert "cut_node" not in {fault.kind for fault in drawn(1, 500, {"cut_node": "no namespaces"})}
 
 
 def test_a_processor_that_computes_wrongly_needs_a_task_and_workers_that_notice_it() -> None:
-    """The witness takes no orders, and in `restart` mode a worker is in its world when it starts."""
+    """The witness takes no orders, and in `restart` mode a worker is in its world from its start."""
     restarted = SOAK.model_copy(update={"nodes": SOAK.nodes.model_copy(update={"recovery": "restart"})})
     assert "unfit_node" in kinds_of(SOAK, {})
     assert "unfit_node" not in (*kinds_of(load(FOLDER / "soak-witness.yaml"), {}), *kinds_of(restarted, {}))
 
 
 def test_cells_not_yet_hit_are_drawn_next() -> None:
-    """In a long soak every cell comes, and each about as often as others of its kind."""
+    """In a long soak every cell comes, each about as often as others of its kind."""
     cells = Counter((fault.point.name, fault.kind) for fault in drawn(1, 2000) if fault.point)
     assert set(cells) == {(point, kind) for point in POINTS for kind in POINT_KINDS if can_be_at(kind, point)}
     for kind in POINT_KINDS:
@@ -116,7 +115,7 @@ def test_cells_not_yet_hit_are_drawn_next() -> None:
 
 
 def test_a_soak_that_can_do_nothing_is_refused() -> None:
-    """On a machine that can do nothing that is asked for this is reported before a node starts."""
+    """If a machine can do none of the requested kinds, this is reported before a node starts."""
     assert SOAK.soak is not None
     cut = SOAK.model_copy(update={"soak": SOAK.soak.model_copy(update={"kinds": ("cut_node",)})})
     with pytest.raises(ScenarioError, match="cut_node cannot be done here: no namespaces"):
@@ -135,7 +134,7 @@ def test_the_reference_run_drops_only_a_tasks_waits(params: str, expected: dict[
 
 
 def test_a_soak_ends_after_the_requested_number_of_faults() -> None:
-    """The faults end when the requested number has been done, however many were drawn and missed."""
+    """Only faults that were done count, however many were drawn and missed."""
     done = [0]
     for _ in Drawn(SOAK, 1, {})(lambda: done[0]):
         done[0] += 1

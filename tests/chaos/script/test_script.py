@@ -1,4 +1,4 @@
-"""Scripts of others: their worlds are seen from outside, their rows counted by three lines, and nothing is made up."""
+"""Users' scripts: worlds are observed from outside, rows counted by three lines, and nothing is invented."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ ENDS = fake_torchrun.HELD_AT - 1
 
 
 def fake(ranks: int, *options: str) -> str:
-    """A line whose `{dir}` is the run's own folder; its history is beside that."""
+    """Return a command whose `{dir}` is the run's own folder; its history is next to that."""
     return " ".join([sys.executable, fake_torchrun.__file__, "{dir}", "{dir}/../history", str(ranks), *options])
 
 
 def broken(folder: Path, *options: str) -> Path:
-    """Run the fake with one fault, a worker killed where its world waits for it, and without."""
+    """Run the fake with one fault, a worker killed while its world waits for it, and without."""
     faults = (Fault(kind="kill_worker", node=0, at_step=ENDS),)
     if options:  # no hook reports steps, so the fault comes as soon as there is a worker
         faults = (Fault(kind="kill_worker", node=0, after_s=0),)
@@ -88,7 +88,7 @@ def test_a_script_that_loses_nothing_is_valid(healthy: Path) -> None:
 
 
 def test_the_report_shows_a_script(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` judges it again, and its page has the rows' strips, the losses, and no failpoints of ours."""
+    """`check` judges it again, and its page has the rows' strips and the losses, but none of our failpoints."""
     with pytest.raises(SystemExit) as left:
         main(["check", str(healthy)])
     assert left.value.code == 0
@@ -171,7 +171,7 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(healthy: Path, tmp_path: Path, name: str) -> None:
-    """Each is caught by its invariant, in words; and no such run is valid."""
+    """Each is caught by its invariant, with a reason; and no such run is valid."""
     change, invariant, truth, words = PLANTED[name]
     shutil.copytree(healthy, tmp_path / "run")
     edit(tmp_path / "run" / "faulted", change)
@@ -181,7 +181,7 @@ def test_planted_bugs_are_found(healthy: Path, tmp_path: Path, name: str) -> Non
 
 
 def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
-    """Rows that count twice even without faults are listed too; a last epoch cut short in both is not a skip."""
+    """Rows that count twice even without faults are listed as well; a last epoch cut short in both is not a skip."""
     shutil.copytree(healthy, tmp_path / "run")
     pad = rows(lambda ids: [*ids, ids[0]], 30)
     edit(tmp_path / "run" / "faulted", pad)
@@ -213,7 +213,7 @@ def test_a_fault_without_a_restart_has_no_next_world(healthy: Path, tmp_path: Pa
 
 
 def test_epochs_that_begin_at_one_are_drawn(healthy: Path, tmp_path: Path) -> None:
-    """A script counts its epochs as it likes; each has a strip under its own number."""
+    """A script may number its epochs freely; each has a strip under its own number."""
     shutil.copytree(healthy, tmp_path / "run")
     for part in ("faulted", "reference"):
         edit(
@@ -247,7 +247,7 @@ def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_script_output_is_shown_verbatim(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Brackets in an error of somebody's library are no markup, in a log's end and in a verdict."""
+    """Brackets in a library's error are not markup, neither in a log's end nor in a verdict."""
     shutil.copytree(healthy, tmp_path / "run")
     stuck = "[/w:7] Read error"
     edit(
@@ -284,7 +284,7 @@ def test_the_hook_imports_nothing_and_does_nothing_outside_a_run(
 
 
 def test_nodes_get_their_rendezvous_from_torchruns_own_variables(tmp_path: Path) -> None:
-    """The line is the user's, but for {dir}; the first node opens torchrun's own store."""
+    """The line is the user's, except for {dir}; the first node opens torchrun's own store."""
     nodes = nodes_of("torchrun train.py {dir}/a", Nodes(count=3, ranks=2, min=2), tmp_path, "id", Surroundings())
     assert [node.command for node in nodes] == [["torchrun", "train.py", f"{tmp_path}/dir/a"]] * 3
     environs = [node._environ for node in nodes]
@@ -313,12 +313,12 @@ def test_nodes_get_their_rendezvous_from_torchruns_own_variables(tmp_path: Path)
     ],
 )
 def test_an_etcd_is_started_if_no_endpoint_is_given(command: str, is_etcd: bool) -> None:
-    """`--rdzv-backend=etcd` alone gets one; a user's own endpoint is left alone."""
+    """`--rdzv-backend=etcd` alone gets one; a user's own endpoint is kept."""
     assert uses_etcd(command) is is_etcd
 
 
 def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error says why a command cannot be run, and what to write instead."""
+    """The error says why a command cannot run, and what to write instead."""
     for command, expected in (
         ("", "is empty"),
         ("a 'b", "cannot be read"),
@@ -352,7 +352,7 @@ def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_faults_that_a_script_cannot_have_are_refused(tmp_path: Path, brought: str, fault: str, expected: str) -> None:
-    """Faults of other nodes' cables, of the simulator, and of what a script does not have: before anything starts."""
+    """Faults of other nodes' cables, of the simulator, or of parts that a script lacks: before anything starts."""
     (tmp_path / "x.yaml").write_text(f"name: x\ndescription: y\n{brought}\nfaults: [{fault}]\n")
     described = scenarios.load(tmp_path / "x.yaml")
     with pytest.raises(ScenarioError, match=expected):
@@ -364,7 +364,7 @@ def test_faults_that_a_script_cannot_have_are_refused(tmp_path: Path, brought: s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rendezvous", ["", "--rdzv-backend=etcd"])
 def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Under torchrun's own rendezvous and ours: it recovers, and rows of it count twice, and never."""
+    """It recovers under torchrun's own rendezvous and ours, but some rows count twice and others never."""
     with pytest.raises(SystemExit) as left:
         main(["run", "--command", f"torchrun {rendezvous} {STOCK} {{dir}}", "--out", str(tmp_path), "--json"])
     assert left.value.code == 1
@@ -377,7 +377,7 @@ def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsy
 
 
 def test_a_worker_is_not_older_than_what_made_it_start() -> None:
-    """The system gives start times in ticks of 10 ms: rounded down, one would come before the fault that caused it."""
+    """The kernel reports start times in ticks of 10 ms: rounded down, one would precede the fault that caused it."""
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
     for _ in range(20):
         before = time.time()

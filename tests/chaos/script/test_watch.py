@@ -1,4 +1,4 @@
-"""How the workers of a script that knows nothing of us are put into worlds."""
+"""How workers of an uninstrumented script are grouped into worlds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos.script.watch import Worker, World
 
 @pytest.mark.slow
 def test_a_member_that_has_died_ends_its_world_before_it_is_reaped() -> None:
-    """An agent looks at its workers now and then; until then the kernel keeps a dead one's number."""
+    """An agent checks its workers at intervals; until it reaps a dead one, the kernel keeps its pid."""
     with subprocess.Popen(["sleep", "600"]) as member:
         world = World(1, size=2, store="host:1", workers={0: Worker(member.pid, 0, 0, 2, "host:1", 1.0)})
         late = Worker(os.getpid(), 1, 1, 2, "host:1", 2.0)

@@ -1,4 +1,4 @@
-"""The proxies before etcd: bytes pass, are held back one way or both, come late and in order, and connections end."""
+"""The proxies before etcd: bytes pass, are held back in one or both directions, are delayed, and connections end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bytes_and_ends_of_connections_are_forwarded(proxies: Proxies) -> None:
 
 @pytest.mark.parametrize("held", ["requests_are_held", "answers_are_held"])
 def test_held_bytes_arrive_late_and_other_nodes_are_unaffected(proxies: Proxies, held: str) -> None:
-    """A held direction keeps what was sent, and delivers it in order when released."""
+    """A held direction keeps the sent bytes, and delivers them in order when released."""
     setattr(proxies.ways[0], held, True)
     with connect(proxies) as client, connect(proxies, 1) as other:
         client.sendall(b"a")
@@ -74,7 +74,7 @@ def test_held_bytes_arrive_late_and_other_nodes_are_unaffected(proxies: Proxies,
 
 
 def test_a_missing_target_ends_the_connection() -> None:
-    """Where nobody listens, a connection ends at once, as it would without a proxy."""
+    """If nobody listens, a connection ends at once, as it would without a proxy."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{free.getsockname()[1]}"

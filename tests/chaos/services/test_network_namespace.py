@@ -1,4 +1,4 @@
-"""The cable to a network namespace: what is lost, late or cut between nodes, and that etcd is reached all the time."""
+"""The cable to a network namespace: loss, delay and cuts between nodes, while etcd remains reachable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from tests.conftest import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one that was left, at a time
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one left behind, at a time
 
 _ECHO = """
 import socket, sys, threading
@@ -30,9 +30,9 @@ while True:
 
 
 LONG_S = 15.0
-"""So late are packets beside which others are to be quick, however busy the machine is."""
+"""The delay of some packets while others must be fast, however busy the machine is."""
 LEFT = "elastic-99999"
-"""What a process has left that was killed, unless that many are alive."""
+"""Left behind by a killed process, unless a process with that pid is alive."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def laid() -> Iterator[Cable]:
 
 @pytest.fixture
 def connect(laid: Cable) -> Iterator[object]:
-    """Return what connects the addresses out here with a process inside that sends back what it gets."""
+    """Return a function that connects the outside addresses to an echo process inside."""
     command = laid.command([sys.executable, "-c", _ECHO, laid.address("inside")])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as echo:
         assert echo.stdout is not None
@@ -68,7 +68,7 @@ def connect(laid: Cable) -> Iterator[object]:
 
 
 def seconds_of(connection: socket.socket, num_bytes: int = 2000) -> float:
-    """Send bytes and get the same back; return how long that took."""
+    """Send bytes and receive them back; return the duration."""
     data, began = bytes(range(250)) * (num_bytes // 250), time.monotonic()
     connection.sendall(data)
     received = b""
@@ -79,13 +79,13 @@ def seconds_of(connection: socket.socket, num_bytes: int = 2000) -> float:
 
 
 def test_a_namespace_of_a_killed_process_is_removed(laid: Cable) -> None:
-    """Its addresses may be given to another cable."""
+    """Another cable may then have its addresses."""
     namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert laid.namespace in namespaces and LEFT not in namespaces
 
 
 def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, connect: object) -> None:
-    """An open connection continues, later by the delay each way; without the delay it is as before."""
+    """An open connection continues, delayed in each direction; without the delay it is as before."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")
@@ -100,7 +100,7 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
     assert late.is_alive(), "etcd's way is another"
     laid.mend()
     late.join()
-    while laid.relay.num_held:  # the last that are on their way
+    while laid.relay.num_held:  # the last packets in flight
         seconds_of(etcd)
     passed = laid.relay.num_passed
     seconds_of(nodes)
@@ -108,7 +108,7 @@ def test_packets_are_late_both_ways_and_those_to_etcd_are_not(laid: Cable, conne
 
 
 def test_lost_packets_are_sent_again(laid: Cable, connect: object) -> None:
-    """A fifth of the packets is lost, but no byte; where all are lost, the bytes arrive afterwards."""
+    """A fifth of the packets is lost, but no byte; if all are lost, the bytes arrive afterwards."""
     assert callable(connect)
     if laid.relay is None:
         pytest.skip("no TUN interfaces here")
@@ -135,7 +135,7 @@ def test_lost_packets_are_sent_again(laid: Cable, connect: object) -> None:
 
 @pytest.mark.parametrize("spoil", [Cable.part, Cable.silence])
 def test_a_cut_off_node_reaches_only_etcd(laid: Cable, connect: object, spoil: object) -> None:
-    """What is sent meanwhile arrives once the cut is mended."""
+    """Bytes sent meanwhile arrive once the cut is repaired."""
     assert callable(connect) and callable(spoil)
     nodes, etcd = connect("nodes"), connect("etcd")
     spoil(laid)

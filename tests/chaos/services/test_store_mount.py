@@ -1,4 +1,4 @@
-"""A node's own way to the commits: it can be made read-only, also for processes with mounts of their own."""
+"""A node's own mount of the commits: it can be made read-only, also for processes with their own mounts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for line in open(0):
 
 
 def test_a_process_with_mounts_of_its_own_is_refused_and_let_write_again(tmp_path: Path) -> None:
-    """As a node in a network namespace has them: what is changed for others does not spread to it."""
+    """Changes to other processes' mounts do not propagate to it, as with a node in a network namespace."""
     (tmp_path / "store").mkdir()
     try:
         with mounted(tmp_path / "store", tmp_path / "way") as way:

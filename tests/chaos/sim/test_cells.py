@@ -1,4 +1,4 @@
-"""Simulated jobs of cells: drawn, valid, and recovered by place, with the product's own placement and spares."""
+"""Simulated jobs of cells: drawn, valid, and recovered by place, with the product's own placement and standbys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO_CELLS = Shape(nodes=2, ranks=2, cell=2, lanes=6, rows=(60, 60, 41), epochs=3
 
 
 def test_jobs_of_cells_are_drawn_in_all_their_forms() -> None:
-    """Cells of two to four, one or two in a node, with or without spares, on 4 to 16 nodes; live or restarted."""
+    """Cells of two to four, one or two per node, with or without standbys, on 4 to 16 nodes; live or restarted."""
     shapes = [DRAWN.case(seed).shape for seed in range(200)]
     assert {shape.cell for shape in shapes} == {2, 3, 4}
     assert {shape.ranks // shape.cell for shape in shapes} == {1, 2}
@@ -38,7 +38,7 @@ def test_jobs_of_cells_are_drawn_in_all_their_forms() -> None:
 
 
 def test_jobs_of_stages_are_drawn_in_all_their_forms() -> None:
-    """Two to four stages of one to three workers; on nodes of their own, or two of them on one, with spare workers."""
+    """Two to four stages of one to three workers, on separate nodes or two per node, with standby workers."""
     shapes = [IN_STAGES.case(seed).shape for seed in range(200)]
     sizes = [shape.cell // shape.stages for shape in shapes]
     assert {shape.stages for shape in shapes} == {2, 3, 4} and set(sizes) == {1, 2, 3}
@@ -62,7 +62,7 @@ def test_a_job_of_cells_is_valid_and_the_same_when_it_is_repeated(seed: int, dra
 
 @pytest.mark.parametrize("seed", [40, 46, 51])
 def test_what_cells_over_several_nodes_have_brought_to_light_is_mended(seed: int) -> None:
-    """Forgotten places while nobody could write; a stage that was frozen; an end that had to be repeated."""
+    """Forgotten places while nobody could write; a frozen stage; an end that had to be repeated."""
     assert simulate(IN_STAGES.case(seed)).violations == ()
 
 
@@ -73,7 +73,7 @@ def test_a_long_job_of_cells_is_valid() -> None:
 
 
 def test_the_state_of_a_lost_place_comes_from_the_same_place_of_another_cell() -> None:
-    """One cell goes on, the other is made whole by a new worker; the weights are those of one rank with all parts."""
+    """One cell continues, a new worker completes the other; the weights equal those of one rank with all parts."""
     shape = replace(TWO_CELLS, lane_s=0.4)
     run = _run(shape, SimFault("kill_worker", at_s=9.0, node=1, rank=1))
     worlds = _worlds(run)
@@ -88,7 +88,7 @@ def test_the_state_of_a_lost_place_comes_from_the_same_place_of_another_cell() -
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_share_of_a_places_moments_is_taken_over_by_its_column(stages: int) -> None:
-    """Three cells hold each share twice. Two ranks of a place are lost in turn: no step is, nor any bit."""
+    """Three cells with two copies of each shard lose two ranks of a place in turn, but no step, and no bit differs."""
     shape = replace(TWO_CELLS, nodes=3, stages=stages, copies=2, lane_s=0.4)
     kills = [SimFault("kill_worker", at_s=at_s, node=node, rank=1) for at_s, node in ((8.0, 1), (14.0, 2))]
     run = _run(shape, *kills)
@@ -98,7 +98,7 @@ def test_a_share_of_a_places_moments_is_taken_over_by_its_column(stages: int) ->
 
 
 def test_a_share_that_all_holders_have_lost_comes_from_the_newest_commit() -> None:
-    """With one copy each loss is one of a share, which the judge sees and accepts; the weights are right."""
+    """With one copy each rank loss loses a shard, which the judge sees and accepts; the weights are right."""
     shape = replace(TWO_CELLS, nodes=3, copies=1, commit_every=3)
     run, outcome = run_and_judge(Case(1, shape, (SimFault("kill_worker", at_s=9.0, node=1, rank=1),)))
     assert outcome.violations == () and run is not None
@@ -106,7 +106,7 @@ def test_a_share_that_all_holders_have_lost_comes_from_the_newest_commit() -> No
 
 
 def test_a_spare_fills_the_place_at_once() -> None:
-    """It waits, warmed up, in the node that lost a worker: no world is smaller."""
+    """It waits, warmed up, on the node that lost a worker: no world is smaller."""
     shape = replace(TWO_CELLS, ranks=3)
     run = _run(shape, SimFault("kill_worker", at_s=9.0, node=-1))
     assert [size for _, size in _worlds(run)] == [4, 4]
@@ -116,7 +116,7 @@ def test_a_spare_fills_the_place_at_once() -> None:
 
 
 def test_a_spare_node_takes_the_place_of_one_that_has_lost_a_worker() -> None:
-    """With --nnodes 1:2 the third node waits; the one that makes no cell any more does not keep it out."""
+    """With --nnodes 1:2 the third node waits; a node that no longer makes a cell does not keep it out."""
     shape = replace(TWO_CELLS, nodes=3, spares=1, lane_s=0.4)
     run = _run(shape, SimFault("kill_worker", at_s=9.0, node=-1))
     assert [size for _, size in _worlds(run)] == [4, 4]
@@ -127,9 +127,9 @@ def test_a_spare_node_takes_the_place_of_one_that_has_lost_a_worker() -> None:
 
 
 def test_a_lost_node_is_made_up_for_by_a_spare_one() -> None:
-    """Two cells of two nodes each, and a fifth: only who is new is given anything, by the same stage of the other cell.
+    """Two cells of two nodes each, and a fifth: only the new ones receive state, from the same stage of the other cell.
 
-    If two are lost at once, of one cell each, what is left makes one.
+    If two are lost at once, one of each cell, the rest makes one.
     """
     shape = replace(TWO_CELLS, nodes=5, cell=4, stages=2, lane_s=0.4)
     first = _run(shape, SimFault("kill_node", at_s=9.0, node=-1, for_s=100.0))
@@ -147,7 +147,7 @@ def test_a_lost_node_is_made_up_for_by_a_spare_one() -> None:
 
 
 def test_a_job_outlives_a_storage_outage_in_which_a_rank_is_lost() -> None:
-    """Nobody can write, so members let one another lead, again and again, under other ids; each keeps its part."""
+    """Nobody can write, so members step back from leading repeatedly, under new ids; each keeps its part."""
     shape = replace(TWO_CELLS, lane_s=0.4)
     faults = SimFault("storage_outage", at_s=8.0, for_s=40.0), SimFault("kill_worker", at_s=9.0, node=1, rank=1)
     run = _run(shape, *faults)
@@ -169,7 +169,7 @@ def _run(shape: Shape, *faults: SimFault) -> Evidence:
 
 
 def _worlds(run: Evidence) -> list[tuple[int, int]]:
-    """Return the terms that applied a step, and how many ranks each had."""
+    """Return the terms that applied a step, with their numbers of ranks."""
     return list(dict.fromkeys((whole(line, "term"), whole(line, "world")) for line in _in_time(run, "step")))
 
 

@@ -1,4 +1,4 @@
-"""Virtual time: what happens at one moment happens in the order in which it was asked for."""
+"""Virtual time: events of one moment happen in the order in which they were requested."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from chaos.sim.machine.kernel import Kernel, Process, Task
 
 
 def test_waits_end_at_their_deadlines_in_the_order_in_which_they_began() -> None:
-    """A task that was woken early waits again, for longer than its first alarm; it is before who asked after it."""
+    """A task woken early waits again, beyond its first alarm; it precedes a task that asked later."""
     kernel, process, seen = Kernel(), Process(1, 0, "worker"), list[tuple[float, str]]()
     tasks: dict[str, Task] = {}
 
@@ -20,7 +20,7 @@ def test_waits_end_at_their_deadlines_in_the_order_in_which_they_began() -> None
 
     wait("woken", 5.0, 8.0, 1.0)
     kernel.after(2.0, lambda: kernel.wake(tasks["woken"]))
-    kernel.after(3.0, lambda: wait("later", 7.0, 1.0))  # asked for before the end of the wait below
+    kernel.after(3.0, lambda: wait("later", 7.0, 1.0))  # requested before the end of the wait below
     kernel.after(2.0, lambda: wait("shorter", 1.0, 7.0))
     kernel.sleep(20.0)
     assert seen == [

@@ -33,14 +33,14 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.slow
 
 RECORD = ROOT / "tests" / "chaos" / "recorded_long.jsonl"
-"""Remade by: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
+"""Regenerate with: rm tests/chaos/recorded_long.jsonl && elastic-chaos sim --nodes 16..64 --hours 0.1 --seeds 2
 --ledger tests/chaos/recorded_long.jsonl"""
 DRAWN = Draw((16, 64), 0.1)
 SIMULATED = ("elastic_train", "rendezvous", "chaos/sim")
 
 
 def test_a_recorded_long_run_repeats_exactly() -> None:
-    """Its faults and its verdict; and, as long as the code is that of its commit, every line of its history."""
+    """Its faults and its verdict; and, while the code is that of its commit, every line of its history."""
     (entry, *_) = Ledger(RECORD).entries
     assert entry.options == DRAWN.options
     found = entry_of(simulate(DRAWN.case(entry.seed)), entry.options, entry.code)
@@ -58,7 +58,7 @@ def _is_unchanged_since(commit: str) -> bool:
 
 
 def test_every_kind_is_drawn_often_enough() -> None:
-    """Of fifteen hundred seeds, each kind and place has at least ten; damage that has to be read comes in more."""
+    """In fifteen hundred seeds each kind and place comes at least ten times; damage that must be read, more often."""
     drawn, read = Counter[str](), 0
     for seed in range(1500):
         faults = case_of(seed).faults
@@ -70,7 +70,7 @@ def test_every_kind_is_drawn_often_enough() -> None:
 
 
 def test_a_long_run_may_train_in_shards() -> None:
-    """If it is asked for, every seed's job does, in all modes and with one to three copies; and it is valid."""
+    """On request every seed's job is sharded, in all modes and with one to three copies; and it is valid."""
     draw = Draw((6, 9), 0.05, in_shards=True)
     shapes = [draw.case(seed).shape for seed in range(60)]
     assert {(shape.shards, shape.copies) for shape in shapes} == set(
@@ -83,7 +83,7 @@ def test_a_long_run_may_train_in_shards() -> None:
 
 
 def test_faults_come_at_the_stated_rate() -> None:
-    """Over an hour of the job, within a few standard deviations; the nodes are those asked for, of all sizes."""
+    """The rate is right within a few standard deviations over an hour; all requested numbers of nodes occur."""
     draw, sizes = Draw((16, 64), 1.0, 240.0), set[int]()
     for seed in range(20):
         case = draw.case(seed)
@@ -107,7 +107,7 @@ def test_a_fault_at_a_place_waits_for_its_moment() -> None:
 
 
 def test_files_may_be_damaged_again_and_again() -> None:
-    """As often as the commit before is whole: the job continues from that one each time."""
+    """This works as often as the previous commit is intact: the job continues from that one each time."""
     shape = Shape(nodes=2, lanes=6, epochs=14, keep_last=3)
     hits = [(SimFault("flip_bit", at_s=at_s), SimFault("kill_job", at_s=at_s + 0.5, for_s=1.0)) for at_s in (10, 24)]
     outcome = simulate(Case(1, shape, tuple(fault for pair in hits for fault in pair)))
@@ -132,7 +132,7 @@ def test_the_digest_does_not_depend_on_processes_or_pauses(tmp_path: Path) -> No
 def test_an_interrupt_ends_a_ledger_and_runs_with_other_options_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C ends with the seeds that were run; a line with other options counts as another seed."""
+    """Ctrl-C ends with the completed seeds; a line with other options counts as another seed."""
     outcome = simulate(case_of(60))
 
     def interrupted(*_: object) -> Iterator[Outcome]:

@@ -1,4 +1,4 @@
-"""Seeds over several processes: none waits for another one's, and outcomes come in the order of the seeds."""
+"""Seeds over several processes: no seed waits for another, and outcomes come in the order of the seeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_long_seed_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_that_dies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its seed has no outcome: that is no shorter campaign."""
+    """Its seed has no outcome, and the campaign must not simply look shorter."""
     monkeypatch.setattr(pool, "simulate", lambda seed: os._exit(1) if seed == 2 else seed)
     with pytest.raises(EOFError):
         list(pool.simulate_each(range(4), lambda seed: seed, 2))  # type: ignore[arg-type]

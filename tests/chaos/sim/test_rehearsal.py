@@ -1,4 +1,4 @@
-"""A scenario in virtual time: the same faults in the same order; what is not simulated is listed."""
+"""A scenario in virtual time: the same faults in the same order; faults that are not simulated are listed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scenario(*faults: Fault, nodes: Nodes = LIVE) -> Scenario:
 
 
 def test_the_live_scenario_holds_in_virtual_time() -> None:
-    """What comes with the package for real nodes runs in the simulator, and violates nothing."""
+    """The packaged scenario for real nodes runs in the simulator without violations."""
     case = rehearse(load(FOLDER / "live-faults.yaml"), 3)
     assert [fault.kind for fault in case.faults] == ["kill_worker", "freeze_worker", "kill_node", "stop_node"]
     outcome = simulate(case)
@@ -42,7 +42,7 @@ def test_the_live_scenario_holds_in_virtual_time() -> None:
 
 @pytest.mark.parametrize("name", ["kill-a-rank", "shrink-and-regrow", "witness"])
 def test_scenarios_of_restart_mode_hold_in_virtual_time(name: str) -> None:
-    """Scenarios of the restart mode: all of their faults come, at their steps, and no process outlives its world."""
+    """All of their faults come, at their steps, and no process outlives its world."""
     case = rehearse(load(FOLDER / f"{name}.yaml"), 3)
     run = Job(case.shape, case.seed, case.faults).run()
     assert case.shape.recovery == "restart" and len(run.of("fault")) == len(case.faults)
@@ -74,7 +74,7 @@ def test_moments_become_times_and_roles_become_nodes() -> None:
 
 
 def test_data_and_tracker_break_in_a_scenario_too() -> None:
-    """A row group is lost for good and quarantined, unless the file says otherwise; the job has a tracker to lose."""
+    """A row group is lost forever and quarantined, unless the file says otherwise; the job has a tracker to lose."""
     faults = (
         Fault(kind="tracker_outage", at_step=10, for_s=5),
         Fault(kind="bad_row_group", at_step=20),
@@ -93,7 +93,7 @@ def test_data_and_tracker_break_in_a_scenario_too() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> None:
-    """All that comes with the package for real nodes has a case, whose steps the job has, except for those listed."""
+    """Every packaged scenario for real nodes has a case whose steps fit the job, except for those listed."""
     refused = {"hangs": "hang is not simulated", "frozen-disk": "freeze_fs is not simulated"}
     refused |= {"flipped-data": "flip_data is not simulated", "no-more-files": "cap_fds is not simulated"}
     refused["slow-node"] = "slow_cpu is not simulated"
@@ -112,7 +112,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
 
 
 def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
-    """Kinds that only real runs have come in one error."""
+    """Kinds that exist only in real runs come in one error."""
     faults = (
         Fault(kind="slow", node=0, at_point=Point(name="write")),
         Fault(kind="cut_node", node=2, at_s=1, for_s=3),
@@ -123,7 +123,7 @@ def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
 
 
 def test_a_state_that_skipped_a_damaged_commit_is_kept() -> None:
-    """The newest commit is damaged and the job killed; the world that began after that breaks before its first commit.
+    """The newest commit is damaged and the job killed; the next world breaks before its first commit.
 
     Its members continue from their state, and not from that older commit again and again.
     """

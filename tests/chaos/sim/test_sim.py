@@ -1,4 +1,4 @@
-"""The simulator: it runs the product in virtual time, repeats itself, finds planted bugs, and has no false alarm."""
+"""The simulator runs the product in virtual time, is reproducible, finds planted bugs, and has no false alarm."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_a_thousand_more_seeds_break_no_invariant() -> None:
 
 @pytest.mark.parametrize("seed", [3, 11])
 def test_the_same_seed_is_the_same_history(seed: int) -> None:
-    """Every line of every process, every commit and the result come out alike."""
+    """Every line of every process, every commit and the result are the same."""
     first, again = simulate(case_of(seed)), simulate(case_of(seed))
     assert first == again and first.digest
 
 
 def test_a_fault_left_out_is_another_history() -> None:
-    """A case determines what happens: without its faults it is the run without faults."""
+    """A case determines the history: without its faults it is the run without faults."""
     case = Case(5, Shape(), (SimFault("kill_worker", at_s=6.0, node=1),))
     faulted, healthy = simulate(case), simulate(replace(case, faults=()))
     assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
@@ -101,7 +101,7 @@ def test_the_cases_that_are_run_first_are_those_of_planted_bugs() -> None:
 
 @pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])
 def test_training_itself_ends_where_samples_were_not_applied_once_each(name: str) -> None:
-    """Without the judge: at the end of the epoch that it happened in, before a commit holds it, and for good."""
+    """Even without the judge it ends at the end of that epoch, before a commit holds it, and permanently."""
     found, _ = catalogue.named(name).hunt()
     assert found is not None
     watched = {place: code for place, code in catalogue.named(name).code().items() if place not in catalogue.UNWATCHED}
@@ -132,7 +132,7 @@ def test_a_run_in_which_a_worker_dies_by_itself_is_not_valid() -> None:
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_every_past_failure_stays_fixed(path: Path) -> None:
-    """Every case that once broke an invariant is kept, shrunk, and breaks none."""
+    """Every case that once broke an invariant is kept, minimised, and breaks none."""
     assert simulate(cases.load(path)).violations == ()
 
 
@@ -150,7 +150,7 @@ def test_a_deleted_parent_is_known_by_the_term_that_restored_it() -> None:
 
 
 def begun_from_unreported(run: Evidence) -> tuple[Evidence, str, dict[str, object]] | None:
-    """Return a commit that no history reports, of which a term began, and the first commit of that term."""
+    """Return a commit from which a term began and that no history reports, and the first commit of that term."""
     reported, stored = {line["key"]: line for line in run.of("commit")}, {commit.key for commit in run.commits}
     for line in run.of("restore"):
         firsts = [commit for commit in reported.values() if commit["term"] == line["term"]]
@@ -160,7 +160,7 @@ def begun_from_unreported(run: Evidence) -> tuple[Evidence, str, dict[str, objec
 
 
 def test_a_failing_case_is_shrunk(tmp_path: Path) -> None:
-    """Of five faults the one that matters is left, and the file that it is written to is the same case."""
+    """Of five faults only the relevant one is left, and its written file is the same case."""
     bug = next(bug for bug in PLANTED if bug.name == "fetched-cursor")
     harmless = [SimFault("jump_clock", at_s=at_s, for_s=1.0) for at_s in (5.0, 6.0, 7.0, 8.0)]
     case = Case(1, Shape(), (*harmless[:2], SimFault("kill_worker", at_s=6.5, node=1), *harmless[2:]))
@@ -198,7 +198,7 @@ def test_a_deadlock_ends_the_simulation() -> None:
 
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
 def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards) -> None:
-    """Each rank by itself, by the product's own functions, comes to the same history."""
+    """Computing them separately on each rank, by the product's own functions, gives the same history."""
     kills = tuple(SimFault("kill_node", at_s=6.0 + 4.0 * node, node=node, for_s=3.0) for node in (0, 1, 3))
     case = Case(1, Shape(nodes=4, copies=2, shards=shards, epochs=6), kills)
     own: dict[str, object] = {f"elastic_train.parallel.reduce_scatter_sum:{runs_of.__name__}": runs_of}
@@ -215,7 +215,7 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
 
 
 def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
-    """Lines, commits and result have the fields of the product's own; only tensors and the agent are modelled."""
+    """Lines, commits and result have the product's fields; only tensors and the agent are modelled."""
     run = Job(Shape(), 1, ()).run()
     assert {line["op"] for process in run.processes for line in process} == {
         *("form", "restore", "step", "commit", "end"),
@@ -227,7 +227,7 @@ def test_the_history_is_the_evidence_that_real_runs_leave() -> None:
 
 
 def test_as_many_nodes_as_asked_for() -> None:
-    """A job of 128 nodes loses some and ends well; etcd takes no more guards of one transaction than it would."""
+    """A job of 128 nodes loses some and finishes; etcd accepts no larger transactions than in reality."""
     faults = (SimFault("lose_node", at_s=6.0, node=3, for_s=4.0), SimFault("kill_node", at_s=6.5, node=7, for_s=3.0))
     shape = Shape(nodes=128, lanes=128, micro_batch=1, rows=(384,), epochs=1, commit_every=2, lane_s=2.0)
     outcome = simulate(Case(1, shape, faults))
@@ -235,7 +235,7 @@ def test_as_many_nodes_as_asked_for() -> None:
 
 
 def test_the_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    """`elastic-chaos sim --json` ends with what all seeds add up to."""
+    """`elastic-chaos sim --json` ends with the totals of all seeds."""
     with pytest.raises(SystemExit) as left:
         main(["sim", "--seeds", "20:23", "--json"])
     fields = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""What one fault does to a simulated job: whom it stops, whom it costs a world, and which code says why."""
+"""The effect of one fault on a simulated job: whom it stops, whose world it ends, and the exit code that says why."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from chaos.sim.job.shape import Recovery, Shape, Shards
 from chaos.sim.machine.kernel import EPOCH_S
 
 pytestmark = pytest.mark.slow
-HUNT = pytest.mark.hunt  # other moments of a fault that is at one here
+HUNT = pytest.mark.hunt  # other moments of a fault that is tested at one moment here
 
 
 def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
-    """Both reach etcd, so no lease ends; a waiting member probes the other, and worlds form without the pair."""
+    """Both reach etcd, so no lease expires; a waiting member probes the other, and worlds form without the pair."""
     run = Job(Shape(), 1, (SimFault("cut_link", at_s=6.0, node=0, other=1, for_s=1000.0),)).run()
     assert run.result is not None and run.result["status"] == "done"
     (ended,) = {line["t"] for process in run.processes for line in process if line["op"] == "end" and line["rank"] == 0}
@@ -32,7 +32,7 @@ def test_two_nodes_that_only_a_third_reaches_do_not_stop_the_job() -> None:
 
 @pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
 def test_a_node_that_comes_back_at_a_wrong_address_stops_nobody(kind: str) -> None:
-    """The others ask who is there before they make room for it: their one world after its loss lasts to the end."""
+    """The others check its identity before they make room for it: their one world after its loss lasts to the end."""
     away = SimFault("kill_node", at_s=8.0, node=2, for_s=6.0)
     run = Job(Shape(epochs=30), 1, (away, SimFault(kind, at_s=8.5, node=2, for_s=1000.0))).run()
     assert run.result is not None and run.result["status"] == "done"
@@ -44,7 +44,7 @@ def test_a_node_that_comes_back_at_a_wrong_address_stops_nobody(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
 def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None:
-    """It lives, so its refusal is not death for long: the others continue without it, and take it in again later."""
+    """It lives, so the refusal only briefly counts as death: the others continue without it, and accept it later."""
     run = Job(Shape(epochs=30), 1, (SimFault(kind, at_s=10.0, node=2, for_s=12.0),)).run()
     assert run.result is not None and run.result["status"] == "done"
     forms = {line["term"]: line["world"] for process in run.processes for line in process if line["op"] == "form"}
@@ -54,7 +54,7 @@ def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None
 @pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: int) -> None:
-    """The fault names one of them, and neither can tell whose address it is that is wrong."""
+    """The fault names one of them, and neither can tell whose address is wrong."""
     fault = SimFault(kind, at_s=15.0, node=node, for_s=20.0)
     run = Job(Shape(nodes=2, epochs=30), 1, (fault,)).run()
     assert [line["world"] for line in run.of("form") if line["rank"] == 0][:2] == [2, 1], "one has left"
@@ -62,7 +62,7 @@ def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: i
 
 
 def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_explained() -> None:
-    """Of three nodes, the one at whose address nobody is has to leave."""
+    """Of three nodes, the one whose address nobody can reach has to leave."""
     run = Job(Shape(epochs=30), 1, (SimFault("refuse_address", at_s=10.0, node=2, for_s=1000.0),)).run()
     (fault,) = run.of("fault")
     fault.update(pids=[], node=1)
@@ -72,7 +72,7 @@ def test_the_departure_of_a_third_node_from_two_that_refuse_each_other_is_not_ex
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
 def test_a_process_that_hangs_is_ended_by_its_own_watchdog(recovery: Recovery) -> None:
-    """After a third of a minute, by the product's own code; without that the others wait until it hangs no more."""
+    """The product's code does so after a third of a minute; otherwise the others wait until the hang ends."""
     case = Case(
         1, Shape(epochs=30, recovery=recovery, peer_timeout_s=300.0), (SimFault("hang_worker", 15.0, for_s=200.0),)
     )
@@ -86,7 +86,7 @@ def test_a_process_that_hangs_is_ended_by_its_own_watchdog(recovery: Recovery) -
 
 
 def test_a_stopped_worker_is_left_out_before_its_lease_ends_and_comes_back() -> None:
-    """Its agent sees it in half a second, and removes its member; with the agent frozen, too, the lease has to end."""
+    """Its agent sees it in half a second, and removes its member; if the agent is frozen too, the lease must expire."""
     shape = Shape(epochs=30, ttl_s=20.0, peer_timeout_s=300.0)
     seconds = {}
     for kind in ("freeze_worker", "freeze_node"):
@@ -98,7 +98,7 @@ def test_a_stopped_worker_is_left_out_before_its_lease_ends_and_comes_back() -> 
 
 
 def test_a_worker_that_stays_stopped_is_replaced() -> None:
-    """After a minute, by its agent; nobody continues it."""
+    """Its agent replaces it after a minute; nobody continues it."""
     run = Job(Shape(epochs=90), 1, (SimFault("freeze_worker", at_s=15.0, node=1, for_s=1000.0),)).run()
     (again,) = [line for line in run.of("node") if line["node"] == 1][1:]
     assert 60.0 < again["t"] - EPOCH_S - 15.0 < 65.0
@@ -106,7 +106,7 @@ def test_a_worker_that_stays_stopped_is_replaced() -> None:
 
 
 def test_workers_that_die_young_are_started_after_longer_and_longer_pauses() -> None:
-    """The others train on meanwhile."""
+    """Meanwhile the others continue to train."""
     kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (40.0, 45.0, 50.0, 57.0))
     run, outcome = run_and_judge(Case(1, Shape(epochs=60), kills))
     assert outcome.violations == (), outcome.violations
@@ -116,7 +116,7 @@ def test_workers_that_die_young_are_started_after_longer_and_longer_pauses() -> 
 
 
 def test_a_node_that_has_used_up_its_restarts_leaves_and_is_started_again() -> None:
-    """With 1, after as many deaths of its own as it may answer; the judge accepts no such end after fewer faults."""
+    """It exits with 1 after its allowed number of own failures; the judge accepts no such end after fewer faults."""
     kills = tuple(SimFault("kill_worker", at_s=at_s, node=1) for at_s in (20.0, 50.0, 80.0))
     shape = Shape(epochs=120, max_restarts=2)
     run, outcome = run_and_judge(Case(1, shape, kills))
@@ -133,7 +133,7 @@ def test_a_node_that_has_used_up_its_restarts_leaves_and_is_started_again() -> N
 
 @pytest.mark.parametrize("node", range(3))
 def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -> None:
-    """Whether it leads or not: it steps back, and all others commit as before. Without that nobody can any more."""
+    """Leader or not, it steps back, and all others commit as before. Otherwise nobody can commit any more."""
     faults = (SimFault("readonly_dir", at_s=10.0, node=node, for_s=1000.0),)
     run = Job(Shape(epochs=30), 1, faults).run()
     assert run.result is not None and run.result["status"] == "done"
@@ -146,7 +146,7 @@ def test_a_node_that_cannot_write_costs_one_world_and_a_few_commits(node: int) -
 
 
 def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
-    """In `restart` mode, too, where the process ends over it; two of four nodes were lost for good here."""
+    """This includes `restart` mode, where the process ends; nodes must not be lost permanently."""
     shape = Shape(nodes=4, lanes=5, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=2, lane_s=0.3, recovery="restart")
     outcomes = []
     for seed in range(8):
@@ -162,9 +162,9 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
 @pytest.mark.parametrize("gap_s", [pytest.param(0.02, marks=HUNT), 0.1, pytest.param(0.19, marks=HUNT)])
 @pytest.mark.parametrize("seed", [0, 4, 10])
 def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
-    """One commit of all, and no world of those that are left, in which some of them would find out next.
+    """One commit of all, and no world of the remaining ranks in which some would be asked next.
 
-    With seeds 4 and 10 some ranks have left before others know that all have come to leave.
+    With seeds 4 and 10 some ranks leave before others know that all have been asked to leave.
     """
     asked = tuple(SimFault("stop_node", at_s=10.0 + gap_s * node, node=node, for_s=10.0) for node in range(3))
     run = Job(Shape(epochs=30), seed, asked).run()
@@ -178,7 +178,7 @@ def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: f
 
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 def test_a_node_that_is_asked_to_leave_takes_no_share_of_the_state_along(shards: Shards) -> None:
-    """Nobody else has it, and no commit was due yet: there is one before the node goes, and no step is given up."""
+    """It holds the only copy, and no commit was due yet: one is made before the node leaves, and no step is lost."""
     shape = Shape(copies=1, shards=shards, epochs=20, commit_every=90)
     run = Job(shape, 1, (SimFault("stop_node", at_s=10.0, node=1, for_s=10.0),)).run()
     assert run.result is not None and run.result["status"] == "done"
@@ -188,7 +188,7 @@ def test_a_node_that_is_asked_to_leave_takes_no_share_of_the_state_along(shards:
 
 
 def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
-    """The node's second and third processes are not the one that the fault's line names."""
+    """The node's second and third processes are not the one in the fault's line."""
     run = Job(Shape(epochs=20), 1, (SimFault("flap_node", at_s=8.0, node=1, for_s=8.0),)).run()
     named = [line["pids"] for line in run.of("undo") if line["kind"] == "flap_node"]
     assert len(named) == 2 and all(named)
@@ -197,7 +197,7 @@ def test_every_process_of_a_flapping_node_that_leaves_is_explained() -> None:
 
 @pytest.mark.parametrize("kind", filter(spares_others, LONE))
 def test_one_bad_node_costs_the_others_next_to_nothing(kind: str) -> None:
-    """The law is put to the test by each kind, and holds; so does everything else."""
+    """Each kind tests the law, which holds; so does everything else."""
     shape = Shape(epochs=30, lane_s=0.5)
     outcome = simulate(Case(1, shape, (SimFault(kind, at_s=20.0, node=2, for_s=100.0),)))
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
@@ -206,7 +206,7 @@ def test_one_bad_node_costs_the_others_next_to_nothing(kind: str) -> None:
 
 
 def test_a_node_of_another_version_ends_with_2_and_says_why() -> None:
-    """It is let into no world for longer than it takes to compare; with the others' version it comes back."""
+    """It is in no world for longer than the comparison takes; with the others' version it returns."""
     shape = Shape(epochs=30, lane_s=0.5)
     run = Job(shape, 1, (SimFault("other_code", at_s=20.0, node=2, for_s=100.0),)).run()
     (turned_away,) = [line for line in run.of("exit") if line["code"] != 0]
@@ -217,7 +217,7 @@ def test_a_node_of_another_version_ends_with_2_and_says_why() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_node_that_computes_wrongly_ends_with_71_and_is_let_in_when_it_is_replaced(ranks: int) -> None:
-    """It says why, and costs the others no world; on another processor it is a member again."""
+    """It says why, and costs the others no world; on another CPU it is a member again."""
     shape = Shape(epochs=30, lane_s=0.5, ranks=ranks, lanes=12)
     job = Job(shape, 1, (SimFault("unfit_node", at_s=20.0, node=2, for_s=100.0),))
     run = job.run()
@@ -228,7 +228,7 @@ def test_a_node_that_computes_wrongly_ends_with_71_and_is_let_in_when_it_is_repl
 
 
 def test_another_job_in_the_folder_ends_with_2_and_leaves_no_trace() -> None:
-    """It sees that the first one is at work, claims no term, and trains nothing; the first one's world stays whole."""
+    """It sees that the first one is running, claims no term, and trains nothing; the first one's world is intact."""
     job = Job(Shape(epochs=30, lane_s=0.5), 1, (SimFault("twin_dir", at_s=20.0, for_s=100.0),))
     run = job.run()
     turned_away = [line for line in run.of("exit") if line["code"] != 0]
@@ -239,13 +239,13 @@ def test_another_job_in_the_folder_ends_with_2_and_leaves_no_trace() -> None:
 
 
 def test_worlds_that_do_not_form_for_minutes_do_not_end_the_job() -> None:
-    """Hundreds of them; the network heals, and the job ends well."""
+    """Hundreds of them fail; the network recovers, and the job finishes."""
     outcome = simulate(Case(1, Shape(), (SimFault("block_ports", at_s=5.5, for_s=900.0),)))
     assert outcome.violations == ()
 
 
 def test_worlds_that_never_form_end_every_node_with_93() -> None:
-    """After half an hour, and with a reason; a product that tries for ever is caught by `progress`."""
+    """They end after half an hour, with a reason; `progress` catches a product that retries for ever."""
     blocked = SimFault("block_ports", at_s=5.5, for_s=3600.0)
     run = Job(Shape(), 1, (blocked,)).run()
     assert [line["code"] for line in run.of("exit")] == [93, 93, 93]
@@ -256,7 +256,7 @@ def test_worlds_that_never_form_end_every_node_with_93() -> None:
 
 
 def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
-    """A hole begins after a commit, every process dies, all can be read again: the replay leaves out the same samples.
+    """A hole begins after a commit, every process dies, all can be read again: the replay skips the same samples.
 
     The bits are those of a run that knew of the hole from the beginning.
     """
@@ -277,7 +277,7 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
 @pytest.mark.parametrize("more", [None, 1, 2], ids=["alone", "its worker dies", "another's worker dies"])
 @pytest.mark.parametrize("for_s", [2.0, 15.0])
 def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s: float) -> None:
-    """In live mode, alone, it does not even cost a world; a worker of its own that dies meanwhile comes back later."""
+    """In live mode, alone, it does not even cost a world; its worker that dies meanwhile is replaced later."""
     faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
     faults += [] if more is None else [SimFault("kill_worker", at_s=11.0, node=more)]
     case = Case(1, Shape(epochs=8, recovery=recovery), tuple(faults))
@@ -290,7 +290,7 @@ def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s
 @pytest.mark.parametrize("recovery", ["live", "restart"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
-    """Also with quarantine, and whether it leads or not: it ends with 65, and comes back when its copy is restored."""
+    """With or without quarantine, leader or not, it exits with 65, and returns when its copy is restored."""
     shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
     case = Case(1, shape, (SimFault("bad_row_group", at_s=6.0, node=node, other=2),))
     run, outcome = run_and_judge(case)
@@ -304,7 +304,7 @@ def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recove
 
 
 def test_what_all_can_read_again_when_they_look_is_no_hole() -> None:
-    """An outage that is over when the ranks look again, past what they hold, costs a repeated step."""
+    """An outage that ends before the ranks look again, bypassing caches, costs a repeated step."""
     shape = Shape(unreadable="quarantine", epochs=6)
     for at_s in (6.0, 6.3, 6.6):
         run = Job(shape, 1, (SimFault("bad_row_group", at_s=at_s, node=-1, other=2, for_s=0.05),)).run()
@@ -312,7 +312,7 @@ def test_what_all_can_read_again_when_they_look_is_no_hole() -> None:
 
 
 def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
-    """Without quarantine every node ends with 65, and is not started again; the judge says that the job did not end."""
+    """Every node exits with 65, and is not restarted; the judge says that the job did not end."""
     run = Job(Shape(), 1, (SimFault("bad_row_group", at_s=6.0, node=-1, other=1),)).run()
     assert [line["code"] for line in run.of("exit")] == [65, 65, 65]
     (finished,) = [finding for finding in judge(run) if finding.invariant == "finished"]
@@ -323,7 +323,7 @@ def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
 def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_s: float) -> None:
     """Back before the job's end or long after it: each value of each step is there once, and is the final one.
 
-    What came back after the end was sent by the product's `sync`.
+    If it is back after the end, the product's `sync` sends the values.
     """
     shape = Shape(tracked=True, recovery=recovery)
     away = SimFault("tracker_outage", at_s=5.5, for_s=for_s)
@@ -335,7 +335,7 @@ def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_
 
 
 def test_a_store_without_conditional_creates_is_refused_by_all() -> None:
-    """No step is committed there: every node ends with 2, before two worlds could publish under one name."""
+    """No step is committed there: every node exits with 2, before two worlds could publish under one name."""
     job = Job(Shape(nodes=3), 0, ())
     job.around.storage.is_unconditional = True
     run = job.run()

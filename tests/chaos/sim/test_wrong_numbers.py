@@ -1,4 +1,4 @@
-"""A rank that computes wrongly for a moment: a bit of its weights flips, or a loss is not a number."""
+"""A rank that computes wrongly for a moment: a bit of its weights flips, or a loss is NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPOILT = tuple(SimFault("nan_loss", step=step, node=step % 3) for step in (3, 8,
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
 def test_a_flipped_bit_costs_the_steps_since_the_last_commit_and_nothing_else(recovery: Recovery) -> None:
-    """All ranks find it before the next commit, say whose weights are the odd ones, and begin with the last one."""
+    """All ranks find it before the next commit, report the rank that differs, and restore the last commit."""
     case = Case(1, Shape(recovery=recovery), (FLIPPED,))
     run, outcome = run_and_judge(case)
     assert all(finding.truth == "true" for finding in outcome.findings), outcome.findings
@@ -36,7 +36,7 @@ def test_a_flipped_bit_costs_the_steps_since_the_last_commit_and_nothing_else(re
 
 
 def test_of_two_ranks_nobody_knows_which_has_flipped() -> None:
-    """Both end, and the last commit is right all the same."""
+    """Both exit, and the last commit is right nevertheless."""
     outcome = simulate(Case(1, Shape(nodes=2), (FLIPPED,)))
     assert outcome.violations == () and outcome.num_faults == {"flip_memory": 1}
     assert all("hold different weights" in error for error in outcome.errors), outcome.errors
@@ -44,7 +44,7 @@ def test_of_two_ranks_nobody_knows_which_has_flipped() -> None:
 
 @pytest.mark.parametrize(("shards", "copies"), [("optimizer", 1), ("parameters", 2)])
 def test_no_bit_flips_where_nobody_could_tell(shards: Shards, copies: int) -> None:
-    """Of a share with one holder there is nothing to compare with, so the fault is not counted as one."""
+    """A shard with one holder has nothing to be compared with, so the fault does not count as one."""
     outcome = simulate(Case(1, Shape(copies=copies, shards=shards), (FLIPPED,)))
     assert outcome.num_faults == {} and outcome.violations == ()
 
@@ -52,7 +52,7 @@ def test_no_bit_flips_where_nobody_could_tell(shards: Shards, copies: int) -> No
 @pytest.mark.parametrize("recovery", ["live", "restart"])
 @pytest.mark.parametrize("more", [{}, {"vectors": True}, {"copies": 2, "shards": "parameters"}], ids=str)
 def test_the_update_of_a_step_without_a_loss_is_left_out_by_all(recovery: Recovery, more: dict[str, object]) -> None:
-    """The bits are those of one rank whose losses at the same steps are no numbers; no world ends over it."""
+    """The bits equal those of one rank with NaN losses at the same steps; no world ends because of it."""
     shape = replace(Shape(recovery=recovery), **more)  # type: ignore[arg-type]
     run, outcome = run_and_judge(Case(1, shape, SPOILT))
     truths = {finding.invariant: finding for finding in outcome.findings}
@@ -64,7 +64,7 @@ def test_the_update_of_a_step_without_a_loss_is_left_out_by_all(recovery: Recove
 
 
 def test_updates_that_are_left_out_need_a_loss_that_is_none() -> None:
-    """A step whose loss was finite has an update; a loss that is none is written down; and a fault has to be there."""
+    """A step with a finite loss has its update; a NaN loss is recorded; and it needs a fault as its cause."""
     run = Job(Shape(), 1, SPOILT[:1]).run()
     assert updates(run).startswith("1 of 15 steps")
     steps = [line for line in run.of("step") if line["step"] == 4]

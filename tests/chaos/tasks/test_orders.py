@@ -1,4 +1,4 @@
-"""Orders for tasks: each is carried out once, and what was done can be read."""
+"""Orders for tasks: each is executed once, and its outcome can be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import PATIENCE_S
 
 @pytest.fixture
 def restless() -> Iterator[None]:
-    """Threads take turns as often as they can."""
+    """Make threads switch as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -33,7 +33,7 @@ def test_an_order_that_waits_is_not_given_again(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("restless")
 def test_what_was_done_at_once_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each order of many is carried out as soon as its file is there, and its answer stays until the next one."""
+    """Each of many orders is executed as soon as its file exists, and its answer stays until the next one."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     orders, num, answered = Orders(), 300, Semaphore(0)
 

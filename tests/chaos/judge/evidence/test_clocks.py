@@ -1,4 +1,4 @@
-"""Nodes whose clocks differ by seconds: what is judged by times is judged on one clock."""
+"""Nodes whose clocks differ by seconds: judgements based on times use one clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AHEAD_S = 5.0
 
 @pytest.fixture
 def skewed(tmp_path: Path) -> Path:
-    """A good run of whose hosts one has a clock that is ahead: that of the first two worlds' rank 0."""
+    """A good run in which the clock of one host, that of the first two worlds' rank 0, is ahead."""
     folder = record(tmp_path / "run")
     edit(folder / "faulted", _host)
     return folder
@@ -33,7 +33,7 @@ def _host(line: Line) -> Line:
 
 
 def skew(folder: Path, seconds: float) -> None:
-    """Have the clock of h1 be ahead in all that it stamps."""
+    """Set the clock of h1 ahead in all of its timestamps."""
 
     def moved(line: Line) -> Line:
         if "rank" not in line or (int(str(line["rank"])) + int(str(line["term"]))) % 2 != 1:
@@ -45,7 +45,7 @@ def skew(folder: Path, seconds: float) -> None:
         folder / "faulted",
         lambda record: {**record, "created_at": float(str(record["created_at"])) + _ahead(record, seconds)},
     )
-    for path in (folder / "faulted" / "metrics").iterdir():  # what rank 0 stamps
+    for path in (folder / "faulted" / "metrics").iterdir():  # timestamps of rank 0
         lines = [json.loads(text) for text in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**x, "t": x["t"] + _ahead(x, seconds)}) + "\n" for x in lines))
 
@@ -68,14 +68,14 @@ def test_a_clock_that_is_ahead_is_seen_and_raises_no_alarm(skewed: Path, seconds
 
 @pytest.mark.parametrize("seconds", [AHEAD_S, -20.0])
 def test_durability_is_not_blind_where_clocks_differ(skewed: Path, seconds: float) -> None:
-    """A term that continues an older commit is found, though by its clock the newest had not been published by then."""
+    """A term that continues an older commit is found, though by its clock the newest was not yet published."""
     older_commit(skewed / "faulted")
     skew(skewed, seconds)
     assert truths(skewed)["durability"] == "false"
 
 
 def _world(term: int, at: float, ahead: dict[str, float], *steps: int) -> list[Line]:
-    """A world of one process on each host, a second for each step, stamped by clocks that are so far ahead."""
+    """Return a world of one process per host, with a second per step, timestamped by clocks ahead by `ahead`."""
     found: list[Line] = []
     for rank, (host, ahead_s) in enumerate(ahead.items()):
         found.append({"op": "form", "t": at + ahead_s, "term": term, "rank": rank, "host": host})
@@ -91,7 +91,7 @@ def _world(term: int, at: float, ahead: dict[str, float], *steps: int) -> list[L
 def test_a_fault_tells_whose_clock_is_ahead_by_the_term_that_had_not_formed(
     ahead: str, after_s: float, steps: tuple[int, ...]
 ) -> None:
-    """The job ends with the next world; by the other clock that had formed before the fault which ended the last."""
+    """The job ends with the next world; by the other clock that had formed before the fault that ended the last one."""
     clocks = {"a": 0.0, "b": 0.0, ahead: -3.0}
     fault: Line = {"op": "fault", "t": 10.0, "term": 1, "seen_step": 2}
     lines = [*_world(1, 7.0, clocks, 1, 2), *_world(2, 10.0 + after_s, clocks, *steps), fault]
@@ -99,7 +99,7 @@ def test_a_fault_tells_whose_clock_is_ahead_by_the_term_that_had_not_formed(
 
 
 def test_hosts_that_never_met_have_clocks_of_their_own() -> None:
-    """A twin's world was before the job's own: that all of its clocks are right says nothing of the others."""
+    """A twin's world preceded the job: that all of its clocks agree says nothing about the other hosts."""
     lines = [*_world(1, 5.0, {"a": 0.0, "b": 0.0, "c": 0.0}, 1), *_world(2, 20.0, {"d": 0.0, "e": -6.0, "f": 0.0}, 1)]
     assert offsets_of([lines]) == {"e": -6.0}
 
@@ -112,7 +112,7 @@ def test_small_differences_are_left_alone(skewed: Path) -> None:
 
 
 def test_a_host_that_was_frozen_in_most_of_its_few_steps_has_no_wrong_clock() -> None:
-    """It wrote of two of three steps late; of the worlds that it was in, it wrote in time."""
+    """It wrote two of three steps late, but wrote on time in the formation of its worlds."""
     lines = [line for term in (1, 2, 3) for line in _world(term, 100.0 * term, {"a": 0.0, "b": 0.0}, term)]
     for line in lines:
         if line["op"] == "step" and line["rank"] == 1 and line["term"] != 1:

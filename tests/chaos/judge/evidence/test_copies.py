@@ -1,4 +1,4 @@
-"""A share of the state is lost only with all nodes that hold it; then the newest commit is what a world begins with."""
+"""A shard is lost only if all nodes that hold it are; then a world begins with the newest commit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODES = {7: 0, 8: 0, 9: 1, 10: 1, 11: 2, 12: 2}
 
 
 def a_world(t: float, term: int, pids: list[int], step: int, *, size: int = 0, **said: object) -> list[Line]:
-    """Return the lines of a world, every one of whose members has restored a step, and applied another one."""
+    """Return the lines of a world whose members have all restored a step, and applied another one."""
     lines: list[Line] = []
     for rank, pid in enumerate(pids):
         place: Line = {"term": term, "rank": rank}
@@ -54,7 +54,7 @@ def test_it_takes_as_many_nodes_as_there_are_copies() -> None:
 
 
 def test_a_loss_may_be_told_again_until_a_step_is_applied() -> None:
-    """Who was away comes back with a part of what was given up: that was lost before. After a step it is another."""
+    """A member that was away returns with a part of the abandoned state: an old loss. After a step it is a new one."""
     first, lost = a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9, 10], 0, lost=3)
     again = a_world(3.0, 3, [9, 10, 11, 12], 0, lost=2)
     without_steps = [line for line in lost if line["op"] != "step"]
@@ -64,14 +64,14 @@ def test_a_loss_may_be_told_again_until_a_step_is_applied() -> None:
 
 
 def test_what_is_given_up_without_a_loss_stays_a_violation() -> None:
-    """However many are gone: a world that says nothing of a loss began where it should not."""
+    """The number of lost processes does not matter: a world that reports no loss began at the wrong step."""
     run = evidence_of(a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9], 0))
     with pytest.raises(Violated, match="step 1 was applied in term 1, of which process 9 lives on"):
         check_kept(run)
 
 
 def test_losses_count_from_the_last_world_that_trained() -> None:
-    """In a world that did not come to its beginning nobody holds anything new, and its members' deaths count, too."""
+    """In a world that never began members receive no new state, and their deaths count as well."""
     broken = [line for line in a_world(2.0, 2, [9, 10, 11, 12], 1) if line["op"] == "form"]
     copies(evidence_of(a_world(1.0, 1, ALL, 0), broken, a_world(3.0, 3, [11, 12], 0, lost=1)))
     trained = a_world(2.0, 2, [9, 10, 11, 12], 1)
@@ -82,7 +82,7 @@ def test_losses_count_from_the_last_world_that_trained() -> None:
 
 
 def test_whoever_leaves_when_asked_explains_no_loss() -> None:
-    """What it alone held it has committed; beside another that is lost it counts: that one may have had the rest."""
+    """It has committed the shards that only it held; with another loss it counts, as both may have held a shard."""
     first, after = a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [9, 10, 11, 12], 0, lost=3)
     left: list[Line] = [{"op": "leave", "t": 1.5, "term": 1, "rank": rank, "step": 1} for rank in (0, 1)]
     copies(evidence_of(first, left[:1], after, num_copies=1))
@@ -92,7 +92,7 @@ def test_whoever_leaves_when_asked_explains_no_loss() -> None:
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_whoever_leaves_before_the_first_step_takes_its_share_along(step: int) -> None:
-    """There is nothing to commit yet, so all others begin again."""
+    """There is nothing to commit yet, so all others start again."""
     first = [line for line in a_world(1.0, 1, ALL, 0) if line["op"] != "step"]
     left: list[Line] = [{"op": "leave", "t": 1.5, "term": 1, "rank": rank, "step": step} for rank in (0, 1)]
     ends = [line for line in a_world(2.0, 2, [9, 10, 11, 12], 0) if line["op"] == "form"]
@@ -100,19 +100,19 @@ def test_whoever_leaves_before_the_first_step_takes_its_share_along(step: int) -
 
 
 def test_who_holds_nothing_is_no_holder() -> None:
-    """Where the ranks of one node alone can write, all copies are there."""
+    """If only the ranks of one node can write, they hold all copies."""
     lines = a_world(1.0, 1, ALL, 0)
     for line in lines:
         if line["op"] == "restore" and line["rank"] > 1:
             line["holds_nothing"] = True
     after = a_world(2.0, 2, [9, 10, 11, 12], 0, lost=6)
     copies(evidence_of(lines, after))
-    with pytest.raises(Violated, match="1 nodes had left"):  # all held something
+    with pytest.raises(Violated, match="1 nodes had left"):  # all nodes held something
         copies(evidence_of(a_world(1.0, 1, ALL, 0), after))
 
 
 def test_a_world_without_any_commit_ends_as_a_whole() -> None:
-    """All of its processes begin again; fewer losses than copies explain no such end."""
+    """All of its processes restart; fewer losses than copies do not explain that."""
     ends = [line for line in a_world(2.0, 2, [11, 12], 0) if line["op"] == "form"]
     assert is_begun_anew(evidence_of(a_world(1.0, 1, ALL, 0), ends), 2)
     commit: Line = {"op": "commit", "t": 1.5, "term": 1, "rank": 0, "step": 1}
@@ -135,7 +135,7 @@ def test_a_job_whose_state_is_whole_is_not_put_to_the_test() -> None:
     ids=["place 0 of all", "a cell lives", "a place 0 lives on in another cell", "place 1, too, is held"],
 )
 def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_lawful: bool) -> None:
-    """However many processes are gone: ranks of one place hold the same part, whichever cell they are of."""
+    """The number of lost processes does not matter: ranks of one place hold the same part, in any cell."""
     run = evidence_of(a_world(1.0, 1, ALL, 0), a_world(2.0, 2, [*left, 90], 0, lost=1), num_copies=None, cell=2)
     assert is_sharded(run)
     if is_lawful:
@@ -158,7 +158,7 @@ def test_a_part_is_lost_once_every_cell_has_lost_its_place(left: list[int], is_l
 def test_a_share_of_a_part_is_lost_with_as_many_of_its_place_as_there_are_copies(
     left: list[int], num_copies: int, is_lawful: bool
 ) -> None:
-    """Ranks of one place hold shares of one part: the others of a cell hold none of it."""
+    """Ranks of one place hold shards of one part: the others of a cell hold none of it."""
     after = a_world(2.0, 2, [*left, 90], 0, lost=1)
     run = evidence_of(a_world(1.0, 1, ALL, 0), after, num_copies=num_copies, cell=2)
     if is_lawful:
@@ -176,7 +176,7 @@ def test_a_share_of_a_part_is_lost_with_as_many_of_its_place_as_there_are_copies
 def test_copies_among_ranks_with_other_tokens_are_of_different_cells(
     num_cells: int, dead: list[int], is_lawful: bool
 ) -> None:
-    """As far as there are any: of two tensor ranks in each cell, two have each part."""
+    """This needs several cells: of two tensor ranks per cell, two hold each part."""
     pids = list(range(100, 100 + 4 * num_cells))
     left = [pid for rank, pid in enumerate(pids) if rank not in dead]
     run = evidence_of(a_world(1.0, 1, pids, 0), a_world(2.0, 2, left, 0, lost=1), cell=2, context=2)
@@ -188,7 +188,7 @@ def test_copies_among_ranks_with_other_tokens_are_of_different_cells(
 
 
 def test_who_held_nothing_yet_is_no_holder_of_a_part() -> None:
-    """A member whose world broke while it waited for its part lives on without it."""
+    """A member whose world broke while it waited for its part continues without it."""
     world = [line for line in a_world(1.0, 1, [7, 8, 9, 10], 0) if not (line["op"] != "form" and line["rank"] == 2)]
     found = copies(evidence_of(world, a_world(2.0, 2, [8, 9], 0, lost=1), num_copies=None, cell=2))
     assert found.startswith("cells of 2 ranks; 1 worlds")

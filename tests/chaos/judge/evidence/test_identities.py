@@ -1,4 +1,4 @@
-"""Processes are told apart by host, boot, pid and start: containers count their own, and pids are used again."""
+"""Processes are identified by host, boot, pid and start time: containers count separately, and pids are reused."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_older_histories_load_as_they_are() -> None:
 
 @pytest.mark.parametrize(("who", "truth"), [({}, "true"), ({"host": "another pod"}, "false")])
 def test_a_term_that_two_pods_hold_is_seen_though_their_pids_are_equal(tmp_path: Path, who: Line, truth: str) -> None:
-    """Two rank 0s of one term, both process 1 of their pods: nothing but the host tells them apart."""
+    """Two rank 0s of one term, both process 1 of their pods: only the host distinguishes them."""
     folder = record(tmp_path / "run") / "faulted"
     edit(folder, lambda line: {**line, "host": "pod", "boot": "b", "born": 5} if line["op"] == "form" else line)
     path = min((folder / "history").glob("00000003-00000-*.jsonl"))
@@ -78,7 +78,7 @@ def test_a_term_that_two_pods_hold_is_seen_though_their_pids_are_equal(tmp_path:
 
 
 def test_ranks_of_one_world_with_equal_pids_are_all_counted(tmp_path: Path) -> None:
-    """As in pods, where every agent's first worker is, say, process 25."""
+    """In pods, every agent's first worker may be process 25, for example."""
     folder = record(tmp_path / "run")
     shutil.copytree(folder, tmp_path / "pods")
     for run in ("faulted", "reference"):
@@ -90,7 +90,7 @@ def test_ranks_of_one_world_with_equal_pids_are_all_counted(tmp_path: Path) -> N
 
 
 def _in_a_pod(line: Line) -> Line:
-    """Give every process the same pid, and a host by its old one."""
+    """Give every process the same pid, and a host derived from its old one."""
     if line["op"] == "form":
         return {**line, "pid": 25, "host": f"pod-{line['pid']}", "boot": "b", "born": line["pid"]}
     if isinstance(pids := line.get("pids"), list):

@@ -1,4 +1,4 @@
-"""What faults cost: the fast reading of long runs says what a slow and plain one says, and stays linear."""
+"""Costs of faults: the fast analysis of long runs agrees with a slow and simple one, and takes linear time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLD_S = 10.0
 
 @st.composite
 def runs(draw: st.DrawFn) -> Evidence:
-    """Terms that follow each other, some of which apply nothing, some late; faults at any time."""
+    """Draw successive terms, some without steps, some late; faults at any time."""
     lines: list[Line] = []
     step = 0
     for term in range(1, draw(st.integers(2, 8))):
@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn) -> Evidence:
 
 
 def plainly(run: Evidence) -> list[tuple[int, int, float]]:
-    """Return (fault's place, term, seconds) by looking at every line for every fault."""
+    """Return (fault's place, term, seconds), scanning every line for every fault."""
     formed: dict[int, float] = {}
     for line in run.of("form"):
         formed.setdefault(whole(line, "term"), number(line, "t"))
@@ -68,7 +68,7 @@ def plainly(run: Evidence) -> list[tuple[int, int, float]]:
 @given(runs())
 @settings(max_examples=200)
 def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:
-    """Whatever terms and faults there are, each fault has the same next world and the same time to it."""
+    """For any terms and faults, each fault has the same next world and the same time to it."""
     assert [(cost.place, cost.term, cost.rto_s) for cost in recoveries(run)] == plainly(run)
     costly = {cost.place for cost in recoveries(run)}
     last = max((number(line, "t") for line in run.of("step")), default=0.0)
@@ -78,7 +78,7 @@ def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:
 
 
 def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 500 faults and 20,000 steps, each line is read a few times, not once for every fault."""
+    """With 500 faults and 20,000 steps, each line is read a few times, not once per fault."""
     looks = [0]
 
     def counted(line: Line, key: str) -> float:
@@ -101,7 +101,7 @@ def test_a_long_run_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_between_two_worlds_costs_the_steps_between(tmp_path: Path) -> None:
-    """The recorded run's kill gives up three steps, its start none."""
+    """The recorded run's kill loses three steps, its start none."""
     from chaos.judge.evidence.run_files import collect
 
     run = collect(record(tmp_path / "run") / "faulted")
@@ -109,7 +109,7 @@ def test_a_fault_between_two_worlds_costs_the_steps_between(tmp_path: Path) -> N
 
 
 def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
-    """A kill while the last step was applied, or later, has no next world's step; earlier it has changed nothing."""
+    """A kill during or after the last step is followed by no step of a next world; an earlier one had no effect."""
     lines: list[Line] = [
         {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
         {"op": "restore", "t": 2.0, "term": 1, "rank": 0, "step": 0, "commit": None},
@@ -122,7 +122,7 @@ def test_recovery_from_a_fault_after_the_last_step_is_the_jobs_end() -> None:
 
 
 def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
-    """A node waiting outside a full world may die without ending it: nothing is lost, nothing has to be formed."""
+    """A node that waits outside a full world may die without ending it: nothing is lost or formed."""
 
     def evidence_of(*faults: Line) -> Evidence:
         lines: list[Line] = [
@@ -136,7 +136,7 @@ def test_a_fault_of_a_spare_node_is_ridden_out() -> None:
         return Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 1, "step": 3}, None)
 
     spare: Line = {"op": "fault", "t": 3.5, "kind": "kill_node", "node": 1, "pids": [8]}
-    for kind in ("start_node", "lose_lease"):  # these have agents' numbers, which are never in a world
+    for kind in ("start_node", "lose_lease"):  # these faults name agents, which are never in a world
         with pytest.raises(Unknown, match="0 of 1 faults were recovered from"):
             rto(evidence_of({**spare, "kind": kind}))
     assert rpo(evidence_of(spare)) == "0 applied steps computed again; 1 faults were ridden out"
@@ -164,12 +164,12 @@ def test_the_end_of_a_process_that_was_left_out_costs_nothing() -> None:
     ]
     run = Evidence(Path("drawn"), [lines], [], {}, {"status": "done", "term": 2, "step": 4}, None)
     assert list(ridden_out(run)) == [1]
-    hit = [{**line, "pids": [9]} if line.get("point") else line for line in lines]  # who took its place
+    hit = [{**line, "pids": [9]} if line.get("point") else line for line in lines]  # the process that replaced it
     assert list(ridden_out(Evidence(Path("drawn"), [hit], [], {}, run.result, None))) == []
 
 
 def test_a_node_that_is_never_admitted_is_not_a_spare() -> None:
-    """Its later ends cost nothing because the world stayed small, which is not what should have happened."""
+    """Its later deaths cost nothing only because the world stayed small, which is itself wrong."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 1.0, "term": 1, "rank": rank, "pid": 7 + rank, "world": 2} for rank in (0, 1)),
@@ -230,7 +230,7 @@ def test_a_small_world_admits_a_returning_node_after_its_first_step(
 def test_a_small_world_that_has_formed_in_time_may_take_long_over_its_first_step(
     formed_at: float, size: int, first_at: float, late_s: float | None
 ) -> None:
-    """One rank of many computes all lanes: as long as a step may take that is, and no longer."""
+    """One rank of many computes all lanes: it may take as long as a step may take, and no longer."""
     scenario: Line = {"op": "scenario", "t": 0.0, "recovery": "live", "patience_s": 100.0}
     fault: Line = {"op": "fault", "t": 5.0, "kind": "kill_worker", "node": 1, "pids": [8]}
     restore: Line = {"op": "restore", "t": formed_at + 1, "term": 2, "rank": 0, "step": 0}
@@ -264,7 +264,7 @@ def test_a_recovery_of_an_hour_is_late_even_in_a_soak(first_at: float, late_s: f
 
 @pytest.mark.parametrize(("every_s", "is_late"), [(10.0, False), (40.0, True)])
 def test_a_recovery_is_not_late_where_faults_come_faster_than_any_world_can_form(every_s: float, is_late: bool) -> None:
-    """Its clock stands while others are answered, which takes 20 s each; in quiet between them it goes on."""
+    """The recovery's time pauses while others are answered (20 s each), and continues between them."""
     faults: list[Line] = [
         {"op": "fault", "t": t, "kind": "kill_worker", "node": 1, "pids": [8]} for t in np.arange(5.0, 605.0, every_s)
     ]
@@ -282,7 +282,7 @@ def test_a_recovery_is_not_late_where_faults_come_faster_than_any_world_can_form
 
 @pytest.mark.parametrize("saved_at", [None, 4])
 def test_a_kill_that_lost_nothing_proves_something_only_where_a_survivor_saved_the_steps(saved_at: int | None) -> None:
-    """A survivor that is asked to leave commits what it has applied; a kill right after a commit risks nothing."""
+    """A survivor that is asked to leave commits its steps; a kill right after a commit risks nothing."""
     kept = saved_at or 3
     lines: list[Line] = [
         {"op": "form", "t": 1.0, "term": 1, "rank": 0, "pid": 7, "world": 2, "recovery": "restart"},

@@ -1,4 +1,4 @@
-"""The judge hashes what commits hold, each by the rule of the format that its record names."""
+"""The judge hashes the contents of commits, each by the rule of its record's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDERS = ("checkpoint/format/stored_format_2", "training/whole_runs/stored_run/
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_stored_commit_of_format_2_has_the_hash_of_its_record(folder: str) -> None:
-    """A bfloat16 scalar and an empty tensor are in the first one."""
+    """The first one has a bfloat16 scalar and an empty tensor."""
     run = ROOT / "tests" / "elastic_train" / folder
     (path,) = (run / "commits").iterdir()
     fields = json.loads(path.read_text())
@@ -33,7 +33,7 @@ def test_a_stored_commit_of_format_2_has_the_hash_of_its_record(folder: str) -> 
 
 
 def test_the_judge_and_the_trainer_hash_alike() -> None:
-    """A tensor of several grains, an empty one, a scalar, a type of two bytes, and two that may be cut."""
+    """A tensor of several grains, an empty one, a scalar, a two-byte type, and two that may be cut."""
     model = nn.Module()
     for number, (shape, dtype) in enumerate(
         [((2, GRAIN + 5), torch.float32), ((0, 3), torch.float32), ((), torch.int64), ((7,), torch.bfloat16)]
@@ -48,7 +48,7 @@ def test_the_judge_and_the_trainer_hash_alike() -> None:
 
 
 def test_a_job_that_an_older_version_ended_is_judged_by_the_rules_of_both(tmp_path: Path) -> None:
-    """Started once more, it only writes its result again, by today's rule; its last commit stays as it was."""
+    """Started again, it only rewrites its result by the present rule; its last commit is unchanged."""
     run = record(tmp_path / "run") / "faulted"
     before = digest_of(model_at(STEPS), {"format": 2})
     place = {"step": STEPS, "format": 4}

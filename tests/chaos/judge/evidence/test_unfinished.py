@@ -1,4 +1,4 @@
-"""A run in progress can be judged at any time; one that got stuck is judged as far as it came."""
+"""A run in progress can be judged at any time; one that is stuck is judged up to its last step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.recorded import ROWS, record
 
 @pytest.fixture
 def going_on(tmp_path: Path) -> Path:
-    """The recorded run before its last commit: no result, nobody has looked how it ended; a node has ended already."""
+    """The recorded run before its last commit: no result, and no record of its end; a node has already ended."""
     folder = record(tmp_path / "run")
     faulted = folder / FAULTED
     (faulted / "result.json").unlink()
@@ -44,7 +44,7 @@ def truths(folder: Path) -> dict[str, str]:
 
 
 def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
-    """All that can be said of a run in progress is true; whether it ended is unknown."""
+    """Every known statement about a run in progress is true; whether it ended is unknown."""
     found = truths(going_on)
     true = {
         "agreement",
@@ -64,7 +64,7 @@ def test_what_has_happened_so_far_is_judged(going_on: Path) -> None:
 
 
 def test_steps_after_the_newest_commit_are_not_judged_yet(going_on: Path) -> None:
-    """They may still be given up, and some ranks have not recorded theirs."""
+    """They may still be rolled back, and some ranks have not recorded theirs."""
     run = collect(going_on / FAULTED)
     newest = max(whole(line, "step") for line in run.of("commit"))
     assert max(whole(line, "step") for line in run.of("step")) > newest
@@ -81,7 +81,7 @@ def test_damage_is_seen_before_the_end(going_on: Path) -> None:
 
 
 def test_a_run_that_got_stuck_is_false(going_on: Path) -> None:
-    """It did not end, and it did not recover; the rest is judged."""
+    """It did not end or recover; the rest is judged."""
     with (going_on / FAULTED / "history" / "chaos.jsonl").open("a") as file:
         file.write(json.dumps({"op": "stuck", "t": 1_900_000_000.0, "why": "nobody trains"}) + "\n")
     found = truths(going_on)

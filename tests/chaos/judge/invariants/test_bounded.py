@@ -1,4 +1,4 @@
-"""What processes hold: a little for every world is a leak, and what is freed again is none."""
+"""Resources of processes: a small growth with every world is a leak, but resources that are freed again are none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def run(*fds: int, threads: int = 9, rss: int = 500 * MIB, each: int = 0) -> Evidence:
-    """Return a run of one process in as many worlds, of which each adds `each` to threads, and MiB to memory."""
+    """Return a run of one process in several worlds, each of which adds `each` to threads, and MiB to memory."""
     lines: list[Line] = [
         {
             "op": "form",
@@ -41,12 +41,12 @@ def test_threads_that_every_world_leaves_are_caught() -> None:
 
 
 def test_what_a_given_up_world_holds_for_a_while_is_no_leak() -> None:
-    """Nor is what the first worlds open for good."""
+    """Resources that the first worlds open permanently are no leak either."""
     assert bounded(run(20, 80, *[90] * 20, *[400] * 5, *[90] * 3)).startswith("1 processes, in up to 30 worlds")
 
 
 def test_stores_of_worlds_that_ended_seconds_ago_are_no_leak() -> None:
-    """A rank that becomes the first one in a storm of faults has those of several worlds; these were one's figures."""
+    """A rank that becomes rank 0 in a storm of faults has the stores of several worlds; the figures are real."""
     held = 19, 25, 21, 26, 21, 23, 32, 42, 52, 50, 58, 60, 58, 60, 73, 60
     assert bounded(run(*held)).startswith("1 processes")
 

@@ -1,4 +1,4 @@
-"""Worlds of whole cells, each stage of one node: what the judge holds against those that are not."""
+"""Worlds of complete cells, each stage within one node: the judge reports worlds that are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE_OF = {number: number // 2 for number in range(8)}
 
 
 def evidence_of(*worlds: Sequence[int], lines: Sequence[Line] = (), **parallel: int) -> Evidence:
-    """Return a live job with a world of each of these rows of processes, ten seconds apart."""
+    """Return a live job with a world for each of these rows of processes, ten seconds apart."""
     known: list[Line] = [{"op": "scenario", "t": 0.0, "recovery": "live"}]
     known += [{"op": "node", "t": 0.0, "node": node, "pids": [pid]} for pid, node in NODE_OF.items()]
     for term, pids in enumerate(worlds, 1):
@@ -48,7 +48,7 @@ def test_a_process_that_no_executor_knows_is_of_no_node() -> None:
 
 
 def test_what_a_lost_stage_leaves_of_its_cell_may_wait() -> None:
-    """As many as a cell has besides, of whichever cell they are; and not where each cell is in one node."""
+    """As many may wait as a cell has other ranks, of any cell; none if each cell is within one node."""
     hit: Line = {"op": "fault", "t": 12.0, "kind": "kill_node", "node": 0, "pids": [0, 1]}
     for left in ([4, 5, 2, 3], [4, 5, 6, 7]):
         assert deaths(evidence_of(range(8), left, lines=[hit])).startswith("1 changes")

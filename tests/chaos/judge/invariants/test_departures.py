@@ -1,4 +1,4 @@
-"""Who left a world, and what explains it: a process, an agent, or a world that was formed again."""
+"""Which process left a world, and the explanation: a process, an agent, or a world that was formed again."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_process_left_when_it_was_last_seen() -> None:
 
 
 def test_a_process_that_names_a_later_world_that_did_not_form_has_not_left_before_it() -> None:
-    """It may have been in no world that lived for long enough to be recorded by all, until a fault hits it."""
+    """It may have been in no world that lived long enough for all members to record it, until a fault hits it."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         *({"op": "form", "t": 10.0, "term": 1, "rank": pid - 7, "pid": pid, "world": 3} for pid in (7, 8, 9)),
@@ -62,7 +62,7 @@ def test_a_process_that_names_a_later_world_that_did_not_form_has_not_left_befor
 
 
 def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_live_to_record() -> None:
-    """In each of them a seat has no record; from the first that is complete on, it was no member."""
+    """In each of them a seat has no record; from the first complete one on, it was no member."""
 
     def verdict_of(*seats: int, hit_in: int) -> str:
         lines: list[Line] = [
@@ -100,7 +100,7 @@ def test_a_process_that_was_hit_may_have_been_in_several_worlds_that_it_did_not_
 def test_only_the_node_that_may_not_write_ends_for_good(
     recovery: str, kind: str, node: int, code: int, is_explained: bool
 ) -> None:
-    """Where some requests of all nodes fail, those that fail several times in a row do so by accident."""
+    """If some requests of all nodes fail, several failures in a row on one node are an accident."""
     lines: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": recovery},
         {"op": "form", "t": 10.0, "term": 1, "rank": 0, "pid": 7, "world": 1},
@@ -150,7 +150,7 @@ def test_a_service_outage_explains_processes_that_leave_during_it(kind: str, is_
 
 
 def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> None:
-    """Its clock may be an hour ahead: a fault that came after the seal by that clock still hits the world."""
+    """Its clock may be an hour ahead: a fault after the seal by that clock still hits the world."""
 
     def evidence_of(sealed_at: float) -> Evidence:
         lines: list[Line] = [
@@ -174,7 +174,7 @@ def test_a_world_is_sealed_before_it_forms_whatever_its_leaders_clock_says() -> 
 
 
 def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None:
-    """By a fault after that world was sealed, one that lasted until then, one that hit a member, or by a joiner."""
+    """The fault came after that world was sealed, lasted until then, or hit a member; or a joiner explains it."""
 
     def verdict_of(*hits: Line, seats: tuple[int, int] = (2, 2)) -> str:
         lines: list[Line] = [
@@ -187,7 +187,7 @@ def test_a_restarted_world_is_explained_by_a_fault_of_the_previous_one() -> None
         return deaths(Evidence(Path("drawn"), [lines], [], {}, None, None))
 
     fault: Line = {"op": "fault", "t": 5.0, "kind": "cut_off_etcd", "node": 0, "pids": [1], "for_s": 2.0}
-    killed: Line = {**fault, "kind": "kill_node", "for_s": 300.0}  # so long it stays away
+    killed: Line = {**fault, "kind": "kill_node", "for_s": 300.0}  # the time that it stays away
     for hit in (
         {**fault, "t": 9.0},
         {**fault, "for_s": 4.0},
@@ -231,7 +231,7 @@ def test_an_agent_cut_off_from_etcd_explains_one_world_sealed_after_that() -> No
 def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
     """A world may end with a member that leaves before all know of its last step: it then leaves the next one.
 
-    A world that one of its members is lost to, as the fault's late effect, may be formed by the same processes.
+    A world that loses a member as a late effect of the fault may be formed by the same processes.
     """
 
     def verdict_of(kind: str, cause: str = "restart", num_worlds: int = 3) -> str:
@@ -257,7 +257,7 @@ def test_a_process_asked_to_leave_may_end_worlds_until_it_has_left() -> None:
 
 @pytest.mark.parametrize(("left_at", "is_explained"), [(100.0, True), (3600.0, False)])
 def test_what_hit_a_node_an_hour_ago_explains_nothing_even_in_a_soak(left_at: float, is_explained: bool) -> None:
-    """Faults come one after another all the time: each has a spell of its own."""
+    """Faults come continuously, but each explains departures only for a limited time."""
     run = a_soak(*a_world(1.0, 1, 7, 8), *a_world(left_at, 2, 7, 9), *ENDS)
     if is_explained:
         assert deaths(run).startswith("1 changes")
@@ -278,7 +278,7 @@ def test_an_agent_gives_up_not_long_after_it_was_kept_from_etcd(at: float, is_ex
 
 
 def of_an_unfit_node(*lines: Line) -> Evidence:
-    """Return a job of two nodes, of which the second comes back on a processor that computes wrongly at 20 s."""
+    """Return a job of two nodes, of which the second returns at 20 s on a CPU that computes wrongly."""
     told: list[Line] = [
         {"op": "scenario", "t": 0.0, "recovery": "live"},
         {"op": "node", "t": 9.0, "node": 0, "pids": [7]},
@@ -292,7 +292,7 @@ def of_an_unfit_node(*lines: Line) -> Evidence:
 
 
 def test_a_machine_that_computes_wrongly_is_in_no_world() -> None:
-    """Neither itself nor whatever else its node starts meanwhile; once it is replaced, it may be."""
+    """This holds for the process and for others that its node starts, until the CPU is replaced."""
     named: Line = {"op": "unfit", "t": 26.0, "term": 0, "pid": 9, "why": "core 0 computes wrongly"}
     started: Line = {"op": "node", "t": 24.0, "node": 1, "pids": [9]}
     later: list[Line] = [
@@ -309,7 +309,7 @@ def test_a_machine_that_computes_wrongly_is_in_no_world() -> None:
 
 
 def test_a_machine_that_computes_wrongly_is_named() -> None:
-    """By the process itself, whatever its clock says; a node that only ends with the code has told nobody why."""
+    """The process itself names it, whatever its clock says; a node that only exits with the code gives no reason."""
     started: Line = {"op": "node", "t": 24.0, "node": 1, "pids": [9]}
     ended: Line = {"op": "exit", "t": 30.0, "node": 1, "code": 71}
     assert is_any_unfit(of_an_unfit_node(started, ended))

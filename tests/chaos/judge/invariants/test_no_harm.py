@@ -1,4 +1,4 @@
-"""The price of one bad node: what it costs the others is judged, and what else is going on is not laid at its door."""
+"""The cost of one bad node: its cost to the others is judged, without the effects of other faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG: Line = {"batch": {"global_batch": 24, "micro_batch": 4}, "checkpoint": {
 def job(
     *worlds: tuple[float, int, float], faults: tuple[Line, ...], recovery: str = "live", spare_nodes: int = 2
 ) -> Evidence:
-    """Return a job of worlds, each (from when on, how many ranks, seconds a step), until 200 s have passed."""
+    """Return a job of worlds, each (start time, number of ranks, seconds per step), until 200 s have passed."""
     said: Line = {"recovery": recovery, "patience_s": 60.0, "spare_nodes": spare_nodes}
     chaos: list[Line] = [{"op": "scenario", "t": 0.0, **said}, *faults]
     lines, step = list[Line](), 0
@@ -53,7 +53,7 @@ def test_a_node_that_ends_the_world_again_and_again_is_caught() -> None:
 
 
 def test_worlds_that_each_cost_less_than_a_step_add_up() -> None:
-    """A step takes 1.5 s, and 2.3 s where a world ends in it: no gap is long, and a fifth of the time is lost."""
+    """A step takes 1.5 s, and 2.3 s if a world ends in it: no gap is long, but a fifth of the time is lost."""
     worlds = [(0.0, 3, 1.5), *((FAULT_AT + 4.0 * n, 3, 1.5) for n in range(25)), (130.0, 3, 1.5)]
     with pytest.raises(Violated, match="held up"):
         no_harm(job(*worlds, faults=(fault(),)))
@@ -69,14 +69,14 @@ def test_a_job_that_stops_for_good_is_caught() -> None:
 
 
 def test_a_job_that_needs_every_node_waits_for_the_one_that_is_wrong() -> None:
-    """With as many nodes as it needs at least, it trains with all of them or not at all: that is no harm."""
+    """With the minimum number of nodes, the job trains with all of them or not at all: that is no harm."""
     worlds = ((0.0, 3, STEP_S), (90.0, 3, STEP_S))
     assert is_put_to_the_test(job(*worlds, faults=(fault(),)))
     assert not is_put_to_the_test(job(*worlds, faults=(fault(),), spare_nodes=0))
 
 
 def test_a_smaller_world_is_slower_and_not_held_up() -> None:
-    """Two ranks take longer over six lanes than three: that the node is away is what it costs."""
+    """Two ranks take longer over six lanes than three: the time lost is the cost of the missing node."""
     run = job((0.0, 3, STEP_S), (31.0, 2, 4 * STEP_S), faults=(fault(),))
     assert "at a price of at most" in no_harm(run)
 
@@ -92,7 +92,7 @@ def test_what_saves_make_a_step_wait_for_is_not_the_nodes_doing() -> None:
 
 
 def test_the_spell_of_another_fault_is_not_counted() -> None:
-    """A stall of a minute belongs to what etcd did; without that it is the node's."""
+    """A stall of a minute belongs to the etcd fault; without that fault it is the node's."""
     worlds = ((0.0, 3, STEP_S), (90.0, 3, STEP_S))
     away = fault("etcd_outage", at=FAULT_AT - 5.0, node=None, for_s=20.0)
 
@@ -107,7 +107,7 @@ def test_the_spell_of_another_fault_is_not_counted() -> None:
 
 
 def test_a_fault_that_comes_soon_after_ends_what_is_counted() -> None:
-    """So little is left before it that nothing could be said."""
+    """Too little time is left before it to judge anything."""
     assert not is_put_to_the_test(job((0.0, 3, STEP_S), faults=(fault(), fault("kill_node", at=FAULT_AT + 3.0))))
 
 

@@ -1,4 +1,4 @@
-"""The chain of commits, followed past commits that retention deleted or that no history records."""
+"""The chain of commits is followed past commits that retention deleted or that no history records."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def committed(term: int, step: int, digest: str, parent: str | None) -> Line:
 
 
 def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored() -> None:
-    """Not with the newest one before it, which was damaged and passed over: the steps would not grow.
+    """The newest commit before it does not count: it was damaged and skipped, and the steps would not grow.
 
-    The publisher of step 20 died before its history had it; two terms continued from there, the second because what the
-    first had committed was damaged; retention has deleted the records since.
+    The publisher of step 20 died before recording it in its history; two terms continued from there, the second because
+    the first one's commit was damaged; retention has since deleted the records.
     """
     lines = [
         restored(1, 0, None),
@@ -54,9 +54,9 @@ def test_before_a_deleted_commit_the_chain_continues_with_what_its_term_restored
 
 
 def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> None:
-    """A process of term 1 committed alone, under term 3, and died; retention has deleted the record since.
+    """A process of term 1 committed alone, under term 3, and died; retention has since deleted the record.
 
-    Term 2, which began again before that, applied nothing: what term 4 reads is not its.
+    Term 2, which had started again before, applied nothing: the commit that term 4 reads is not term 2's.
     """
 
     def applied(term: int, step: int) -> Line:
@@ -75,7 +75,7 @@ def test_an_unrecorded_commit_belongs_to_the_term_that_reached_its_step() -> Non
 
 
 def test_commits_before_a_damaged_one_are_passed_over_once() -> None:
-    """The next term's members hold the state that came of it, read no commit, and so record none."""
+    """The next term's members hold the resulting state, read no commit, and so record none."""
     late, why = key(2, 3), f"is no ancestor of {key(3, 3)}: a late record"
     first = restored(4, 1, key(1, 1)) | {"skipped": [[key(3, 3), "a file is missing"], [late, why]]}
     lines: list[Line] = [
@@ -105,9 +105,9 @@ def test_a_named_head_may_be_missing_only_if_a_fault_deleted_it(law: Callable[[E
 
 
 def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
-    """Two processes of an abandoned world bring its step back; all that had the newer step died: the restore says so.
+    """Two processes of an abandoned world bring its step back; all holders of the newer step died: the restore says so.
 
-    They had been in a world that broke while the newer step was handed over, so nobody else could know (storm 1937).
+    They had been in a world that broke while the newer step was handed over, so no other process knew (storm 1937).
     """
 
     def lines_of(term: int, pids: list[int], step: int, applied_by: int | None, applied: list[int]) -> list[Line]:
@@ -132,7 +132,7 @@ def test_a_world_continues_from_the_term_that_its_restore_names() -> None:
 
 
 def test_a_deleted_parent_may_have_two_children() -> None:
-    """Two processes committed alone, both from a commit that retention has deleted: both are newer than that."""
+    """Two processes committed alone from a commit that retention has deleted: both are newer than that."""
 
     def made(term: int, step: int, parent: str, parent_key: str, at: float) -> Commit:
         fields: Line = {"term": term, "step": step, "parent": parent, "parent_key": parent_key, "created_at": at}
@@ -149,7 +149,7 @@ def test_a_deleted_parent_may_have_two_children() -> None:
 
 @pytest.mark.parametrize(("step", "pins"), [(5, True), (6, False)])
 def test_a_step_that_is_not_finite_pins_what_was_committed_before_it(step: int, pins: bool) -> None:
-    """Retention leaves that one alone, and so may have deleted a younger parent; a step's own commit comes after it."""
+    """Retention keeps the pinned commit and may have deleted a younger parent; a step's own commit comes after it."""
 
     def made(step: int, parent: str, parent_key: str | None) -> Commit:
         fields: Line = {"term": 3, "step": step, "parent": parent, "parent_key": parent_key, "created_at": 10.0 + step}
@@ -166,9 +166,9 @@ def test_a_step_that_is_not_finite_pins_what_was_committed_before_it(step: int, 
 def test_a_later_world_may_go_on_from_either_of_two_commits_of_a_step(
     applied_by: int, restored_in: int, is_fine: bool
 ) -> None:
-    """From rank 0's, when the rank that committed alone knew of neither etcd's head nor the newest names.
+    """It may use rank 0's if the rank that committed alone knew of neither etcd's head nor the newest names.
 
-    That one's is the newest then; it is not of another world's step, and the world that went on is newer than both.
+    The other one is then the newest; it is not of another world's step, and the continuing world is newer than both.
     """
     alone: Line = {"term": 2, "step": 6, "parent": "a", "intervals": [{"lo": 0, "hi": 6, "term": applied_by}]}
     lines = [
@@ -189,7 +189,7 @@ def test_a_later_world_may_go_on_from_either_of_two_commits_of_a_step(
 
 @pytest.mark.parametrize(("applied_by", "others"), [(1, []), (9, []), (1, [2])])
 def test_a_step_may_be_committed_twice_by_one_world(applied_by: int, others: list[int]) -> None:
-    """By rank 0, and alone by a rank that leaves meanwhile; not by a later world, and not of another world's step."""
+    """Rank 0 commits it, and a rank that leaves meanwhile; a later world may not, nor one for another world's step."""
     formed: list[Line] = [{"op": "form", "t": 10.0 * term, "term": term, "rank": 0} for term in (1, *others, 3)]
     lines = [
         *formed,

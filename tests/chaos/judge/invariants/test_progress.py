@@ -1,4 +1,4 @@
-"""Giving up: a process that gets nowhere has to say so in time, and none may say so without a reason."""
+"""Stopping without progress: a process that makes none must stop in time, and no process may stop without a reason."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EXIT: Line = {"op": "exit", "t": 200.0, "node": 0, "code": 93}
 
 
 def test_a_process_that_goes_on_for_ever_is_caught() -> None:
-    """Ten worlds over 90 s; it had to end with the one that came after a minute."""
+    """Ten worlds over 90 s; it had to end with the first one after a minute."""
     with pytest.raises(Violated, match="process 7 has been in 10 worlds in a row without a step, for 90 s"):
         progress(run(*unformed(*range(0, 100, 10))))
 
 
 def test_many_worlds_in_a_short_time_are_no_reason() -> None:
-    """A network that heals must not have ended the job."""
+    """A network that recovers must not end the job."""
     assert progress(run(*unformed(*range(50)))) == "at most 50 worlds in a row without a step of a process"
     with pytest.raises(Violated, match="node 0 ended with 93, but worlds had got on"):
         progress(run(*unformed(*range(150, 170)), {**EXIT, "t": 175.0}))

@@ -1,4 +1,4 @@
-"""What a record says of early stopping and of metrics, against the validations that were logged."""
+"""A record's early stopping and metrics are recomputed from the logged validations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_validations_by_epoch_are_due_at_their_last_steps(validated: Evidence) -
 
 
 def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
-    """A rank 0 may die before it could log; without early stopping nothing may be said of it."""
+    """Rank 0 may die before it logs; without early stopping the record must not mention it."""
     said = improvement(0.125, 25, 25, 0)
     assert not check_improvement(validated, "a record", {"step": 26, "improvement": said})
     plain = replace(validated, config={**validated.config, "validation": {"every_steps": 5, "early_stopping": None}})
@@ -69,7 +69,7 @@ def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
 
 
 def test_a_job_may_end_early_only_where_logged_validations_say_so(validated: Evidence) -> None:
-    """Of 600 epochs six were applied: right after the fourth validation in a row that was no better."""
+    """Six of 600 epochs were applied: up to the fourth validation in a row without an improvement."""
     stopping = {"metric": "min loss", "patience": 4, "min_delta": 0.0}
     config = {**validated.config, "epochs": 600, "validation": {"every_steps": 5, "early_stopping": stopping}}
     said = improvement(0.25, 10, 30, 4)
@@ -94,7 +94,7 @@ def test_a_job_may_end_early_only_where_logged_validations_say_so(validated: Evi
 
 
 def test_metrics_are_those_of_a_logged_validation(validated: Evidence) -> None:
-    """Of the newest that its state went through: where term 1 logged one, and applied the next step."""
+    """It is the newest one in the record's lineage: term 1 logged one, and applied the next step."""
     record: Line = {"step": 12, "intervals": [{"term": 1, "lo": 0, "hi": 12}], "metrics": {"loss": 0.25}}
     assert check_metrics(validated, "a record", record)
     for metrics in ({"loss": 0.375}, {"loss": 0.5}, {}):
@@ -108,7 +108,7 @@ def test_metrics_are_those_of_a_logged_validation(validated: Evidence) -> None:
 
 
 def test_files_of_a_run_are_where_it_says(tmp_path: Path) -> None:
-    """A head is one of the run's commits, at its step; what names nothing of the run is no evidence."""
+    """A head is one of the run's commits, at its step; names outside the run are no evidence."""
     folder = record(tmp_path / "run") / "faulted"
     run = collect(folder)
     for step, is_right in ((30, True), (25, False)):
