@@ -18,8 +18,8 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.inference.exporting import export_folder
 from elastic_train.inference.opening import open_trained
-from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.tasks.decoder.as_transformers import llama_name
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.task import Exporting

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
-from elastic_train.job.majority import name_others
 from elastic_train.placement.norm import squares_of_holders, total_norm
 from elastic_train.placement.table import Parts, Table
 
@@ -67,3 +66,25 @@ def _check_same(gathered: Tensor) -> None:
             f"{who}, by the norm of the sum over all ranks: memory or a connection is damaged, or a device computes "
             "wrongly. The step is not applied: all ranks end, and the next start continues from the last commit"
         )
+
+
+def name_others(sums: Sequence[int], what: str = "weights", ranks: Sequence[int] | None = None) -> tuple[str, int]:
+    """Describe the ranks whose `what` differs from the majority's, by checksum, and return one rank of the majority.
+
+    The checksums are of `ranks`, by default all ranks. Without a majority, the text says that none is known to be
+    right.
+    """
+    ranks = ranks or range(len(sums))
+    alike: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, sums, strict=True):
+        alike.setdefault(value, []).append(rank)
+    most = max(alike.values(), key=len)
+    if 2 * len(most) > len(sums):
+        others = [rank for rank in ranks if rank not in most]
+        return f"ranks {others} hold other {what} than the {len(most)} others", most[0]
+    if len(sums) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]} hold different {what}, and nothing says which of them is right", ranks[
+            0
+        ]
+    sets = " and ".join(str(ranks) for ranks in alike.values())
+    return f"ranks {sets} hold different {what}, and no majority says which are right", ranks[0]

@@ -16,10 +16,10 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.cells.context import lone_part
-from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CALLS
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.job.units.recompute import comparing_blocks
 from elastic_train.job.units.same_bits import same_bits
 from elastic_train.parallel.attention.choice import Recorder, choose

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import Stage
-from elastic_train.job.generators import seed_validated
 from elastic_train.job.state_shards import StateShards
+from elastic_train.job.units.generators import seed_validated
 from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import gather_tables, tree_sum

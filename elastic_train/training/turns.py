@@ -17,7 +17,7 @@ from torch import Tensor
 from elastic_train.core.lanes import lane_seed, lanes_by_cell
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import key_of
-from elastic_train.job.generators import seed_generators
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.cells.pipeline import Passes, run_program
 from elastic_train.program.schedules import Pass
 from elastic_train.program.step_program import AddExperts, Close, Open

@@ -28,9 +28,9 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.auditing.choice import Audit, audits_of, others
 from elastic_train.job.auditing.staged_lane import StagedLane, look_at
 from elastic_train.job.cells.stage import Stage, key_of
-from elastic_train.job.generators import seed_generators
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.cells.expert_links import Leaf
 from elastic_train.parallel.group import Group

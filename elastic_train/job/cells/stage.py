@@ -15,7 +15,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.context import Context
-from elastic_train.job.generators import seed_host_generators, seed_validated
+from elastic_train.job.units.generators import seed_host_generators, seed_validated
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.pipeline import Links, Passes, run_program
 from elastic_train.parallel.cells.stage_links import NoLinks, StageLinks

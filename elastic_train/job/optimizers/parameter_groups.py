@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.format.layout import AVERAGE
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.generators import undisturbed
 from elastic_train.job.optimizers.choice import SettingsOf
 from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, places_of, settings_of
 from elastic_train.job.optimizers.parameter_kinds import norms_and_biases
+from elastic_train.job.units.generators import undisturbed
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.task import ParameterGroup
 

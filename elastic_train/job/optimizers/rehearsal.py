@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
 from elastic_train.errors import ConfigError
-from elastic_train.job.generators import states_of_generators, undisturbed
 from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
+from elastic_train.job.units.generators import states_of_generators, undisturbed
 
 NUM_STEPS, SAVED_AT = 12, (2, 11)
 _NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT = 4, (2,)

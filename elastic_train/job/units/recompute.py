@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elastic_train.config.combinations import refused
-from elastic_train.job.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.job.units.blocks import unit_names
+from elastic_train.job.units.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.job.units.same_bits import same_bits
 
 Recompute = Literal["none", "units", "selective"]

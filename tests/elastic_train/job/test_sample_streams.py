@@ -24,8 +24,8 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import ConfigError
-from elastic_train.job.generators import moved_generators, states_of_generators, undisturbed
 from elastic_train.job.sample_streams import Feed
+from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
 from tests.conftest import write_rows
 
 RUN_SEED, NUM_LANES, MICRO_BATCH, NUM_ROWS = 11, 2, 5, 20

@@ -177,8 +177,9 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "job_of", lambda plan: None)
+    monkeypatch.setattr(supervisor, "peak_of", lambda plan: None)
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
-    monkeypatch.setattr(supervisor, "open_page", lambda config: None)
+    monkeypatch.setattr(supervisor, "open_page", lambda config, utilisation: None)
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
     monkeypatch.setattr(supervisor, "KeptSwitches", Mock())
     assert (

@@ -20,7 +20,7 @@ from elastic_train.config.schema import Config, keys
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.build import build_state
-from elastic_train.job.majority import name_others
+from elastic_train.job.gradient_norm import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.attention.choice import Choice
 from elastic_train.parallel.devices.autotuned import TUNED

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elastic_train.job import generators
-from elastic_train.job.generators import moved_generators, seed_generators, states_of_generators, undisturbed
+from elastic_train.job.units.generators import moved_generators, seed_generators, states_of_generators, undisturbed
 
 
 @pytest.fixture(autouse=True)
