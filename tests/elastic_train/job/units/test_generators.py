@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_train.job import generators
+from elastic_train.job.units import generators
 from elastic_train.job.units.generators import moved_generators, seed_generators, states_of_generators, undisturbed
 
 
