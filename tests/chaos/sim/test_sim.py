@@ -28,6 +28,7 @@ from chaos.sim.campaign.simulate import (
     simulate,
 )
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
+from chaos.sim.job.install.installed import planted
 from chaos.sim.job.job import Job
 from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape, Shards
@@ -80,6 +81,12 @@ def test_a_fault_left_out_is_another_history() -> None:
     assert faulted.num_faults == {"kill_worker": 1} and healthy.num_faults == {}
     assert faulted.digest != healthy.digest
     assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
+
+
+@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
+def test_what_a_planted_bug_replaces_is_in_the_product(bug: SimBug) -> None:
+    """A bug whose code has moved would replace nothing, and only a long hunt would tell."""
+    assert list(planted(bug.code()))
 
 
 @pytest.mark.hunt

@@ -117,7 +117,7 @@ SHARDS = (
     SimBug(
         "norm-of-other-grains",
         "the norm by which gradients are clipped lacks a grain",
-        lambda: {"elastic_train.job.state_shards:total_norm": norm_without_the_first},
+        lambda: {"elastic_train.job.gradient_norm:total_norm": norm_without_the_first},
         ("hash", "weights"),
         faults.kills,
         TWO,

@@ -28,17 +28,19 @@ def installed(
     with contextlib.ExitStack() as undo:
         undo.callback(logging.disable, logging.root.manager.disable)
         logging.disable(logging.CRITICAL)
-        for module, name, stand_in in (*outside, *tensors(host, is_planted=bool(bug)), *_planted(bug)):
+        for module, name, stand_in in (*outside, *tensors(host, is_planted=bool(bug)), *planted(bug)):
             undo.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)
         yield
 
 
-def _planted(bug: Mapping[str, object]) -> Iterator[Replacement]:
+def planted(bug: Mapping[str, object]) -> Iterator[Replacement]:
+    """Yield what a bug replaces; raise AttributeError if the product has no such name."""
     for path, stand_in in bug.items():
         module, _, name = path.partition(":")
         owner: object = importlib.import_module(module)
         *outer, last = name.split(".")
         for part in outer:
             owner = getattr(owner, part)
+        getattr(owner, last)
         yield owner, last, stand_in  # type: ignore[misc]  # a class, where the bug is in a method
