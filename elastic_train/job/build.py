@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,7 +19,6 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import Laid, describe_layout, layout_of, store_in_memory_order
-from elastic_train.job.optimizers.averaging import keep_average
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
@@ -215,3 +216,40 @@ def _check_state_is_whole(model: nn.Module) -> None:
     if others:
         what = f"{counted(len(others), 'trained weight')} that state_dict leaves out, such as '{others[0]}'"
         raise refused("weights outside `state_dict`", what)
+
+
+def keep_average(optimizer: Optimizer, decay: float, num_updates: Callable[[], int]) -> None:
+    """Update the exponential moving average of every parameter after each of the optimizer's steps.
+
+    It is one more moment, debiased as Adam's are (Kingma & Ba, 2015, section 3): after step t the weights of step i
+    count for decay^(t - i), and the initial weights not at all. The update is elementwise, whatever the cut.
+
+    `num_updates` returns the number of updates before the current one; skipped steps do not count, or the initial
+    weights would enter the average. A parameter without an average, e.g. of a new shard, starts from its weights before
+    the step.
+    """
+    begun: dict[Tensor, Tensor] = {}
+
+    def begin(one: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Set the weights aside: torch's optimizers initialize a parameter's state only if it is empty."""
+        begun.update((each, each.detach().clone()) for each in _trained(one) if AVERAGE not in one.state.get(each, {}))
+
+    def update(one: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        for parameter, weights in begun.items():
+            one.state[parameter][AVERAGE] = weights
+        begun.clear()
+        _update(one, (1.0 - decay) / (1.0 - decay ** (num_updates() + 1)))
+
+    optimizer.register_step_pre_hook(begin)
+    optimizer.register_step_post_hook(update)
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+
+
+@torch.no_grad()
+def _update(optimizer: Optimizer, share: float) -> None:
+    """Move every average towards the weights by the fraction `share`."""
+    if trained := _trained(optimizer):
+        torch._foreach_lerp_([optimizer.state[one][AVERAGE] for one in trained], trained, share)

@@ -24,8 +24,7 @@ from elastic_train.errors import ConfigError, HungError, PeerLostError
 from elastic_train.parallel.connections import Connections, gloo_options
 from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice, abort_all
-from elastic_train.parallel.devices.through_host import ThroughHost
-from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, Traffic, Work
+from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, ThroughHost, Traffic, Work
 from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp
 

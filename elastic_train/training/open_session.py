@@ -30,8 +30,7 @@ from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.attention.choice import current
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.autotuned import describe_tuning
-from elastic_train.parallel.devices.device import nccl_hazard
-from elastic_train.parallel.devices.device_times import device_times_of
+from elastic_train.parallel.devices.device import device_times_of, nccl_hazard
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction

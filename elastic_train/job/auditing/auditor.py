@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +27,6 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.job.auditing.choice import Audit, audits_of, others
 from elastic_train.job.auditing.staged_lane import StagedLane, look_at
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.plan import Plan
@@ -38,6 +39,14 @@ from elastic_train.tasks.task import Batch, LaneLoss
 
 _NOTHING = -1
 """Placeholder for a checksum that this rank has not computed."""
+
+
+class Audit(NamedTuple):
+    """A lane to compute twice, its owner and the owner that recomputes it (the same one if there is no other)."""
+
+    lane: int
+    owner: int
+    auditor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +228,29 @@ def _noting(sums: list[int], number: int) -> Callable[[Tensor], None]:
 
 def _joined(sums: Sequence[int]) -> int:
     return zlib.crc32(np.array(sums, np.int64).tobytes())
+
+
+def audits_of(step: int, every: int, assigned: Assignment, num_crews: int = 1) -> list[Audit]:
+    """Return the audits of a step: one for every `every` lanes, cycling through all lanes and all pairs of replicas.
+
+    A step audits each lane at most once. A replica has `num_crews` owners; the one at the same position as the lane's
+    owner recomputes it.
+    """
+    num_lanes, num_owners = sum(map(len, assigned)), len(assigned)
+    num_replicas = num_owners // num_crews
+    owner_of = {lane: owner for owner, lanes in enumerate(assigned) for lane in lanes}
+    first, end = step * num_lanes // every, (step + 1) * num_lanes // every
+    audits = []
+    for number in range(first, end):
+        lane = number % num_lanes
+        owner, turn = owner_of[lane], number // num_lanes
+        away = 1 + turn % (num_replicas - 1) if num_replicas > 1 else 0
+        audits.append(Audit(lane, owner, (owner + away * num_crews) % num_owners))
+    return audits
+
+
+def others(had: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the ranks whose value differs from the majority's, once per wrong value; without a majority, all ranks."""
+    counts = Counter(value for _, value in had).most_common(2)
+    is_clear = len(counts) < 2 or counts[0][1] > counts[1][1]
+    return [rank for rank, value in had if not is_clear or value != counts[0][0]]

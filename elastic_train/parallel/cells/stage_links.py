@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elastic_train.parallel.devices.generators import Generators
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
 
@@ -26,6 +25,25 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 14
 _ALIGNMENT = 512
 """Alignment in bytes of device allocations: the kernel chosen for a tensor may depend on its alignment."""
+
+
+class Generators:
+    """Reads and sets the generators of host and device at once, so that another rank can continue from here."""
+
+    def __init__(self, device: torch.device) -> None:
+        of_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+        self._all = [torch.default_generator, *of_device]
+        self._sizes = [one.get_state().numel() for one in self._all]
+        self.num_bytes = sum(self._sizes)
+
+    def state(self) -> Tensor:
+        """Return the generators' states: bytes in host memory, 1-D, of constant length."""
+        return torch.cat([one.get_state() for one in self._all])
+
+    def continue_at(self, state: Tensor) -> None:
+        """Set the generators to `state`, on any device."""
+        for one, part in zip(self._all, state.cpu().split_with_sizes(self._sizes), strict=True):
+            one.set_state(part.clone())
 
 
 class Form(NamedTuple):

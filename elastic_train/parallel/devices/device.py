@@ -1,4 +1,4 @@
-"""Interface of an accelerator to a group of ranks: which tensors it holds, its queue, and its transport.
+"""Interface of an accelerator to a group of ranks: which tensors it holds, its queue, its transport, and its times.
 
 This module has CUDA's. Tests use another whose work ends on command.
 """
@@ -6,7 +6,8 @@ This module has CUDA's. Tests use another whose work ends on command.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -121,3 +122,38 @@ def device_of(device: torch.device, transport: str) -> Device | None:
 
 def _is_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda
+
+
+class DeviceTimes:
+    """Measures a GPU's time per phase: points in the queue of the thread that creates it, and the time between them.
+
+    A host's clock would measure only the enqueueing, and one wait at the end of a step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._noted: deque[tuple[str, torch.cuda.Event]] = deque()
+
+    def note(self, phase: str) -> None:
+        """Attribute the device work since the last call to a phase; returns at once."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        self._noted.append((phase, event))
+
+    def take(self, phases: Collection[str]) -> dict[str, float]:
+        """Return the seconds per phase since the last call, as far as the device has come; does not wait.
+
+        A step whose lanes have no samples reads nothing from the device, which may still run the last update.
+        """
+        spent = dict.fromkeys(phases, 0.0)
+        while len(self._noted) > 1 and self._noted[1][1].query():  # type: ignore[no-untyped-call]
+            _, before = self._noted.popleft()
+            phase, now = self._noted[0]
+            if phase in spent:
+                spent[phase] += 1e-3 * before.elapsed_time(now)
+        return spent
+
+
+def device_times_of(device: torch.device) -> DeviceTimes | None:
+    """Return the timer of a device; None for a CPU, whose calls are synchronous."""
+    return DeviceTimes(device) if device.type == "cuda" else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_train.parallel.devices.device_times import DeviceTimes, device_times_of
+from elastic_train.parallel.devices.device import DeviceTimes, device_times_of
 
 PHASES = ("forward", "backward")
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.job.auditing.choice import audits_of, others
+from elastic_train.job.auditing.auditor import audits_of, others
 
 
 @pytest.mark.parametrize("num_crews", [1, 2])
