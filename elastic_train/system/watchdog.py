@@ -9,7 +9,8 @@ Both count only time in which the process could run, in small steps: a process t
 continues where it was. Whether the others continue without it is their decision.
 
 While it enters a world a process makes no steps: then every storage answer and every wait for peers is progress, and
-the time between two of them is short, whatever the size of the state.
+the time between two of them is short, whatever the size of the state. While it prepares, before it has asked for a
+world, whatever computes, reads or writes makes progress: nothing is known about the user's code that runs then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from elastic_train.errors import HungError
@@ -33,6 +35,10 @@ TIMES_LONGEST = 10.0
 LEAST_S, MOST_S = 20.0, 600.0
 ENTERING_S = 30.0
 """Least limit in seconds before a world's first step; calls to etcd and storage have shorter deadlines."""
+PREPARING_S = 1800.0
+"""Longest idle time in seconds before a process asks for a world: another rank may be downloading what it waits for."""
+BUSY_SHARE, BUSY_BYTES = 0.01, 65_536
+"""Least share of a core, or bytes read and written, between two looks that count as progress while preparing."""
 BACKSTOP_S = 5.0
 MOST_LOOK_S = 2.0
 """Most seconds that count between two looks, which are a second apart: in more, this process did not run."""
@@ -48,6 +54,7 @@ class _Stage:
     times: float = 1.0
 
 
+_PREPARING = _Stage(MOST_S, PREPARING_S, TIMES_LONGEST)
 _ENTERING = _Stage(ENTERING_S, ENTERING_S)
 _FIRST = _Stage(ENTERING_S, MOST_S)
 _WARMING = _Stage(ENTERING_S, MOST_S, TIMES_LONGEST)
@@ -83,6 +90,7 @@ class Watchdog:
         self._seen: float | None = None
         self._seen_at = self._worked_s = 0.0
         """Stretch of work at the last look, the look's time, and the seconds worked by then."""
+        self._work_before = (0.0, 0)
         self._arming = threading.Lock()
         self._is_closed = False
 
@@ -107,6 +115,11 @@ class Watchdog:
         self._start()
         if was_staged:
             self._arm()
+
+    def prepare(self) -> None:
+        """Report that this process begins to load its data and model, before it asks for a world."""
+        self._work_before = _work_done()
+        self._begin(_PREPARING)
 
     def warm_up(self) -> None:
         """Report a first batch before there is a world: it loads and compiles what steps need."""
@@ -191,6 +204,8 @@ class Watchdog:
     def look(self) -> None:
         """End the process if it has worked longer than the limit without progress; called by the thread."""
         limit_s = self.limit_s  # first: a stretch that begins meanwhile is too short for any limit
+        if self._stage is _PREPARING:
+            self._notice_work()
         since, now = self._since, time.monotonic()
         if since is not None:
             before_s = self._worked_s if since == self._seen else 0.0
@@ -198,6 +213,14 @@ class Watchdog:
         self._seen, self._seen_at = since, now
         if since is not None and self._worked_s > limit_s:
             self._end(self._worked_s)
+
+    def _notice_work(self) -> None:
+        """Count what this process has computed, read or written since the last look as progress."""
+        before, self._work_before = self._work_before, _work_done()
+        elapsed_s = max(0.0, time.monotonic() - self._seen_at)
+        cpu_s, num_bytes = (now - then for now, then in zip(self._work_before, before, strict=True))
+        if cpu_s > BUSY_SHARE * elapsed_s or num_bytes > BUSY_BYTES:
+            self.moved()
 
     def _begin_to_observe(self) -> None:
         with self._arming:
@@ -223,3 +246,11 @@ class Watchdog:
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
         os._exit(HungError.exit_code)
+
+
+def _work_done() -> tuple[float, int]:
+    """Return the CPU seconds of this process, and the bytes that it has read and written."""
+    num_bytes = 0
+    with contextlib.suppress(OSError), Path("/proc/self/io").open() as file:
+        num_bytes = sum(int(line.split()[1]) for line in file if line.startswith(("rchar:", "wchar:")))
+    return time.process_time(), num_bytes

@@ -107,20 +107,21 @@ def supervise(config: Config, leave: LeaveRequest, started_at: float, how_far: H
 def _prepare(config: Config, leave: LeaveRequest, started_at: float, how_far: HowFar) -> Ended:
     """Check everything that can be refused, build the state, and train it."""
     make_repeatable(config)
-    plan = make_plan(config)
-    proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # the check runs concurrently with the rest
-    if config.profile.memory:
-        record_allocations(plan.device)
-    try:
-        state = plan.build_state(may_defer=True)
-        how_far.state, how_far.total_steps = state, plan.total_steps
-        with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
+    with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
+        watchdog.prepare()
+        plan = make_plan(config)
+        proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # the check runs concurrently with the rest
+        if config.profile.memory:
+            record_allocations(plan.device)
+        try:
+            state = plan.build_state(may_defer=True)
+            how_far.state, how_far.total_steps = state, plan.total_steps
             return _train_on(plan, state, watchdog, leave, started_at, proof, meter)
-    except Exception as error:
-        note_out_of_memory(error, config, meter)
-        if not isinstance(error, ElasticTrainError) and (why := ended_too_soon()) is not None:
-            raise why from error  # torch raises its own error wherever this process is when the signal arrives
-        raise
+        except Exception as error:
+            note_out_of_memory(error, config, meter)
+            if not isinstance(error, ElasticTrainError) and (why := ended_too_soon()) is not None:
+                raise why from error  # torch raises its own error wherever this process is when the signal arrives
+            raise
 
 
 def _train_on(

@@ -13,13 +13,14 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 
-from elastic_train.errors import PeerLostError
+from elastic_train.errors import HungError, PeerLostError
 from elastic_train.system import watchdog
 from elastic_train.system.watchdog import (
     ENTERING_S,
     LEAST_S,
     MOST_LOOK_S,
     MOST_S,
+    PREPARING_S,
     TIMES_LONGEST,
     Watchdog,
 )
@@ -133,6 +134,34 @@ def test_silence_beyond_the_limit_is_a_hang(clock: list[float], monkeypatch: pyt
     assert len(ends) == 2
 
 
+@pytest.mark.parametrize(("fixed_s", "limit_s"), [(None, PREPARING_S), (10.0, MOST_S), (100.0, TIMES_LONGEST * 100.0)])
+@pytest.mark.parametrize(("cpu_share", "num_bytes"), [(0.02, 0), (0.0, 1_000_000)])
+def test_a_process_that_is_idle_before_it_asks_for_a_world_is_ended(
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    fixed_s: float | None,
+    limit_s: float,
+    cpu_share: float,
+    num_bytes: int,
+) -> None:
+    """Days of work on data or a model are no hang, nor is the wait for a world, which has its own limits."""
+    ends: list[float] = []
+    done = [(0.0, 0)]
+    monkeypatch.setattr(Watchdog, "_end", lambda self, stuck_s: ends.append(stuck_s))
+    monkeypatch.setattr(watchdog, "_work_done", lambda: done[0])
+    watched = Watchdog(fixed_s)
+    watched.prepare()
+    for _ in range(4 * round(limit_s)):
+        clock[0] += 1.0
+        done[0] = (done[0][0] + cpu_share, done[0][1] + num_bytes)
+        watched.look()
+    with watched.resting():
+        watch_for(clock, watched, 4 * limit_s)
+    assert ends == []
+    watch_for(clock, watched, limit_s + 2.0)
+    assert ends[0] == pytest.approx(limit_s, abs=1.5)
+
+
 def test_time_in_which_the_process_did_not_run_does_not_count(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +238,30 @@ time.sleep(6.0 if {closed} else 600)
     assert (ended.returncode == 0) == closed, ended.stderr
     is_ended_by_one = "no progress for" in ended.stderr or "no thread of process" in ended.stderr
     assert is_ended_by_one != closed, ended.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_computes_while_it_prepares_is_not_ended_until_it_is_idle() -> None:
+    program = """
+import time
+from elastic_train.system import watchdog
+watchdog._PREPARING = watchdog._Stage(2.0, 2.0)
+watchdog.Watchdog().prepare()
+until = time.monotonic() + 5.0
+while time.monotonic() < until:
+    sum(range(1000))
+print("computed", flush=True)
+
+def waits_for_nobody():
+    time.sleep(600)
+
+waits_for_nobody()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (HungError.exit_code, "computed\n"), ended.stderr
+    assert "in waits_for_nobody" in ended.stderr
 
 
 @pytest.mark.slow
