@@ -1,133 +1,283 @@
-"""Count the mutants that the quick tests kill: `python -m release.mutants [NUM] [AREA …]`.
+"""Count the mutants of the product's core that tests kill: `python -m release.mutants --count 200 --seed 0`.
 
-A mutant is the product with one operator, constant, condition or statement changed. Each one is compiled in a fork of a
-process that has imported torch and pytest, so no file is written, and each costs only its area's tests. Survivors are
-printed: lines that no quick test of their area needs.
+A mutant is a function with one operator, constant, condition, call or result changed; texts and types stay. A stage
+runs its checks once without a mutant and records which statements each executes. Then a fork for each mutant replaces
+code in memory (no file is written) and runs the checks that execute the changed statement until one fails. Stages are
+the quick tests of the area, simulated jobs, and wider quick tests. A run with the same file of results continues it.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import builtins
+import functools
+import gc
+import json
 import os
+import pickle
 import random
+import shutil
 import signal
 import sys
-from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
-import torch  # noqa: F401 (imported once, for all mutants)
 
 AREAS = {
-    "placement": ("elastic_train/placement/*.py", "tests/elastic_train/placement"),
-    "program": ("elastic_train/program/*.py", "tests/elastic_train/program"),
-    "exchange": ("elastic_train/parallel/*.py", "tests/elastic_train/parallel"),
-    "commits": ("elastic_train/checkpoint/commits/*.py", "tests/elastic_train/checkpoint/commits"),
-    "membership": ("rendezvous/membership/**/*.py", "tests/rendezvous/membership"),
+    "rendezvous/membership": "fence.py own_record.py participant.py records.py rules/[!w]*.py",
+    "elastic_train/checkpoint/commits": "*.py",
+    "elastic_train/world": "fencing.py claims.py agreement.py forming.py",
+    "elastic_train/parallel": "exchange.py gradient_sum.py reduce_scatter_sum.py reductions.py buckets.py",
+    "elastic_train/job": "gradient_norm.py commit_pieces.py state_shards.py resharding/*.py",
+    "elastic_train/program": "*.py",
+    "elastic_train/placement": "*.py",
 }
+WIDER = ("tests/elastic_train/job", "tests/elastic_train/world", "tests/elastic_train/checkpoint")
+SEEDS = range(12)
 QUICK = "not slow and not long and not deploy and not alone and not hunt and not monitoring"
-AT_MOST_S = 180
-"""Seconds after which a mutant counts as hanging; in CI a timeout would kill it."""
+OPTIONS = ("-qq", "-s", "-p", "no:xdist", "--hypothesis-profile", "inner-loop", "--hypothesis-seed", "0", "-m", QUICK)
+TEXTS_AND_TYPES = {"annotation", "returns", "decorator_list", "msg"}
 SWAPPED: dict[type[ast.AST], type[Any]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
+Check = tuple[str, Callable[[], bool]]
+"""The name of a test or simulated job, and the function that runs it."""
+Tell = Callable[[dict[str, Any]], None]
 
 
 class Mutant(NamedTuple):
-    """The `nth` change of the module at `path`."""
+    """The `nth` change of the module at `path`; `line` is that of the changed statement."""
 
-    area: str
-    path: Path
+    path: str
     nth: int
     line: int
     what: str
 
 
+def executed_nodes(node: ast.AST, line: int = 0) -> Iterator[tuple[ast.AST, int]]:
+    """Yield the nodes that functions execute, each with the line of its statement."""
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            is_logged = isinstance(child, ast.Expr) and ast.unparse(child).startswith(("log.", "_log.", "_LOG."))
+            is_strict = isinstance(child, ast.keyword) and child.arg == "strict"
+            is_text = field in TEXTS_AND_TYPES or isinstance(child, ast.Raise | ast.JoinedStr | ast.arguments)
+            if isinstance(child, ast.AST) and not (is_logged or is_strict or is_text):
+                is_own = isinstance(child, ast.FunctionDef) or (isinstance(child, ast.stmt) and line)
+                at = child.lineno if is_own else line  # type: ignore[attr-defined]
+                yield from [(child, at)] if at else []
+                yield from executed_nodes(child, at)
+
+
 def changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Apply one change to the tree after another; yield each one's line and description while it is in place."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
-            before, node.ops[0] = node.ops[0], SWAPPED[type(node.ops[0])]()
-            yield node.lineno, f"{_name(before)} -> {_name(node.ops[0])}"
-            node.ops[0] = before
-        elif isinstance(node, ast.BoolOp | ast.BinOp) and type(node.op) in SWAPPED:
-            operator, node.op = node.op, SWAPPED[type(node.op)]()
-            yield node.lineno, f"{_name(operator)} -> {_name(node.op)}"
-            node.op = operator
-        elif isinstance(node, ast.If | ast.IfExp):
-            before_test, node.test = node.test, ast.UnaryOp(ast.Not(), node.test)
-            yield node.lineno, "condition negated"
-            node.test = before_test
-        elif isinstance(node, ast.Constant) and type(node.value) is int:
-            node.value += 1
-            yield node.lineno, f"{node.value - 1} -> {node.value}"
-            node.value -= 1
-        elif isinstance(node, ast.FunctionDef):
-            for index, statement in enumerate(node.body):
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                    node.body[index] = ast.Pass()
-                    yield statement.lineno, f"without {ast.unparse(statement)}"
-                    node.body[index] = statement
+    """Apply one change to the tree after another; yield its line and description while it is in place."""
+    for node, line in executed_nodes(tree):
+        for field, changed in _changed_fields(node):
+            before, old = getattr(node, field), ast.unparse(node)
+            setattr(node, field, changed)
+            if (new := ast.unparse(node)) != old:
+                yield line, f"{old.splitlines()[0]} -> {new.splitlines()[0]}"
+            setattr(node, field, before)
 
 
-def _name(node: ast.AST) -> str:
-    return type(node).__name__
+def _changed_fields(node: ast.AST) -> Iterator[tuple[str, object]]:
+    match node:
+        case ast.Compare() if type(node.ops[0]) in SWAPPED:
+            yield "ops", [SWAPPED[type(node.ops[0])](), *node.ops[1:]]
+        case ast.BoolOp() | ast.BinOp() if type(node.op) in SWAPPED:
+            yield "op", SWAPPED[type(node.op)]()
+        case ast.If() | ast.IfExp():
+            yield "test", ast.UnaryOp(ast.Not(), node.test)
+        case ast.Constant(value=bool()):
+            yield "value", not node.value
+        case ast.Constant(value=int(number)):
+            yield from [("value", number + 1), ("value", 0)][: 2 if number == 1 else 1]
+        case ast.Name(id="min" | "max"):
+            yield "id", "max" if node.id == "min" else "min"
+        case ast.Expr(value=ast.Call()) | ast.Return(value=ast.expr()):
+            yield "value", ast.Constant(None)
 
 
-def mutants_of(area: str) -> list[Mutant]:
-    """Return all mutants of an area's modules."""
-    return [
-        Mutant(area, path, nth, line, what)
-        for path in sorted(Path().glob(AREAS[area][0]))
-        for nth, (line, what) in enumerate(changes(ast.parse(path.read_text())))
-    ]
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """Return all mutants of a module."""
+    return [Mutant(path, nth, line, what) for nth, (line, what) in enumerate(changes(ast.parse(source)))]
 
 
-def compiled(mutant: Mutant) -> CodeType:
-    """Return the code of a mutant's module."""
-    tree = ast.parse(mutant.path.read_text())
+def mutated(mutant: Mutant, source: str) -> ast.Module:
+    """Return a mutant's module."""
+    tree = ast.parse(source)
     places = changes(tree)
-    for _ in range(mutant.nth + 1):  # the tree holds the change while the generator waits
-        next(places, None)
-    return compile(ast.fix_missing_locations(tree), mutant.path.resolve(), "exec", dont_inherit=True)
+    for _ in range(mutant.nth + 1):  # the tree keeps the change if the generator is not resumed
+        next(places)
+    return tree
 
 
-def passes(area: str, place: Path, code: CodeType | None) -> bool:
-    """Run an area's quick tests, up to the first failure, in a fork where the module at `place` has this code."""
+def recording(path: str, source: str) -> ast.Module:
+    """Return a module that calls `__executed__` with its path and the line of each statement that it executes."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        for value in (value for _, value in ast.iter_fields(node) if not isinstance(node, ast.Module)):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                calls = [ast.parse(f"__executed__(({path!r}, {each.lineno}))").body[0] for each in value]
+                value[:] = [each for pair in zip(calls, value, strict=True) for each in pair]
+    return tree
+
+
+def replace_functions(path: str, tree: ast.Module) -> None:
+    """Give all functions of an imported module the code that they have in the tree."""
+    place = str(Path(path).resolve())
+    waiting = [compile(ast.fix_missing_locations(tree), place, "exec", dont_inherit=True)]
+    codes = dict[tuple[str, int], CodeType]()
+    while waiting:
+        code = waiting.pop()
+        codes[code.co_qualname, code.co_firstlineno] = code
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__.co_filename == place:
+            code = codes[each.__code__.co_qualname, each.__code__.co_firstlineno]
+            if code.co_freevars == each.__code__.co_freevars:  # Python replaces no other
+                each.__code__ = code
+
+
+def in_fork(job: Callable[[Path], bool], limit_s: float) -> tuple[str, bytes]:
+    """Return "passed", "failed" or "timeout", and what the job has written to its file."""
+    folder = Path(tempfile.mkdtemp(prefix="mutant-"))
     if not (child := os.fork()):
-        os.setsid()
-        signal.alarm(AT_MOST_S)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
+        signal.alarm(int(limit_s))
+        os.dup2(nowhere := os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(nowhere, 2)
-        get_code, mutated = SourceFileLoader.get_code, str(place.resolve())
+        tempfile.tempdir = str(folder)
+        try:
+            os._exit(not job(folder / "answer"))
+        finally:
+            os._exit(1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    answer = (folder / "answer").read_bytes() if (folder / "answer").exists() else b""
+    shutil.rmtree(folder, ignore_errors=True)
+    return {0: "passed", -signal.SIGALRM: "timeout"}.get(code, "failed"), answer
 
-        def instead(loader: SourceFileLoader, name: str) -> CodeType | None:
-            return code if code is not None and loader.path == mutated else get_code(loader, name)
 
-        with mock.patch.object(SourceFileLoader, "get_code", instead):
-            os._exit(pytest.main(["-x", "-q", "-p", "no:xdist", "-m", QUICK, AREAS[area][1]]))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def run_stage(stage: str, mutants: list[Mutant], tell: Tell, checks: list[Check]) -> None:
+    """Run the checks of a stage without a mutant, then for each mutant those that execute the changed statement."""
+    gc.unfreeze()  # for `replace_functions`
+    verdict, answer = in_fork(functools.partial(_record, {each.path for each in mutants}, checks), 3600)
+    if verdict != "passed":
+        sys.exit(f"mutants: {stage}: {answer.decode()}: {verdict} without a mutant: mend that first")
+    recorded = sorted(zip(pickle.loads(answer), checks, strict=True), key=lambda each: each[0][0])
+    for mutant in mutants:
+        chosen = [(took, check) for (took, lines), check in recorded if (mutant.path, mutant.line) in lines]
+        run, begun = functools.partial(_survives, mutant, [check for _, check in chosen]), time.monotonic()
+        verdict, answer = in_fork(run, 60 + 5 * sum(took for took, _ in chosen))
+        told = {"stage": stage, **mutant._asdict(), "verdict": verdict, "checks": len(chosen)}
+        tell({**told, "last": answer.decode(), "took_s": round(time.monotonic() - begun, 1)})
 
 
-def main(num: int, areas: list[str]) -> None:
-    """Draw `num` mutants of the areas, the same ones each time; print the survivors and the share killed."""
-    for area in areas:
-        if not passes(area, Path(), None):
-            sys.exit(f"mutants: the quick tests of {AREAS[area][1]} fail without a mutant")
-        drawn = random.Random(area).sample(mutants_of(area), num // len(areas))
-        survivors = [each for each in drawn if passes(area, each.path, compiled(each))]
-        for each in survivors:
-            sys.stdout.write(f"{each.path}:{each.line}: {each.what}: survives\n")
-        sys.stdout.write(f"{area}: {len(drawn) - len(survivors)} of {len(drawn)} killed\n")
-        sys.stdout.flush()
+def _record(paths: Iterable[str], checks: list[Check], answer: Path) -> bool:
+    executed, by_check = set[tuple[str, int]](), list[tuple[float, set[tuple[str, int]]]]()
+    builtins.__dict__["__executed__"] = executed.add
+    for path in paths:
+        replace_functions(path, recording(path, Path(path).read_text()))
+    for name, passes in checks:
+        executed.clear()
+        answer.write_text(name)
+        begun = time.monotonic()
+        if not passes():
+            return False
+        by_check.append((time.monotonic() - begun, set(executed)))
+    return bool(answer.write_bytes(pickle.dumps(by_check)))
+
+
+def _survives(mutant: Mutant, checks: list[Check], answer: Path) -> bool:
+    replace_functions(mutant.path, mutated(mutant, Path(mutant.path).read_text()))
+    return all(answer.write_text(name) and passes() for name, passes in checks)
+
+
+class Tests:
+    """Run a stage of the collected tests instead of these tests."""
+
+    def __init__(self, run: Callable[[list[Check]], None]) -> None:
+        self._run = run
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run the stage."""
+
+        def passes(item: pytest.Item) -> bool:
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            return not session.testsfailed
+
+        self._run([(item.nodeid, functools.partial(passes, item)) for item in session.items])
+        return True
+
+
+def run_tests(folders: Iterable[str], run: Callable[[list[Check]], None]) -> int:
+    """Run a stage of the folders' quick tests."""
+    return int(pytest.main([*OPTIONS, *folders], plugins=[Tests(run)]))
+
+
+def run_simulator(run: Callable[[list[Check]], None]) -> int:
+    """Run a stage of simulated jobs."""
+    from chaos.sim.campaign.long_runs import Draw
+    from chaos.sim.campaign.simulate import simulate
+
+    run([(f"seed {n}", functools.partial(lambda n: not simulate(Draw().case(n)).violations, n)) for n in SEEDS])
+    return 0
+
+
+def main(count: int, seed: int, only: str, results: Path, is_json: bool) -> None:
+    """Run all stages for the mutants drawn, which depend on the seed and the sources; print survivors and totals."""
+    areas = {
+        str(path): area for area, globs in AREAS.items() for glob in globs.split() for path in Path(area).glob(glob)
+    }
+    every = [
+        each for path in sorted(areas) for each in mutants_of(path, Path(path).read_text()) if path.startswith(only)
+    ]
+    drawn = sorted(random.Random(seed).sample(every, min(count, len(every))))
+    results.touch()
+    import torch._dynamo  # noqa: F401 (once, not in each fork)
+
+    def tell(told: dict[str, Any]) -> None:
+        with results.open("a") as file:
+            file.write(json.dumps(told) + "\n")
+        sys.stderr.write("{stage}: {path}:{line}: {what}: {verdict} {last} ({took_s} s)\n".format_map(told))
+
+    def left(stage: str = "") -> list[Mutant]:
+        told = map(json.loads, results.read_text().splitlines())
+        done = {(each["path"], each["nth"]) for each in told if each["stage"] == stage or each["verdict"] != "passed"}
+        return [each for each in drawn if (each.path, each.nth) not in done]
+
+    stages: list[tuple[str, str, Callable[[Callable[[list[Check]], None]], int]]] = [
+        *(("quick", area, functools.partial(run_tests, [f"tests/{area}"])) for area in AREAS),
+        ("sim", "", run_simulator),
+        ("wider", "", functools.partial(run_tests, WIDER)),
+    ]
+    for stage, area, start in stages:
+        mutants = [each for each in left(stage) if areas[each.path].startswith(area)]
+        if mutants and not (child := os.fork()):  # each stage imports the product anew
+            os._exit(start(functools.partial(run_stage, stage, mutants, tell)))
+        if mutants and os.waitpid(child, 0)[1]:
+            sys.exit(f"mutants: the checks of {stage} {area} could not be run: see above")
+    totals = {"of": len(every), "drawn": len(drawn), "survivors": len(left())}
+    told = map(json.loads, results.read_text().splitlines())
+    totals |= Counter(f"{each['stage']} {each['verdict']}" for each in told if each["verdict"] != "passed")
+    sys.stderr.write("".join(f"{each.path}:{each.line}: {each.what}: survives\n" for each in left()))
+    sys.stdout.write((json.dumps(totals) if is_json else ", ".join(f"{n} {name}" for name, n in totals.items())) + "\n")
 
 
 if __name__ == "__main__":
-    main(int((sys.argv[1:] or ["200"])[0]), sys.argv[2:] or list(AREAS))
+    parser = argparse.ArgumentParser(prog="python -m release.mutants", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--only", default="", help="folder or module of all mutants")
+    parser.add_argument(
+        "--results", type=Path, default=Path("mutants.jsonl"), help="file of results to write or continue"
+    )
+    parser.add_argument("--json", action="store_true", dest="is_json", help="print the totals as JSON")
+    main(**vars(parser.parse_args()))
