@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from tests.conftest import run_source
+
 ASKED = """
 import ctypes, os, socket, struct, sys, threading
 from torch.distributed import TCPStore
@@ -42,9 +46,11 @@ if is_off:
 """
 
 
+@pytest.mark.slow
 def test_stores_ask_dns_for_no_names_once_it_is_switched_off() -> None:
     """Before the switch they do; a failure to switch it off is not an error."""
-    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
+    done = run_source(ASKED)
+    assert done.returncode == 0, done.stderr
     off, on = done.stdout.splitlines()
     assert off == "off: 0" and on.startswith("on: ") and on != "on: 0"
     assert "hostname" not in done.stderr.partition("said until here")[0]

@@ -77,6 +77,13 @@ class State:
     sealed: tuple[int, ...] = ()
     claimed: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.entries, self.actors, self.sealed, self.claimed))
+
     @property
     def snapshot(self) -> Snapshot:
         return snapshot_of(self.revision, self.entries)
@@ -224,9 +231,12 @@ def settle(state: State) -> State:
     for key in [key for key in state.snapshot.entries if key.startswith(KEYS.members) and key not in held]:
         state = state.written(Change({key: None}, {})) or state
     for _ in range(12):
+        before = state
         for place, actor in enumerate(state.actors):
             if not actor.is_dead:
                 state = next(reversed([state, *_act(state, place, state.actors[place], "")]))
+        if state == before:
+            break
     return state
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,65 +17,20 @@ from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, is_alive
 from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, begin
 from tests.processes import command_line_of
 from tests.rendezvous.rendezvous_sides import eventually
 
-PROGRAM = f"""
-import gc, multiprocessing, os, signal, sys, threading, time
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-while __name__ != "__main__" and not os.path.exists(os.environ["GATE"]):
-    time.sleep(0.01)  # a function has not begun before its process has imported this
-
-def work(log):
-    return int(os.environ["RANK"])
-
-def work_without_end(log):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(log, "a") as file:
-        file.write(f"{{os.getpid()}}\\n")
-    time.sleep(600)
-
-def collect():
-    for _ in range(50):
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-    gc.collect()
-
-def launch(function, endpoint, run_id, log):
-    conf = {{"timeout": {PATIENCE_S}, "last_call_s": 0.1, "ttl": {PATIENCE_S}}}
-    config = LaunchConfig(1, 1, 2, run_id=run_id, rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_configs=conf)
-    return elastic_launch(config, function)(log)
-
-def fork_after_a_job(*arguments):
-    gc.disable()
-    print(sorted(launch(work, *arguments)), flush=True)
-    child = multiprocessing.get_context("fork").Process(target=collect)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-
-def work_for_long(*arguments):
-    launch(work_without_end, *arguments)
-
-if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
-"""
-"""A program that uses torch's launcher."""
-
 
 class Program:
-    """The running program, in a folder; its functions start once a gate file exists."""
+    """A running `functions_program`: a fork of a process that has imported torch; its functions' processes are not."""
 
     def __init__(self, folder: Path, function: str, endpoint: str, run_id: str) -> None:
-        self.log, self._output, source = folder / "log", folder / "output", folder / "program.py"
-        self.gate = folder / "gate"
+        self.log, self._output, self.gate = folder / "log", folder / "output", folder / "gate"
         self.log.write_text("")
-        source.write_text(PROGRAM)
-        command = [sys.executable, str(source), function, endpoint, run_id, str(self.log)]
-        with self._output.open("wb") as output:
-            environ = {**os.environ, "GATE": str(self.gate)}
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+        module = "tests.rendezvous.torchelastic.functions_program"
+        command = [sys.executable, "-m", module, function, endpoint, run_id, str(folder)]
+        self.process = begin(command, self._output)
 
     @property
     def output(self) -> str:
@@ -88,10 +40,6 @@ class Program:
         """Return the processes that multiprocessing has spawned for its functions."""
         children = children_of(self.process.pid)
         return [pid for pid in children if any("spawn_main" in word for word in command_line_of(pid))]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
@@ -104,55 +52,36 @@ def started(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[Callable[
 
     yield start
     for program in programs:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.process.pid, signal.SIGKILL)
-        program.process.wait()
-
-
-def words_of(program: Program) -> list[str]:
-    return program.log.read_text().split()
-
-
-def both_workers(program: Program) -> list[int]:
-    found: list[int] = []
-
-    def are_there() -> bool:
-        found[:] = program.workers()
-        return len(found) == 2
-
-    eventually(are_there, "both workers are started")
-    return found
+        program.process.close(signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> None:
-    """This includes functions that ignore SIGINT, which torch sends to end them."""
+    """This includes one that ignores SIGINT, which torch sends to end them, and one that has not begun: for that the
+    kernel's death signal is not set yet, and it checks for its agent before it starts."""
     program = started("work_for_long")
-    program.gate.touch()
-    workers = both_workers(program)
-    eventually(lambda: len(words_of(program)) == 2, "both workers are at work")
-    program.kill()
-    eventually(lambda: not any(map(is_alive, workers)), "no worker has survived")
-
-
-@pytest.mark.slow
-def test_functions_that_have_not_begun_die_with_their_agent(started: Callable[[str], Program]) -> None:
-    """The kernel's death signal is not set yet: they check for their agent before they start."""
-    program = started("work_for_long")
-    workers = both_workers(program)
-    program.kill()
+    eventually(lambda: len(program.workers()) == 2, "both workers are started")
+    workers = program.workers()
+    eventually(lambda: len(begun_in(program)) == 1, "one worker is at work")
+    program.process.kill()
+    program.process.wait(PATIENCE_S)
+    eventually(lambda: not is_alive(begun_in(program)[0]), "the one at work has not survived")
     program.gate.touch()
     eventually(lambda: not any(map(is_alive, workers)), "no worker has survived")
-    assert words_of(program) == []
+    assert len(begun_in(program)) == 1
+
+
+def begun_in(program: Program) -> list[int]:
+    """Return the processes whose functions have begun."""
+    return [int(line) for line in program.log.read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> None:
     """No object of the job may be finalised in a child, where its threads do not exist."""
     program = started("fork_after_a_job")
-    program.gate.touch()
-    assert program.process.wait(timeout=PATIENCE_S) == 0, program.output
-    assert "[0, 1]" in program.output.splitlines(), program.output  # gRPC may log during a fork
+    assert program.process.wait(PATIENCE_S) == 0, program.output
+    assert "{0: 0}" in program.output.splitlines(), program.output  # gRPC may log during a fork
 
 
 Make = Callable[..., ElasticAgent]

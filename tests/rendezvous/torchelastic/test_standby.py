@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rendezvous.process_table import is_alive, name_of
 from rendezvous.torchelastic import standby_process
@@ -164,8 +165,13 @@ time.sleep(600)
 def test_whatever_is_forked_after_cuda_began_becomes_a_program(
     standby: Standby, sleeper: Program, tmp_path: Path
 ) -> None:
-    """`torchrun --nproc-per-node=auto` queries GPUs, and so may an import: a fork could not use them afterwards."""
-    poison = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
+    """`torchrun --nproc-per-node=auto` queries GPUs, and so may an import: a fork could not use them afterwards.
+
+    Torch's own function says so; here a module of that name stands for torch, whose import takes seconds.
+    """
+    assert torch.cuda._is_in_bad_fork() is False
+    (tmp_path / "torch.py").write_text("class cuda: _is_in_bad_fork = staticmethod(lambda: True)\n")
+    poison = "import torch\n"
     (tmp_path / "poison.py").write_text(poison)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = [sys.executable, "-c", poison + AGENT, "forked"]
