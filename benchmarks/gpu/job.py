@@ -86,8 +86,8 @@ def write_job(folder: Path, size: Size, device: str, *, num_steps: int, **change
         "optimizer": {"lr": LR, "warmup_steps": 10, "schedule": "constant"},
         "epochs": 1000,
         "max_steps": num_steps,
-        "validation": {"every_steps": None},
-        "checkpoint": {"every_steps": None, "every_s": None},
+        "validation": {"every": None},
+        "checkpoint": {"every": None},
         "precision": "bf16",
         "device": device,
     }

@@ -191,7 +191,7 @@ def saves(name: str, device: str, num_saves: int) -> dict[str, float]:
     """Return the milliseconds that a save costs training per GB of state, and the peak memory in bytes."""
     size = SIZES[name]
     with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
-        checkpoint = {"every_steps": None, "every_s": None, "keep_last": 1}
+        checkpoint = {"every": None, "keep_last": 1}
         config = write_job(Path(folder), size, device, num_steps=10_000, checkpoint=checkpoint)
         saving = Saving(make_plan(load_config(config)).device, num_saves)
         train_while(config, saving.between)

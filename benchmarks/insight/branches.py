@@ -46,7 +46,7 @@ BRANCHES = (
         "E",
         "a commit after every step, each awaited by the next",
         ("save",),
-        keys={"checkpoint": {"every_steps": 1, "keep_last": 2}},
+        keys={"checkpoint": {"every": "1 steps", "keep_last": 2}},
     ),
     Branch("F", "5 ms each way between two ranks", ("wait", "exchange"), event="slow_network", how="link"),
     Branch("G", "three lanes over two ranks", ("wait",), keys={"batch": {"global_batch": 96, "micro_batch": 32}}),

@@ -15,8 +15,10 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.system.failpoints import VARIABLE
 from elastic_train.tasks.task import Batch
+from elastic_train.training.opening import observers
 
 ORDER = "late_rows"
+observers.PHASES_EVERY_STEPS = 1
 
 
 class LateRows(PacedClassifier):

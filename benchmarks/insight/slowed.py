@@ -149,9 +149,8 @@ def running(folder: Path, shape: Shape) -> Iterator[Running]:
     num_nodes, laid = shape.num_nodes, shape.laid
     task = {"path": "benchmarks.insight.late_rows:LateRows", "params": shape.params}
     keys: Mapping[str, object] = {
-        "monitoring": {"phases_every_steps": 1},
         "batch": {"global_batch": 64 * num_nodes, "micro_batch": 32},
-        "checkpoint": {"every_steps": 1000},
+        "checkpoint": {"every": "1000 steps"},
         **shape.keys,
     }
     config = write_live_job(folder, num_nodes, {"task": task, **keys})

@@ -117,8 +117,8 @@ def write_job(folder: Path, job: Job, *, num_lanes: int = NUM_LANES, **changes: 
         "batch": {"global_batch": num_lanes * job.micro_batch, "micro_batch": job.micro_batch},
         "optimizer": {"lr": 1e-3, "warmup_steps": 10, "schedule": "constant"},
         "epochs": 100,
-        "validation": {"every_steps": None},
-        "checkpoint": {"every_steps": None, "every_s": None},
+        "validation": {"every": None},
+        "checkpoint": {"every": None},
         "device": "cpu",
     }
     path = folder / "config.yaml"

@@ -111,8 +111,8 @@ def write_live_job(folder: Path, ranks: int, changes: Mapping[str, object] | Non
         "batch": {"global_batch": 16 * ranks, "micro_batch": 8},
         "optimizer": {"lr": 0.001, "warmup_steps": 10, "schedule": "constant"},
         "epochs": 100_000,
-        "validation": {"every_steps": None},
-        "checkpoint": {"every_steps": 200, "every_s": None, "keep_last": 2},
+        "validation": {"every": None},
+        "checkpoint": {"every": "200 steps", "keep_last": 2},
         "tracking": {"mlflow_uri": None},
     }
     path = folder / "config.yaml"

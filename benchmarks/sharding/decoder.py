@@ -137,8 +137,8 @@ def _write(folder: Path, dim: int, depth: int) -> Path:
         "data": {"train": str(folder / "data"), "too_long": "truncate"},
         "batch": {"global_batch": RANKS, "micro_batch": 1},
         "parallel": {"shards": "parameters", "copies": 1},
-        "validation": {"every_steps": None},
-        "checkpoint": {"every_steps": None, "every_s": None},
+        "validation": {"every": None},
+        "checkpoint": {"every": None},
         "tracking": {"mlflow_uri": None},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))

@@ -69,7 +69,7 @@ def _is_equal(effort: Effort, shards: str, copies: int, then: str) -> bool:
         changes = {
             "task": {**task, "params": params},
             "parallel": {"shards": shards, "copies": copies},
-            "checkpoint": {"every_steps": 20, "every_s": None, "keep_last": 2},
+            "checkpoint": {"every": "20 steps", "keep_last": 2},
         }
         config, job = write_live_job(Path(folder) / "job", 2 * RANKS, changes), Path(folder) / "faulted"
         left = run_job(job, config, [*CHANGES], ranks=RANKS, leave_after_s=3.0, timeout_s=240, forked=True)

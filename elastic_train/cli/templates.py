@@ -155,7 +155,7 @@ task:
   validation: {validation}
 {more_data}batch:
 {batch}{rest}checkpoint:
-  every_steps: 50        # what a fault costs at most, if all ranks are lost at once
+  every: 50 steps, 15 min        # what a fault costs at most, if all ranks are lost at once
   keep_last: 3
   # keep_best: {best}        # also keep the best of the validations
 """
@@ -184,12 +184,12 @@ _IMAGES = Starter(
     more_data="",
     rest="""\
 optimizer: {lr: 0.01, weight_decay: 0.05, warmup_steps: 10}
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
 optimizer: {lr: 2.0e-3, weight_decay: 0.05, warmup_steps: 10}        # 1.0e-4 to fine-tune a model's folder
-validation: {every_epochs: 1}
+validation: {every: 1 epoch}
 epochs: 10
 """,
     task='''\
@@ -230,12 +230,12 @@ _TEXT = Starter(
     more_data="  too_long: truncate        # texts of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
 optimizer: {lr: 2.0e-3, warmup_steps: 10}
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
 optimizer: {lr: 1.0e-3, warmup_steps: 10}
-validation: {every_epochs: 1}
+validation: {every: 1 epoch}
 epochs: 3
 """,
     task='''\
@@ -272,12 +272,12 @@ _LM = Starter(
     more_data="  too_long: truncate        # rows of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
 optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
 optimizer: {lr: 6.0e-4, weight_decay: 0.1, warmup_steps: 10}        # 1.0e-5 to fine-tune hf, 2.0e-4 with lora
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 3
 """,
     task='''\
@@ -327,12 +327,12 @@ _SFT = Starter(
 """,
     rest="""\
 optimizer: {lr: 5.0e-3, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 2.0e-4 for a trained model
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 5
 """,
     own_rest="""\
 optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 1.0e-5 to train all weights
-validation: {every_steps: 50}
+validation: {every: 50 steps}
 epochs: 3
 """,
     best="min loss",

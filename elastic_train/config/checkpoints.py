@@ -6,32 +6,47 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, PositiveFloat, PositiveInt, field_serializer, field_validator
+from pydantic import ByteSize, Field, PositiveInt, field_serializer, field_validator
 
+from elastic_train.config.periods import has_unit, periods_of, whole, written
 from elastic_train.config.recipe import checked_best
 from elastic_train.config.section import Old, Section, folder, home
 
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0, "days": 86400.0}
-
-
-def _periods_of(text: str | None) -> dict[str, float]:
-    """Return the periods of a text, in steps and in seconds; ValueError for what names none."""
-    periods = dict[str, float]()
-    for part in text.split(",") if text is not None else ():
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(steps?|s|min|h|days?)", part.strip())
-        if found is None or not float(found[1]) or (found[2].startswith("step") and not found[1].isdecimal()):
-            raise ValueError(f"'{part.strip()}' is no period: write '10000 steps', '90 s', '15 min', '2 h' or '1 day'")
-        unit = "steps" if found[2].startswith("step") else "s"
-        if unit in periods:
-            raise ValueError(f"names two periods in {'steps' if unit == 'steps' else 'time'}: give one of each")
-        periods[unit] = float(found[1]) * _SECONDS.get(found[2], 1.0)
-    return periods
+_EVERY = "50 steps, 15 min"
+_CAP_S = 900.0
+"""Seconds of training that a fault may cost with `every: auto`."""
+_UNITS = ("steps", "s")
 
 
 def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the periods of a section that has a key for steps, and one for seconds."""
-    given = ((old.get("keep_every_steps"), "steps"), (old.get("keep_every_s"), "s"))
-    return {"keep_every": ", ".join(f"{number} {unit}" for number, unit in given if number is not None)}
+    return {"keep_every": written(steps=old.get("keep_every_steps"), s=old.get("keep_every_s"))}
+
+
+def _every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the interval of a section that has keys for steps, for seconds, and for the limit of auto."""
+    today = old.get("every", _EVERY)
+    steps: Any = "auto" if old.get("interval") == "auto" else old.get("every_steps", _steps_of(today))
+    seconds = old.get("every_s", _seconds_of(today))
+    if steps == "auto":
+        seconds = old.get("rpo_s", seconds)
+        return {"every": "auto" if seconds == _CAP_S else f"auto, {written(s=seconds or 1e9)}"}
+    return {"every": written(steps=steps, s=seconds)}
+
+
+def _steps_of(every: str | None) -> int | Literal["auto"] | None:
+    """Return the interval of commits in steps, or auto."""
+    if every is not None and every.split(",")[0].strip() == "auto":
+        return "auto"
+    return whole(periods_of(every, _UNITS).get("steps"))
+
+
+def _seconds_of(every: str | None) -> float | None:
+    """Return the interval of commits in seconds; with auto, the largest."""
+    if _steps_of(every) != "auto":
+        return periods_of(every, _UNITS).get("s")
+    _, _, cap = (every or "").partition(",")
+    return periods_of(cap, ("s",))["s"] if cap else _CAP_S
 
 
 def _keep_bytes(old: Mapping[str, Any]) -> Mapping[str, object]:
@@ -45,12 +60,10 @@ class CheckpointConfig(Section):
     """Folder or fsspec URL of the commits. Default: run.dir."""
     near_dir: str | None = None
     """Local folder on every node, such as tmpfs, for copies of the newest commits. They are read first."""
-    every_steps: PositiveInt | Literal["auto"] | None = 50
-    """Commit every N steps. null: ignore the step count. auto: measure saves and faults, and commit at the interval
-    that loses the least time, within every_s."""
-    every_s: PositiveFloat | None = 900.0
-    """Commit this many seconds after the last commit. With every_steps: auto, the largest number of seconds of
-    training that a fault may cost. null: ignore the time."""
+    every: str | None = _EVERY
+    """Commit after so many steps, so much time (s, min, h, day), or whichever is first: '50 steps, 15 min'. auto:
+    measure saves and faults, and commit at the interval that loses the least time, at most 15 minutes ('auto, 1 h':
+    an hour). null: only at the end."""
     when_busy: Literal["skip", "wait"] = "skip"
     """If a commit is due while the last one is still being written: skip it, or wait."""
     give_up_after_s: float | None = Field(default=600.0, ge=0)
@@ -68,13 +81,10 @@ class CheckpointConfig(Section):
     """Also keep the commit with the best validation metric: 'min loss', 'max macro_f1'."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
-        "rpo_s": Old(
-            float,
-            900.0,
-            "is now every_s, with every_steps: auto",
-            lambda old: {"every_s": old["rpo_s"]} if "auto" in (old.get("every_steps"), old.get("interval")) else {},
-        ),
-        "interval": Old(str | None, None, "is now every_steps: auto", lambda old: {"every_steps": "auto"}),
+        "every_steps": Old(int | Literal["auto"] | None, 50, "is now every: 'N steps'", _every),
+        "every_s": Old(float | None, 900.0, "is now every: 'N s'", _every),
+        "rpo_s": Old(float, 900.0, "is now every: 'auto, N s'", _every),
+        "interval": Old(str | None, None, "is now every: auto", _every),
         "give_up_after": Old(
             int | None,
             10,
@@ -107,17 +117,37 @@ class CheckpointConfig(Section):
     @field_validator("keep_every")
     @classmethod
     def _names_periods(cls, text: str | None) -> str | None:
-        _periods_of(text)
+        periods_of(text, _UNITS)
+        return text
+
+    @field_validator("every", "keep_every", mode="before")
+    @classmethod
+    def _has_units(cls, every: object) -> object:
+        return has_unit(every, _UNITS)
+
+    @field_validator("every")
+    @classmethod
+    def _names_an_interval(cls, text: str | None) -> str | None:
+        _seconds_of(text)
         return text
 
     @property
+    def every_steps(self) -> int | Literal["auto"] | None:
+        """The interval of commits in steps, or auto."""
+        return _steps_of(self.every)
+
+    @property
+    def every_s(self) -> float | None:
+        """The interval of commits in seconds; with auto, the largest."""
+        return _seconds_of(self.every)
+
+    @property
     def keep_every_steps(self) -> int | None:
-        steps = _periods_of(self.keep_every).get("steps")
-        return None if steps is None else int(steps)
+        return whole(periods_of(self.keep_every, _UNITS).get("steps"))
 
     @property
     def keep_every_s(self) -> float | None:
-        return _periods_of(self.keep_every).get("s")
+        return periods_of(self.keep_every, _UNITS).get("s")
 
     @field_validator("accept_loss")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -36,13 +36,18 @@ OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link", "wr
 """What is wrong with one rank, whose node can be dropped."""
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def _port(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the address of a section that has a key for the host, and one for the port."""
+    return {"port": f"{old['host']}:{old['port']}"} if isinstance(old.get("port"), int) else {}
+
+
 class MonitoringConfig(Section):
-    port: int | None = Field(default=None, ge=0, le=65535)
-    """Serve Prometheus metrics at this port of every node. null: no page. 0: a free port, which the log names."""
-    host: str = "127.0.0.1"
-    """Address of the Prometheus page: this machine only, or 0.0.0.0 for everybody. It has no password."""
-    phases_every_steps: PositiveInt = 50
-    """Write each rank's seconds per phase to the history and the tracker every N steps."""
+    port: int | str | None = None
+    """Serve Prometheus metrics at this port of every node, for this machine only, or with an address such as
+    0.0.0.0:9100 for everybody: the page has no password. null: no page. 0: a free port, which the log names."""
     otlp: str | None = Field(default=None, pattern=r"^https?://")
     """Send an OpenTelemetry trace of every recovery to this OTLP endpoint over HTTP, such as http://collector:4318.
     Needs the extra [otel]."""
@@ -50,6 +55,8 @@ class MonitoringConfig(Section):
     """Peak TFLOP/s of a rank's device at the run's precision, for MFU. null: by the GPU's name, if `elastic-train plan`
     knows it."""
     OLD: ClassVar[Mapping[str, Old]] = {
+        "host": Old(str, LOOPBACK, "is now port: HOST:PORT", _port),
+        "phases_every_steps": Old(int, 50, "is ignored, and is 50"),
         "flops_per_sample": Old(
             float | None, None, "is ignored: each process counts the FLOPs of a sample at its start"
         ),
@@ -59,6 +66,22 @@ class MonitoringConfig(Section):
     """Action for each kind of event, such as {slow_link: drop}. tell (default): log it. snapshot: also commit at
     the next step. drop (events of one rank): ask the rank's node to leave if enough nodes stay. stop: commit and
     end the job with exit code 93."""
+
+    @field_validator("port")
+    @classmethod
+    def _is_an_address(cls, port: int | str | None) -> int | str | None:
+        _, _, number = f"{port or 0}".rpartition(":")
+        if not (number.isdecimal() and int(number) <= 65535) or port == "":
+            raise ValueError("must be a port from 0 to 65535, or an address and a port, such as 0.0.0.0:9100")
+        return port
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port of the Prometheus page; None without a page."""
+        if self.port is None:
+            return None
+        host, _, number = f"{self.port}".rpartition(":")
+        return host.strip("[]") or LOOPBACK, int(number)
 
     @field_validator("on_event")
     @classmethod

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
+from elastic_train.config.periods import has_unit, periods_of, whole, written
 from elastic_train.config.section import Old, Section, Value
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
@@ -132,11 +133,19 @@ class EarlyStoppingConfig(Section):
         return checked_best(text)
 
 
+_UNITS = ("steps", "epochs")
+
+
+def _validation_every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the interval of a section that has a key for steps, and one for epochs."""
+    epochs = old.get("every_epochs")
+    today = periods_of(old.get("every", "100 steps"), _UNITS).get("steps")
+    return {"every": written(steps=old.get("every_steps", today if epochs is None else None), epochs=epochs)}
+
+
 class ValidationConfig(Section):
-    every_steps: PositiveInt | None = 100
-    """Validate every N steps. null, and the default with every_epochs: only at the end."""
-    every_epochs: PositiveInt | None = None
-    """Validate every N epochs instead."""
+    every: str | None = "100 steps"
+    """Validate after so many steps or epochs, such as '100 steps' or '2 epochs'. null: only at the end."""
     max_samples: PositiveInt | None = None
     """Validate on the first N samples. null: on all."""
     weights: Literal["trained", "ema"] = "trained"
@@ -144,22 +153,32 @@ class ValidationConfig(Section):
     early_stopping: EarlyStoppingConfig | None = None
     """End training when validations stop improving, such as {metric: min loss, patience: 5}. null: never."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _counts_epochs_or_steps(cls, section: object) -> object:
-        """Leave the default of every_steps out where epochs are counted."""
-        if isinstance(section, Mapping) and section.get("every_epochs") is not None:
-            return {"every_steps": None, **section}
-        return section
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "every_steps": Old(int | None, 100, "is now every: 'N steps'", _validation_every),
+        "every_epochs": Old(int | None, None, "is now every: 'N epochs'", _validation_every),
+    }
 
-    @model_validator(mode="after")
-    def _is_one_period(self) -> ValidationConfig:
-        if self.every_steps is not None and self.every_epochs is not None:
-            raise ValueError(
-                f"every_epochs {self.every_epochs} and every_steps {self.every_steps} both say when to validate: "
-                "leave one out, or set it to null"
-            )
-        return self
+    @field_validator("every", mode="before")
+    @classmethod
+    def _has_a_unit(cls, every: object) -> object:
+        return has_unit(every, _UNITS)
+
+    @field_validator("every")
+    @classmethod
+    def _is_one_period(cls, text: str | None) -> str | None:
+        if len(periods_of(text, _UNITS)) > 1:
+            raise ValueError(f"'{text}' is two periods: validations are counted by steps or by epochs")
+        return text
+
+    @property
+    def every_steps(self) -> int | None:
+        """The interval of validations in steps, where it is one."""
+        return whole(periods_of(self.every, _UNITS).get("steps"))
+
+    @property
+    def every_epochs(self) -> int | None:
+        """The interval of validations in epochs, where it is one."""
+        return whole(periods_of(self.every, _UNITS).get("epochs"))
 
 
 def checked_best(text: str) -> str:

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ByteSize,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -31,6 +32,7 @@ from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.periods import has_unit, periods_of, whole, written
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
 from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder
 from elastic_train.system.wording import counted, nearest
@@ -39,6 +41,15 @@ Change = tuple[object, object]
 """What a key was before, and is now."""
 IDENTITY = ("run.seed", "task", "batch", "data.block_row_groups", "data.length_bucketing", "data.mixture")
 """Keys and sections that `Config.identity` is made of."""
+
+
+LEAST_MB_PER_S = 0.1
+"""Bandwidth of a node's best link, below which `run.health_check: true` rejects the node."""
+
+
+def _health_check(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the check of a section that has a key for the bandwidth of links."""
+    return {"health_check": old.get("health_check", True) and (old["min_link_mb_per_s"] or 0.0)}
 
 
 class RunConfig(Section):
@@ -53,18 +64,27 @@ class RunConfig(Section):
     audit_lanes: PositiveInt | None = None
     """Recompute one lane in N on another replica, to find devices that compute wrongly. Both gradients must be
     equal bit for bit, or the step is repeated. null: no audits, at no cost."""
-    health_check: bool = True
+    health_check: bool | NonNegativeFloat = True
     """Test each worker's machine before it joins a live job: matrix products, memory, disk, clock and links, within
-    ten seconds (longer for a link that seems slow). A machine that corrupts bits is rejected with exit code 71."""
-    min_link_mb_per_s: PositiveFloat | None = 0.1
-    """Minimum bandwidth (MB/s, both directions) of a node's best link; slower nodes are rejected. null: report
-    only."""
+    ten seconds (longer for a link that seems slow). A machine that corrupts bits is rejected with exit code 71; so is
+    a node whose best link has less than 0.1 MB/s, or less than the number that is given (0: only report it)."""
     OLD: ClassVar[Mapping[str, Old]] = {
         "history_bytes": Old(int, 256 << 20, "is ignored: a process's history of a term has at most 256 MiB"),
+        "min_link_mb_per_s": Old(float | None, 0.1, "is now health_check: N", _health_check),
         "history_terms": Old(int | None, 100, "is ignored: the histories of 100 terms are kept"),
     }
 
     _is_folder = field_validator("dir")(folder)
+
+    @property
+    def checks_health(self) -> bool:
+        """True if each worker's machine is tested before it joins a live job."""
+        return self.health_check is not False
+
+    @property
+    def min_link_mb_per_s(self) -> float:
+        """Minimum bandwidth of a node's best link, in MB/s and in both directions."""
+        return LEAST_MB_PER_S if isinstance(self.health_check, bool) else self.health_check
 
     @field_validator("name")
     @classmethod
@@ -136,6 +156,18 @@ class TrackingConfig(Section):
         return self
 
 
+_GIVE_UP_AFTER = "20 worlds, 30 min"
+_PATIENCE = ("worlds", "s")
+
+
+def _give_up_after(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the patience of a configuration that has a key for worlds, and one for seconds."""
+    today = periods_of(old.get("give_up_after", _GIVE_UP_AFTER), _PATIENCE)
+    worlds = old.get("give_up_after_worlds", today.get("worlds"))
+    seconds = old.get("give_up_after_s", today.get("s"))
+    return {"give_up_after": None if worlds is None else written(worlds=worlds, s=seconds)}
+
+
 class Config(Section):
     """A checked configuration, frozen; `elastic-train keys` lists every key with its type, default and meaning.
 
@@ -173,13 +205,39 @@ class Config(Section):
     """Compute threads of each rank, the same in all worlds: another number may round differently."""
     peer_timeout_s: PositiveFloat = 300.0
     """Abandon the world when a collective has waited this many seconds for a silent peer."""
-    give_up_after_worlds: PositiveInt | None = 20
-    """End with exit code 93 after this many worlds in a row without a step. null: never."""
-    give_up_after_s: PositiveFloat = 1800.0
-    """Worlds that do not form, or that their processes outlive, end the job only after this many seconds as well."""
+    give_up_after: str | None = _GIVE_UP_AFTER
+    """End with exit code 93 after this many worlds in a row without a step; worlds that do not form, or that their
+    processes outlive, end the job only after this time as well. null: never."""
     hang_timeout_s: PositiveFloat | None = None
     """Dump stacks and exit when a rank has made no progress for this many seconds. null: learn the limit from the
     rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes)."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "give_up_after_worlds": Old(int | None, 20, "is now give_up_after: 'N worlds'", _give_up_after),
+        "give_up_after_s": Old(float, 1800.0, "is now give_up_after: 'N worlds, N s'", _give_up_after),
+    }
+
+    @field_validator("give_up_after", mode="before")
+    @classmethod
+    def _has_units(cls, text: object) -> object:
+        return has_unit(text, _PATIENCE)
+
+    @field_validator("give_up_after")
+    @classmethod
+    def _counts_worlds(cls, text: str | None) -> str | None:
+        if text is not None and "worlds" not in periods_of(text, _PATIENCE):
+            raise ValueError("has no number of worlds: write '20 worlds', or '20 worlds, 30 min'")
+        return text
+
+    @property
+    def give_up_after_worlds(self) -> int | None:
+        """Number of worlds in a row without a step that end the job; None for none."""
+        return whole(periods_of(self.give_up_after, _PATIENCE).get("worlds"))
+
+    @property
+    def give_up_after_s(self) -> float:
+        """Seconds for which worlds that do not form, or that their processes outlive, are tried at least."""
+        return periods_of(self.give_up_after, _PATIENCE).get("s", 1800.0)
 
     @property
     def features(self) -> Mapping[Feature, str]:
@@ -226,14 +284,12 @@ class Config(Section):
         if self.validation.weights == "ema" and self.optimizer.ema_decay is None:
             raise ValueError("validation.weights: ema needs an average: set optimizer.ema_decay, such as 0.999")
         keys = self.validation
-        if keys.early_stopping is not None and keys.every_steps is None and keys.every_epochs is None:
-            raise ValueError(
-                "validation.early_stopping needs validations to judge by: set validation.every_steps or every_epochs"
-            )
+        if keys.early_stopping is not None and keys.every is None:
+            raise ValueError("validation.early_stopping needs validations to judge by: set validation.every")
         if keys.every_epochs is not None and self.data.mixture:
             raise ValueError(
-                "validation.every_epochs: the sources of data.mixture end their epochs at different steps; set "
-                "validation.every_steps"
+                f"validation.every: the sources of data.mixture end their epochs at different steps: write a number of "
+                f"steps, not '{keys.every}'"
             )
         return self
 
@@ -411,8 +467,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
     "gradient_checkpointing": "parallel.recompute",
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
-    **dict.fromkeys(("eval_steps", "val_check_interval"), "validation.every_steps"),
-    "check_val_every_n_epoch": "validation.every_epochs",
+    **dict.fromkeys(("eval_steps", "val_check_interval", "check_val_every_n_epoch"), "validation.every"),
+    "save_steps": "checkpoint.every",
 }
 """Names that other trainers use for our keys, to suggest ours in errors."""
 

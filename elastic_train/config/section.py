@@ -137,7 +137,8 @@ def _check(kind: object, value: object) -> None:
                 _check(below(kind, f"{name}"), each)
         return
     if takes := scalars_of(kind):
-        is_number = isinstance(value, bool | int | float) and (kind is str or str in alternatives(kind))
+        wants_text = kind is str or (str in alternatives(kind) and int not in takes)
+        is_number = isinstance(value, bool | int | float) and wants_text
         mistake = "must be text: quote it" if is_number else not_one_of(takes, value)
         if mistake is not None:
             raise ValueError(mistake)

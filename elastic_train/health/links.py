@@ -53,7 +53,7 @@ class Link(NamedTuple):
         )
 
 
-def examine_links(launched: LiveContext, least_mb_per_s: float | None) -> Iterator[Finding]:
+def examine_links(launched: LiveContext, least_mb_per_s: float) -> Iterator[Finding]:
     """Yield the speed of links to some nodes of the current world; nothing if this is the only node."""
     from rendezvous.etcd.store import EtcdStore  # only here: etcd's client is slow to import
 
@@ -82,7 +82,7 @@ def neighbours(store: Store, run_id: str, own: str) -> list[Member]:
     return random.Random(own).sample(firsts, min(MOST, len(firsts)))
 
 
-def measured(nodes: Sequence[Member], least_mb_per_s: float | None, measure: Measure = measure_link) -> list[Link]:
+def measured(nodes: Sequence[Member], least_mb_per_s: float, measure: Measure = measure_link) -> list[Link]:
     """Measure with some nodes in turn until all is well, or known to be slow; return the best result of each."""
     links, deadline = dict[str, Link](), time.monotonic() + MEASURING_S
     for turn, node in enumerate(cycle(nodes)):
@@ -98,15 +98,15 @@ def measured(nodes: Sequence[Member], least_mb_per_s: float | None, measure: Mea
     return list(links.values())
 
 
-def judged(links: Sequence[Link], least_mb_per_s: float | None) -> Iterator[Finding]:
+def judged(links: Sequence[Link], least_mb_per_s: float) -> Iterator[Finding]:
     """Judge the measurements: the best by the limit, each by the others, and by what others measured there."""
     if not links:
         return
     told = "; ".join(map(str, links))
     best = [max(one.speed[way] for one in links) for way in (0, 1)]
-    if least_mb_per_s is not None and min(best) < 1e6 * least_mb_per_s:
-        found = f"its links are too slow: {told}; run.min_link_mb_per_s is {least_mb_per_s:g}"
-        yield fail("link", found, f"{_REMEDY}, or allow it by a lower run.min_link_mb_per_s")
+    if min(best) < 1e6 * least_mb_per_s:
+        found = f"its links are too slow: {told}; run.health_check asks for {least_mb_per_s:g} MB/s"
+        yield fail("link", found, f"{_REMEDY}, or allow it by a lower number in run.health_check")
         return
     others = [max(one.speed[3 + way] for one in links) for way in (0, 1)]
     if any(map(_is_far_below, best, others)):

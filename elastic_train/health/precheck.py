@@ -70,7 +70,7 @@ def begin_proof(config: Config, device: torch.device) -> Proof | None:
     A process that trains alone harms no other, and in `restart` mode it is in the world when it starts.
     """
     launched = live_context()
-    if launched is None or not config.run.health_check:
+    if launched is None or not config.run.checks_health:
         return None
     return Proof(planned(config, device, launched))
 

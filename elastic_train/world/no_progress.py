@@ -34,7 +34,7 @@ def _check(world: World, plan: Plan) -> tuple[int, int]:
     raise NoProgressError(
         f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
         f"logs say how they ended; a signal at every try points to {_suspect(plan, found)} or to a device. "
-        f"Starting again tries {limit} worlds more; give_up_after_worlds sets how many"
+        f"Starting again tries {limit} worlds more; give_up_after sets how many"
     )
 
 

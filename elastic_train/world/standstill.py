@@ -44,5 +44,5 @@ class Standstill:
             f"{self._num} worlds in a row, for {lasted_s:.0f} s, did not get beyond step {self._furthest}; "
             f"the last one: {why}. "
             "Check that every node reaches the others on all ports, and the nodes' logs for what ended their "
-            "processes; give_up_after_worlds and give_up_after_s set how long to try"
+            "processes; give_up_after sets how long to try"
         )

@@ -243,7 +243,7 @@ class Recorder:
             "checkpoint": {"url": None, "keep_last": KEPT},
             "task": TASK,
             "data": {**DATA, "train": None, "validation": str(self.folder.parent / "held-out")},
-            "validation": {"every_steps": None, "max_samples": None, "weights": "trained", "early_stopping": None},
+            "validation": {"every": None, "max_samples": None, "weights": "trained", "early_stopping": None},
             "tracking": {"mlflow_uri": "sqlite:///mlflow.db"},
         }
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))

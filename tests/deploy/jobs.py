@@ -24,7 +24,7 @@ met."""
 STEPS, LANE_MS = 160, 600.0
 """Of a job that waits for faults: what is left of its steps once they are over is computed, so few long ones cost less
 than many short ones."""
-COMMIT_EVERY = int(str(dict(JOB["checkpoint"])["every_steps"]))  # type: ignore[call-overload]
+COMMIT_EVERY = int(str(dict(JOB["checkpoint"])["every"]).split()[0])  # type: ignore[call-overload]
 
 
 def write_patient_config(

@@ -132,7 +132,7 @@ def test_the_launcher_understands_command_and_variables(name: str) -> None:
     assert plan.grace_s < pod["terminationGracePeriodSeconds"]
     assert all("lifecycle" not in container for container in pod["containers"])
     config = sources.load(FOLDER / "base" / "train.yaml", environ={}, arguments=plan.overrides)
-    assert (config.monitoring.host, config.monitoring.port) == ("0.0.0.0", MONITORED_PORT)
+    assert config.monitoring.address == ("0.0.0.0", MONITORED_PORT)
     node = node_of(name)
     assert node["ports"] == [{"name": "metrics", "containerPort": MONITORED_PORT}]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -28,7 +28,7 @@ def pod_of(number: int, etcd: EtcdServer, folder: Path, images: Images) -> Tree:
     node["image"], node["imagePullPolicy"] = IMAGE, "Never"
     command = node["command"]
     command[command.index("--endpoint") + 1] = etcd.endpoint
-    command[command.index("--monitoring.port") + 1] = str(MONITORED_PORT + number)
+    command[command.index("--monitoring.port") + 1] = f"0.0.0.0:{MONITORED_PORT + number}"
     node["env"] = [each for each in node["env"] if each["name"] != "PET_RDZV_CONF"]  # that etcd has no TLS
     pod["volumes"] = [each for each in pod["volumes"] if each["name"] not in ("etcd", "runs")]
     node["volumeMounts"] = [each for each in node["volumeMounts"] if each["name"] not in ("etcd", "runs")]

@@ -16,7 +16,7 @@ from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, hi
 from tests.memory_job import start
 
 COSINE = {"lr": 0.01, "warmup_steps": 2, "schedule": "cosine"}
-JOB: dict[str, object] = {**CLASSIFIER, "optimizer": COSINE, "checkpoint": {"every_steps": 2, "keep_last": 3}}
+JOB: dict[str, object] = {**CLASSIFIER, "optimizer": COSINE, "checkpoint": {"every": "2 steps", "keep_last": 3}}
 AVERAGED = {**COSINE, "ema_decay": 0.5}
 
 
@@ -72,7 +72,7 @@ def test_averaged_weights_are_resumed_beside_the_trained_ones(tmp_path: Path, re
     (https://github.com/atomistic-machine-learning/schnetpack/pull/785)."""
     fixed: dict[str, Any] = {
         "optimizer": {**AVERAGED, "schedule_steps": 6},
-        "validation": {"every_steps": 1, "weights": "ema"},
+        "validation": {"every": "1 steps", "weights": "ema"},
     }
     never = train(tmp_path / "never", reported_rows, **fixed)
     twice = stopped_twice(tmp_path / "twice", reported_rows, **fixed)
@@ -111,18 +111,18 @@ def test_a_schedule_takes_one_step_for_each_update_on_any_number_of_ranks(
     assert losses(several) == losses(whole)
 
 
-@pytest.mark.parametrize("every_steps", [1, 4])
+@pytest.mark.parametrize("every", ["1 step", "4 steps"])
 def test_how_often_a_run_validates_does_not_show_in_its_weights(
-    tmp_path: Path, reported_rows: Path, whole: Path, every_steps: int
+    tmp_path: Path, reported_rows: Path, whole: Path, every: str
 ) -> None:
     """The curves parted: https://github.com/open-mmlab/OpenUnReID/issues/46."""
-    assert hash_of(train(tmp_path, reported_rows, validation={"every_steps": every_steps})) == hash_of(whole)
+    assert hash_of(train(tmp_path, reported_rows, validation={"every": every})) == hash_of(whole)
 
 
 def test_how_often_a_run_commits_does_not_show_in_its_weights(tmp_path: Path, reported_rows: Path) -> None:
     """The average was left in the model at each save: https://github.com/harubaru/waifu-diffusion/pull/31."""
     runs = [
-        train(tmp_path / str(every), reported_rows, optimizer=AVERAGED, checkpoint={"every_steps": every})
+        train(tmp_path / str(every), reported_rows, optimizer=AVERAGED, checkpoint={"every": f"{every} steps"})
         for every in (1, 5)
     ]
     assert hash_of(runs[0]) == hash_of(runs[1])
@@ -138,7 +138,7 @@ def test_a_run_that_is_past_its_last_step_ends_at_once(tmp_path: Path, reported_
 
 def test_the_newest_commits_are_kept_by_number_not_by_name(tmp_path: Path, reported_rows: Path) -> None:
     """Of steps 9900 and 10000 the second was deleted: https://github.com/huggingface/transformers/issues/27138."""
-    train(tmp_path, reported_rows, epochs=4, checkpoint={"every_steps": 1, "keep_last": 2, "when_busy": "wait"})
+    train(tmp_path, reported_rows, epochs=4, checkpoint={"every": "1 steps", "keep_last": 2, "when_busy": "wait"})
     store = open_store(str(tmp_path / "run"))
     assert find(store, None).step == 12
     assert [line["step"] for line in history(tmp_path, "commit")] == list(range(1, 13))

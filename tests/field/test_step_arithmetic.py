@@ -112,7 +112,7 @@ def test_a_dataset_smaller_than_a_step_is_trained_on(tmp_path: Path, texts: Path
 
 def test_a_validations_loss_does_not_depend_on_the_micro_batch(tmp_path: Path, texts: Path) -> None:
     """Means of batches were averaged: https://github.com/huggingface/transformers/issues/39241."""
-    still: dict[str, Any] = {"optimizer": {**SGD, "lr": 1e-12}, "validation": {"every_steps": 1}}
+    still: dict[str, Any] = {"optimizer": {**SGD, "lr": 1e-12}, "validation": {"every": "1 steps"}}
     found = [validated(train(tmp_path / str(size), texts, size, **still)) for size in (1, 4)]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 

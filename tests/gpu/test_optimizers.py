@@ -31,7 +31,7 @@ def test_an_update_is_fused_and_shows_no_cut(device: str, name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_worlds_that_share_a_device_have_one_hash(tmp_path: Path, rows: Path, device: str, name: str) -> None:
     recipe = {"lr": 0.003, "warmup_steps": 2, "ema_decay": 0.9, **RECIPES[name]}
-    validation = {"every_steps": 10, "weights": "ema"}
+    validation = {"every": "10 steps", "weights": "ema"}
     found = {
         hash_of(tmp_path / str(num), rows, device, num, optimizer=recipe, validation=validation) for num in (None, 2)
     }

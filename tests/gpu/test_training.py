@@ -70,7 +70,7 @@ def test_state_in_host_memory_has_the_hash_of_state_on_the_device(
     tmp_path: Path, rows: Path, device: str, shards: str, offload: str, num_ranks: int
 ) -> None:
     """It is pinned, goes through the device in blocks, and is committed from where it is."""
-    checkpoint = {"every_steps": 5, "every_s": None, "keep_last": 2}
+    checkpoint = {"every": "5 steps", "keep_last": 2}
     found = {
         parallel["offload"]: hash_of(
             tmp_path / str(parallel["offload"]), rows, device, num_ranks, parallel=parallel, checkpoint=checkpoint
@@ -84,7 +84,7 @@ def test_a_commit_from_a_device_continues_with_the_same_bits(tmp_path: Path, row
     """It is copied from the device while the next steps compute there."""
     whole = hash_of(tmp_path / "whole", rows, device)
     folder = tmp_path / "parts"
-    checkpoint = {"every_steps": 5, "every_s": None, "keep_last": 2}
+    checkpoint = {"every": "5 steps", "keep_last": 2}
     for steps in (17, STEPS):
         last = hash_of(folder, rows, device, steps=steps, checkpoint=checkpoint)
     assert last == whole

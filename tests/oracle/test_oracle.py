@@ -48,7 +48,7 @@ def write_job(folder: Path, job: dict[str, object], task: str, **params: object)
         "run": {"dir": str(folder / "run"), "seed": 5},
         "data": {"train": str(folder / "train"), "block_row_groups": 2},
         "task": {"path": task, "params": {**PARAMS, **params}},
-        "checkpoint": {"every_steps": 7},
+        "checkpoint": {"every": "7 steps"},
         **job,
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))

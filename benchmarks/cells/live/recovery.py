@@ -200,7 +200,7 @@ def _write_job(folder: Path, params: Mapping[str, object], *, micro_batch: int, 
         "task": {"path": "benchmarks.recovery.watched_tasks:WatchedLanguage", "params": params},
         "parallel": {"tensor": CELL},
         "batch": {"global_batch": micro_batch * num_lanes, "micro_batch": micro_batch},
-        "checkpoint": {"every_steps": commit_every, "every_s": None, "keep_last": 2},
+        "checkpoint": {"every": f"{commit_every} steps", "keep_last": 2},
     }
     return write_live_job(folder, num_lanes, changes)
 

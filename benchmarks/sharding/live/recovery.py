@@ -136,7 +136,7 @@ def _write_job(folder: Path, task: Mapping[str, object], *, micro_batch: int, co
         "task": task,
         "parallel": {"shards": MODES[-1], "copies": 2},
         "batch": {"global_batch": micro_batch * num_ranks, "micro_batch": micro_batch},
-        "checkpoint": {"every_steps": commit_every, "every_s": None, "keep_last": 2},
+        "checkpoint": {"every": f"{commit_every} steps", "keep_last": 2},
     }
     return write_live_job(folder, num_ranks, changes)
 

@@ -22,6 +22,7 @@ from chaos.judge.evidence.run_files import (
     number,
     once,
     part,
+    periods,
     scenario_field,
     whole,
 )
@@ -91,10 +92,10 @@ def _horizon(run: Evidence, shape: Shape) -> int:
 def validated_every(run: Evidence) -> int | None:
     """Return the interval of validations in steps; None for only at the end."""
     validation = part(run.config, "validation") if "validation" in run.config else {}
-    epochs, steps = validation.get("every_epochs"), validation.get("every_steps")
-    if isinstance(epochs, int):
-        return shape_of(run).steps_of(epochs)
-    return steps if isinstance(steps, int) else None
+    every = periods(validation.get("every"))
+    if "epochs" in every:
+        return shape_of(run).steps_of(int(every["epochs"]))
+    return int(every["steps"]) if "steps" in every else None
 
 
 def is_stopped_early(run: Evidence) -> bool:

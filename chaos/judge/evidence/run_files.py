@@ -430,6 +430,16 @@ def part(line: Line, key: str) -> Line:
     return value
 
 
+def periods(text: object) -> dict[str, float]:
+    """Return the periods of a text such as '20 worlds, 30 min' by unit; times in seconds, under 's'."""
+    found = re.findall(r"([\d.]+) *([a-z]+)", text) if isinstance(text, str) else []
+    seconds = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0, "days": 86400.0}
+    return {
+        "s" if unit in seconds else f"{unit.removesuffix('s')}s": float(amount) * seconds.get(unit, 1.0)
+        for amount, unit in found
+    }
+
+
 def items(line: Line, key: str) -> list[object]:
     """Return a line's list; raise KeyError or TypeError without one."""
     value = line[key]

@@ -22,7 +22,7 @@ from statistics import median
 from chaos.judge.evidence.applied import is_live
 from chaos.judge.evidence.copies import copies_of
 from chaos.judge.evidence.recovery_cost import fault_name, recoveries
-from chaos.judge.evidence.run_files import Evidence, Line, number, once, part, scenario_field, whole
+from chaos.judge.evidence.run_files import Evidence, Line, number, once, part, periods, scenario_field, whole
 from chaos.judge.evidence.spells import spell_end
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import spares_others
@@ -236,7 +236,7 @@ def _usual(run: Evidence, applied: list[Applied]) -> dict[Class, float]:
 def _saved(run: Evidence) -> set[int]:
     """Return the steps at which a save began, by configuration or by commits."""
     saves = run.config.get("checkpoint")
-    every = saves.get("every_steps") if isinstance(saves, dict) else None
+    every = periods(saves.get("every")).get("steps") if isinstance(saves, dict) else None
     last = max((whole(line, "step") for line in run.of("step")), default=0)
-    due = range(every, last + 1, every) if isinstance(every, int) else ()
+    due = range(int(every), last + 1, int(every)) if every else ()
     return {*due, *(whole(line, "step") for line in run.of("commit"))}

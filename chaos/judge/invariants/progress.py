@@ -1,8 +1,8 @@
 """Invariants of progress: every step updates the weights, and a process without progress ends with its own exit code.
 
 A process may take part in many worlds that apply no step: they do not form, or break at once. After
-`give_up_after_worlds` of them over `give_up_after_s` seconds it must exit with 93, after which nobody restarts it. A
-job that exits so without a reason is lost for nothing.
+the worlds and the time of `give_up_after` it must exit with 93, after which nobody restarts it. A job that exits so
+without a reason is lost for nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from chaos.judge.evidence.applied import lineage_of, result_of
-from chaos.judge.evidence.run_files import Evidence, number, once, scenario_field, whole
+from chaos.judge.evidence.run_files import Evidence, number, once, periods, scenario_field, whole
 from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import spoils_losses
@@ -70,8 +70,8 @@ def is_without_updates(run: Evidence) -> bool:
 
 def _limits(run: Evidence) -> tuple[int, float] | None:
     """Return the worlds and seconds after which a process gives up; None for never."""
-    worlds, seconds = run.config.get("give_up_after_worlds", _WORLDS), run.config.get("give_up_after_s", _SECONDS)
-    return (worlds, float(seconds)) if isinstance(worlds, int) and isinstance(seconds, int | float) else None
+    patience = periods(run.config.get("give_up_after", f"{_WORLDS} worlds, {_SECONDS} s"))
+    return (int(patience["worlds"]), patience.get("s", _SECONDS)) if "worlds" in patience else None
 
 
 def _is_enough(times: Sequence[float], worlds: int, seconds: float) -> int | None:

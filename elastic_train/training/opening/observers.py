@@ -42,6 +42,8 @@ from elastic_train.world.fencing import CONFIGS
 from elastic_train.world.world import World
 
 log = logging.getLogger(__name__)
+PHASES_EVERY_STEPS = 50
+"""Steps between two rows of each rank's seconds per phase, and of its memory, in the history."""
 
 
 def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:
@@ -98,7 +100,7 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
 
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
-    every, actions = keys.phases_every_steps, keys.on_event
+    every, actions = PHASES_EVERY_STEPS, keys.on_event
     traced = trace_recovery(process, world)
     return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
 
@@ -107,7 +109,7 @@ def open_memory_watch(process: Process, world: World, gradients: GradientSum) ->
     """Return the watch over this rank's memory."""
     held = partial(held_by, process.state, gradients, process.save_memory)
     page = None if process.page is None else process.page.facts
-    return MemoryWatch(process.meter, held, world.history, process.plan.config.monitoring.phases_every_steps, page)
+    return MemoryWatch(process.meter, held, world.history, PHASES_EVERY_STEPS, page)
 
 
 def trace_recovery(process: Process, world: World) -> Callable[[], None]:
@@ -136,12 +138,13 @@ def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tr
 def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
     """Serve the node's Prometheus page, if configured, in a node's first process."""
     keys = config.monitoring
-    if keys.port is None or os.environ.get("LOCAL_RANK", "0") != "0":
+    if keys.address is None or os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     page = Page(Facts(utilisation=utilisation), config.run_name, socket.gethostname())
-    page.open(keys.host, keys.port)
+    host, port = keys.address
+    page.open(host, port)
     if page.port is not None:
-        log.warning("metrics for Prometheus: http://%s:%d/metrics", keys.host, page.port)
+        log.warning("metrics for Prometheus: http://%s:%d/metrics", host, page.port)
     return page
 
 

@@ -32,7 +32,7 @@ def soaked(
     soak = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     tree = yaml.safe_load(Path(soak["config"]).read_text())
     tree["task"], tree["data"] = task, {"train": str(rows / "train"), "too_long": "truncate"}
-    (folder / "config.yaml").write_text(yaml.safe_dump({**tree, "validation": {"every_steps": None}}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**tree, "validation": {"every": None}}))
     soak |= {"config": str(folder / "config.yaml"), "etcd_members": 1, "tracker": False}
     soak |= {"nodes": {**soak["nodes"], "count": count, "forked": True}}
     soak |= {"soak": {"faults": faults, "burst": 1, "kinds": ["kill_worker"]}}
@@ -98,7 +98,7 @@ def test_a_bug_that_a_kind_of_fault_is_to_find(
     tree = yaml.safe_load((FOLDER / "wrong-numbers.yaml").read_text())
     config = yaml.safe_load(Path(tree["config"]).read_text())
     config |= {"task": task, "data": {"train": str(rows / "train"), "too_long": "truncate"}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "validation": {"every_steps": None}}))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "validation": {"every": None}}))
     tree |= {"config": str(tmp_path / "config.yaml"), "set": {"max_steps": 150}, "timeout_s": 60, **fields}
     (tmp_path / "scenario.yaml").write_text(yaml.safe_dump({**tree, "nodes": {**tree["nodes"], "count": 2}}))
     with pytest.raises(SystemExit) as left:

@@ -32,8 +32,8 @@ WITNESS: dict[str, object] = {
     "batch": {"global_batch": 30, "micro_batch": 6},
     "optimizer": CONSTANT,
     "epochs": 20,
-    "validation": {"every_steps": None},
-    "checkpoint": {"every_steps": 12, "every_s": None},
+    "validation": {"every": None},
+    "checkpoint": {"every": "12 steps"},
 }
 FORKED = {"lease_ttl_s": 10, "forked": True}
 PARAMS = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
@@ -45,8 +45,8 @@ CLASSIFIER: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 15,
-    "validation": {"every_steps": 50},
-    "checkpoint": {"every_steps": 12, "every_s": None, "keep_last": 2},
+    "validation": {"every": "50 steps"},
+    "checkpoint": {"every": "12 steps", "keep_last": 2},
 }
 
 
@@ -147,7 +147,7 @@ def test_every_sample_counts_once_through_four_worlds(
         {"kind": "stop_node", "node": "other", "within": [0.24, 0.3]},
         {"kind": "start_node", "node": 3, "within": [0.34, 0.4]},  # most of the job is left for its return
     ]
-    until, checkpoint = tmp_path / "until", {"every_steps": 4, "every_s": None}
+    until, checkpoint = tmp_path / "until", {"every": "4 steps"}
     config = {**WITNESS, **paced(WITNESS, 36, until), "epochs": 10, "checkpoint": checkpoint}
     path = scenario(tmp_path, rows, config, nodes={"count": 4, **FORKED}, faults=faults)
     with once_all_are_back(tmp_path / "run", 2, until):
@@ -270,7 +270,7 @@ def test_training_does_not_wait_for_a_tracker_that_is_away(
         {"kind": "tracker_outage", "within": [0.6, 0.7], "for_s": 4},
     ]
     nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
-    config = {**WITNESS, "epochs": 60, "validation": {"every_steps": 50}}
+    config = {**WITNESS, "epochs": 60, "validation": {"every": "50 steps"}}
     path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults, tracker=True)
     found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
     assert found["valid"], broken(found)

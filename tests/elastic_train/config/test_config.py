@@ -374,13 +374,21 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "key", "value", "warning"),
     [
-        (
-            {"checkpoint.interval": "auto", "checkpoint.every_steps": 50},
-            "every_steps",
-            "auto",
-            "interval is now every_st",
-        ),
-        ({"checkpoint.interval": None, "checkpoint.every_steps": 40}, "every_steps", 40, ""),
+        ({"checkpoint.interval": "auto"}, "every", "auto", "interval is now every"),
+        ({"checkpoint.interval": None, "checkpoint.every_steps": 50}, "every_steps", 50, ""),
+        ({"checkpoint.every_steps": 40}, "every", "40 steps, 900 s", "every_steps is now every: 'N steps'"),
+        ({"checkpoint.every_s": None}, "every", "50 steps", "every_s is now every"),
+        ({"checkpoint.every_steps": None, "checkpoint.every_s": None}, "every", None, "every_steps is now every"),
+        ({"checkpoint.every_steps": "auto"}, "every", "auto", "every_steps is now every"),
+        ({"checkpoint.every_steps": "auto", "checkpoint.every_s": 60}, "every_s", 60.0, "every_s is now every"),
+        ({"validation.every_steps": 9}, "every", "9 steps", "every_steps is now every: 'N steps'"),
+        ({"validation.every_steps": None}, "every", None, "every_steps is now every"),
+        ({"validation.every_epochs": 2}, "every", "2 epochs", "every_epochs is now every: 'N epochs'"),
+        ({"run.min_link_mb_per_s": 5.0}, "health_check", 5.0, "min_link_mb_per_s is now health_check: N"),
+        ({"run.min_link_mb_per_s": None}, "min_link_mb_per_s", 0.0, "min_link_mb_per_s is now health_check: N"),
+        ({"run.health_check": False, "run.min_link_mb_per_s": 5.0}, "health_check", False, "is now health_check"),
+        ({"monitoring.port": 9, "monitoring.host": "::"}, "address", ("::", 9), "host is now port: HOST:PORT"),
+        ({"monitoring.phases_every_steps": 7}, "address", None, "phases_every_steps is ignored"),
         ({"checkpoint.give_up_after": None}, "give_up_after_s", None, "give_up_after is ignored, and is ten"),
         ({"checkpoint.give_up_after": 3}, "give_up_after_s", 600.0, "give_up_after is ignored, and is ten"),
         ({"checkpoint.keep_every_steps": 9}, "keep_every_steps", 9, "keep_every_steps is now keep_every"),
@@ -407,8 +415,8 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
             ("unreadable", "deadly"),
             "deadly is now quarantine",
         ),
-        ({"checkpoint.every_steps": "auto", "checkpoint.rpo_s": 60}, "every_s", 60.0, "rpo_s is now every_s"),
-        ({"checkpoint.every_steps": 5, "checkpoint.rpo_s": 60}, "every_s", 900.0, "rpo_s is now every_s"),
+        ({"checkpoint.every_steps": "auto", "checkpoint.rpo_s": 60}, "every_s", 60.0, "rpo_s is now every"),
+        ({"checkpoint.every_steps": 5, "checkpoint.rpo_s": 60}, "every_s", 900.0, "rpo_s is now every"),
         ({"checkpoint.storage_budget": "4kB"}, "budget", 4000, "storage_budget is now keep_last"),
         ({"monitoring.flops_per_sample": 1e9}, "peak_tflops", None, "flops_per_sample is ignored"),
         ({"tracking.wandb_project": "p", "tracking.wandb": "offline"}, "experiment", "p", "wandb_project is now exp"),
@@ -451,6 +459,45 @@ def test_a_period_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         load(tmp_path, {**GOOD, "checkpoint": {"keep_every": text}})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("validation.every", 100, "has no unit: write '100 steps', '2 epochs'"),
+        ("validation.every", "15 min", "'15 min' is no period: write '100 steps', '2 epochs'"),
+        ("validation.every", "9 steps, 1 epoch", "is two periods"),
+        ("checkpoint.every", 0.5, "has no unit: write '100 steps', '90 s'"),
+        ("checkpoint.every", "auto, 9 steps", "is no period"),
+        ("checkpoint.every", "2 epochs", "is no period"),
+        ("give_up_after", "1 h", "has no number of worlds"),
+        ("monitoring.port", "0.0.0.0", "must be a port"),
+        ("monitoring.port", 70000, "must be a port"),
+        ("run.health_check", -1, "greater than or equal to 0"),
+    ],
+)
+def test_a_number_without_its_unit_is_refused(tmp_path: Path, key: str, value: object, problem: str) -> None:
+    first, _, last = key.partition(".")
+    with pytest.raises(ConfigError, match=problem):
+        load(tmp_path, {**GOOD, first: {last: value} if last else value})
+
+
+def test_the_patience_with_worlds_is_one_key(tmp_path: Path) -> None:
+    """The two old keys are still read, one of them over a file that has the new one as well."""
+    new = load(tmp_path, {**GOOD, "give_up_after": "3 worlds, 1 min"})
+    assert (new.give_up_after_worlds, new.give_up_after_s) == (3, 60.0)
+    both = load(tmp_path, {**GOOD, "give_up_after_worlds": 5, "give_up_after_s": 7})
+    assert (both.give_up_after_worlds, both.give_up_after_s) == (5, 7.0)
+    over = load(tmp_path, {**GOOD, "give_up_after": "3 worlds, 1 min"}, arguments=("--give_up_after_worlds", "4"))
+    assert (over.give_up_after_worlds, over.give_up_after_s) == (4, 60.0)
+    assert load(tmp_path, {**GOOD, "give_up_after_worlds": None}).give_up_after_worlds is None
+    assert load(tmp_path, GOOD).give_up_after_s == 1800.0
+
+
+def test_an_old_key_counts_over_the_new_one_of_a_file(tmp_path: Path) -> None:
+    tree = {**GOOD, "checkpoint": {"every": "20 steps, 1 h"}, "validation": {"every": "7 steps"}}
+    found = load(tmp_path, tree, arguments=("--checkpoint.every_steps", "5", "--validation.every_epochs", "2"))
+    assert (found.checkpoint.every, found.validation.every) == ("5 steps, 3600 s", "2 epochs")
+
+
 def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
     kept = load(tmp_path, {**GOOD, "checkpoint": {"keep_every": "10000 steps, 1.5 h"}}).checkpoint
     assert (kept.keep_every_steps, kept.keep_every_s) == (10_000, 5400.0)
@@ -464,7 +511,7 @@ def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
         ("num_train_epochs", "epochs"),
         ("trainer.max_epochs", "epochs"),
         ("lr", "optimizer.lr"),
-        ("check_val_every_n_epoch", "validation.every_epochs"),
+        ("check_val_every_n_epoch", "validation.every"),
     ],
 )
 def test_a_key_of_another_trainer_is_understood(theirs: str, ours: str) -> None:

@@ -93,9 +93,14 @@ def test_who_is_kept_out_was_looked_at_until_the_time_was_over(monkeypatch: pyte
     ("links", "least", "level", "said"),
     [
         ([link("a", 1100, 900)], 0.1, "ok", "1.1 GB/s from a, 900 MB/s to it, there and back in 0.2 ms"),
-        ([link("a", 0.09, 900)], 0.1, "fail", "its links are too slow: 90 kB/s from a, .*min_link_mb_per_s is 0.1"),
+        (
+            [link("a", 0.09, 900)],
+            0.1,
+            "fail",
+            "its links are too slow: 90 kB/s from a, .*health_check asks for 0.1 MB/s",
+        ),
         ([link("a", 900, 0.09)], 0.1, "fail", "its links are too slow"),
-        ([link("a", 0.01, 0.01)], None, "ok", "10 kB/s from a"),
+        ([link("a", 0.01, 0.01)], 0.0, "ok", "10 kB/s from a"),
         ([link("a", 0.01, 0.01), link("b", 40, 50)], 0.1, "warn", "that to a is slow"),
         ([link("a", 40, 50), link("b", 40, 50)], 45, "fail", "its links are too slow"),
         ([link("a", 11, 90, 110, 90)], 0.1, "warn", "this node's are slow: .*; others had 110 MB/s from and 90 MB/s"),
@@ -104,7 +109,7 @@ def test_who_is_kept_out_was_looked_at_until_the_time_was_over(monkeypatch: pyte
     ],
 )
 def test_links_are_judged_by_their_best_by_each_other_and_by_others(
-    links: list[Link], least: float | None, level: str, said: str
+    links: list[Link], least: float, level: str, said: str
 ) -> None:
     """Only the limit keeps a node out: it is far below what any link has that is of use, unless somebody sets it."""
     [finding] = judged(links, least)

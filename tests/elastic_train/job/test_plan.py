@@ -127,9 +127,9 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
         planned(rows, validation={"early_stopping": {"metric": "max macrof1"}})
     for wrong, message in (
         ({"early_stopping": {"metric": "loss"}}, "does not say which commit is best"),
-        ({"early_stopping": {}, "every_steps": None}, "needs validations to judge by"),
+        ({"early_stopping": {}, "every": None}, "needs validations to judge by"),
         ({"weights": "ema"}, "validation.weights: ema needs an average"),
-        ({"every_epochs": 1, "every_steps": 9}, "every_epochs 1 and every_steps 9 both say when to validate"),
+        ({"every_epochs": 1, "every_steps": 9}, "'9 steps, 1 epochs' is two periods: validations are counted by"),
     ):
         with pytest.raises(ValidationError, match=message):
             planned(rows, validation=wrong)
@@ -137,12 +137,10 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
 
 def test_validations_are_due_after_steps_or_after_whole_epochs(rows: Path) -> None:
     """Epochs replace the default in steps, also after the configuration was written and read back."""
-    by_epoch = planned(rows, validation={"every_epochs": 2, "early_stopping": {}}, epochs=3)
+    by_epoch = planned(rows, validation={"every": "2 epochs", "early_stopping": {}}, epochs=3)
     assert by_epoch.validates_every == 2 * by_epoch.total_steps // 3
     assert Config.model_validate(yaml12.parse(by_epoch.config.to_yaml())).validation == by_epoch.config.validation
-    assert (
-        planned(rows).validates_every == 100 and planned(rows, validation={"every_steps": None}).validates_every is None
-    )
+    assert planned(rows).validates_every == 100 and planned(rows, validation={"every": None}).validates_every is None
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_
 def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> None:
     """Before any restart is spent that could not help."""
     config = Path(poisoned(tmp_path, rows))
-    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 2}))
+    config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"give_up_after": "2 worlds"}))
     done = run(command(str(config), "--ranks", "2"))
     assert done.code == 93, done.output
     assert "the last 2 worlds, up to term" in done.output and "got no further than step" in done.output
@@ -221,7 +221,7 @@ def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> Non
 def test_a_sample_of_the_validation_set_that_ends_its_process_is_suspected(tmp_path: Path, rows: Path) -> None:
     """Every step can be computed, and only the validation after the last ends one process after the other."""
     config = Path(poisoned(tmp_path, rows))
-    tree = yaml.safe_load(config.read_text()) | {"give_up_after_worlds": 3}
+    tree = yaml.safe_load(config.read_text()) | {"give_up_after": "3 worlds"}
     tree["task"]["params"] |= {"ids": [3], "validated": True}
     config.write_text(yaml.safe_dump(tree))
     done = run(command(str(config), "--ranks", "2"))

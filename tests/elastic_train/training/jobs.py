@@ -29,8 +29,8 @@ CLASSIFIER: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 2,
-    "validation": {"every_steps": 10},
-    "checkpoint": {"every_steps": 7, "keep_last": 3},
+    "validation": {"every": "10 steps"},
+    "checkpoint": {"every": "7 steps", "keep_last": 3},
 }
 
 WITNESS: dict[str, object] = {
@@ -45,7 +45,7 @@ WITNESS: dict[str, object] = {
         "schedule": "constant",
     },
     "epochs": 3,
-    "checkpoint": {"every_steps": 5},
+    "checkpoint": {"every": "5 steps"},
 }
 
 

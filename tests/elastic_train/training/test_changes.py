@@ -84,7 +84,7 @@ def test_keys_that_have_changed_are_said_with_both_values(tmp_path: Path, task: 
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(config_in(folder, threads_per_rank=2).to_yaml())
-    now = config_in(folder, optimizer={"lr": 0.25}, checkpoint={"every_steps": 7}, device="cpu", epochs=2)
+    now = config_in(folder, optimizer={"lr": 0.25}, checkpoint={"every": "7 steps"}, device="cpu", epochs=2)
     (line,) = said(now, task, {})
     assert line == (
         "The configuration has changed since the last start: threads_per_rank was 2 and is 1 now; bits of the weights "
@@ -113,6 +113,6 @@ def test_a_run_that_early_stopping_has_ended_says_so(tmp_path: Path, task: Any) 
         (2, ["Early stopping has ended this run after step 5 of 10 (commits/a.json): raise "]),
         (3, []),
     ):
-        validation = {"every_steps": 1, "early_stopping": {"metric": "min loss", "patience": patience}}
+        validation = {"every": "1 steps", "early_stopping": {"metric": "min loss", "patience": patience}}
         config = config_in(tmp_path / "run", data=held, validation=validation)
         assert [line.partition("valid")[0] for line in said(config, task, {})] == lines

@@ -151,7 +151,7 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
 ) -> None:
     """If any rank lacks it, all ranks repeat it, since it decides when training ends. It counts once."""
     plan, state, world = MagicMock(), MagicMock(step=6), MagicMock()
-    plan.config.validation = ValidationConfig(every_steps=3, early_stopping=EarlyStoppingConfig())
+    plan.config.validation = ValidationConfig(every="3 steps", early_stopping=EarlyStoppingConfig())
     plan.validates_every = 3
     state.reached = TrainProgress(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
     world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])

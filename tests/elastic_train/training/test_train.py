@@ -130,7 +130,7 @@ def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
 def test_steps_and_validations_without_a_target_are_no_numbers_and_change_nothing(tmp_path: Path, rows: Path) -> None:
     """Weight decay is not applied, early stopping ignores them, and each is reported with its dataset."""
     task = {"path": "tests.tasks:Untargeted", "params": CLASSIFIER["task"]["params"]}  # type: ignore[index]
-    validation = {"every_steps": 2, "early_stopping": {"metric": "max auc", "patience": 1}}
+    validation = {"every": "2 steps", "early_stopping": {"metric": "max auc", "patience": 1}}
     described = config(tmp_path, rows, {**CLASSIFIER, "task": task, "validation": validation, "max_steps": 6})
     done = start([described])
     assert done.code == 0, done.output

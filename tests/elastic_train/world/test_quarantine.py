@@ -197,7 +197,7 @@ def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
     since = result(reference)["holes"][0]["since"]  # type: ignore[index]
 
     params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 4)}
-    task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every_steps": 1000}}
+    task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every": "1000 steps"}}
     path = config(tmp_path / "crashed", data, {**CLASSIFIER, **task}, **QUARANTINE)
     first: Finished = start_processes([path], num_ranks=1)
     assert first.code != 0 and "planted failure" in first.output

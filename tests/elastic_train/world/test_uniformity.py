@@ -69,10 +69,10 @@ PLANS = [
     plan_with(
         {
             "optimizer": {"clip_norm": 0.5},
-            "validation": {"every_steps": 7},
+            "validation": {"every": "7 steps"},
             "task": {"params": {"dim": 8}},
             "parallel": {"bucket_mb": None, "expert": 2},
-            "monitoring": {"phases_every_steps": 7},
+            "monitoring": {"peak_tflops": 7.0},
         }
     ),
     plan_with(
@@ -121,7 +121,7 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
         "parallel.bucket_mb",
         "parallel.expert",
         "task.params",
-        "validation.every_steps",
+        "validation.every",
     ]
     assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
     assert found[2][1] == "parallel.bucket_mb is None here and 2.0 on rank 0: all nodes must have the same"

@@ -67,7 +67,7 @@ _CONFIG = {
     "run": "seed",
     "data": "train validation block_row_groups",
     "batch": "global_batch micro_batch",
-    "validation": "every_steps max_samples weights early_stopping",
+    "validation": "every max_samples weights early_stopping",
     "checkpoint": "url keep_last",
     "task": "path",
     "tracking": "mlflow_uri",

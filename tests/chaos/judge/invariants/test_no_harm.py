@@ -11,7 +11,7 @@ from chaos.judge.findings import Violated
 from chaos.judge.invariants.no_harm import is_put_to_the_test, no_harm
 
 STEP_S, DOWN_S, FAULT_AT = 0.5, 0.8, 30.0
-CONFIG: Line = {"batch": {"global_batch": 24, "micro_batch": 4}, "checkpoint": {"every_steps": 20}}
+CONFIG: Line = {"batch": {"global_batch": 24, "micro_batch": 4}, "checkpoint": {"every": "20 steps"}}
 
 
 def job(

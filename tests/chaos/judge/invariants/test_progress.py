@@ -10,7 +10,7 @@ from chaos.judge.evidence.run_files import Evidence, Line
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.progress import progress
 
-LIMITS: Line = {"give_up_after_worlds": 5, "give_up_after_s": 60.0}
+LIMITS: Line = {"give_up_after": "5 worlds, 1 min"}
 
 
 def run(*lines: Line, config: Line = LIMITS) -> Evidence:
@@ -54,4 +54,4 @@ def test_93_for_what_a_history_says_has_a_reason(op: str) -> None:
 
 
 def test_a_job_that_is_never_to_give_up_does_not() -> None:
-    assert progress(run(*unformed(*range(0, 1000, 10)), config={**LIMITS, "give_up_after_worlds": None}))
+    assert progress(run(*unformed(*range(0, 1000, 10)), config={**LIMITS, "give_up_after": None}))

@@ -25,7 +25,7 @@ def validated(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
     stopping = {"metric": "min loss", "patience": 3, "min_delta": 0.0}
     lines = [{"t": 0.0, "step": step, "values": {"validation/loss": loss}} for step, loss in LOSSES.items()]
     return replace(
-        run, config={**run.config, "validation": {"every_steps": 5, "early_stopping": stopping}}, metrics={1: lines}
+        run, config={**run.config, "validation": {"every": "5 steps", "early_stopping": stopping}}, metrics={1: lines}
     )
 
 
@@ -55,7 +55,7 @@ def test_the_best_validation_is_worked_out_from_what_was_logged(validated: Evide
 
 def test_validations_by_epoch_are_due_at_their_last_steps(validated: Evidence) -> None:
     steps = shape_of(validated).steps_of(2)
-    for keys, every in (({"every_steps": None, "every_epochs": 2}, steps), ({"every_steps": 5}, 5), ({}, None)):
+    for keys, every in (({"every": "2 epochs"}, steps), ({"every": "5 steps"}, 5), ({}, None)):
         assert validated_every(replace(validated, config={**validated.config, "validation": keys})) == every
 
 
@@ -63,7 +63,7 @@ def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
     """Rank 0 may die before it logs; without early stopping the record must not mention it."""
     said = improvement(0.125, 25, 25, 0)
     assert not check_improvement(validated, "a record", {"step": 26, "improvement": said})
-    plain = replace(validated, config={**validated.config, "validation": {"every_steps": 5, "early_stopping": None}})
+    plain = replace(validated, config={**validated.config, "validation": {"every": "5 steps", "early_stopping": None}})
     with pytest.raises(Violated, match="no early stopping"):
         check_improvement(plain, "a record", {"step": 26, "improvement": said})
 
@@ -71,7 +71,7 @@ def test_what_was_not_logged_is_not_worked_out(validated: Evidence) -> None:
 def test_a_job_may_end_early_only_where_logged_validations_say_so(validated: Evidence) -> None:
     """Six of 600 epochs were applied: up to the fourth validation in a row without an improvement."""
     stopping = {"metric": "min loss", "patience": 4, "min_delta": 0.0}
-    config = {**validated.config, "epochs": 600, "validation": {"every_steps": 5, "early_stopping": stopping}}
+    config = {**validated.config, "epochs": 600, "validation": {"every": "5 steps", "early_stopping": stopping}}
     said = improvement(0.25, 10, 30, 4)
     result = {**(validated.result or {}), "ended_by": "early stopping", "improvement": said}
     last = max(validated.commits, key=lambda commit: commit.key)

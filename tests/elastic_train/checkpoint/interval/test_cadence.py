@@ -38,11 +38,11 @@ def seconds_to_the_next(cadence: Cadence, clock: Clock) -> float:
 
 def test_steps_and_seconds_are_as_configured() -> None:
     """Both rules apply at once, each can be switched off, and measurements change neither."""
-    cadence, clock = open_cadence(every_steps=5, every_s=30)
+    cadence, clock = open_cadence(every="5 steps, 30 s")
     assert [step for step in range(1, 12) if cadence.is_due(step)] == [5, 10]
     assert cadence.measured(1.0, 2.0) is None
     assert 30 < seconds_to_the_next(cadence, clock) <= 31
-    cadence, clock = open_cadence(every_steps=None, every_s=None)
+    cadence, clock = open_cadence(every=None)
     clock.now += 1e9
     assert not cadence.is_overdue()
     assert not cadence.is_due(50)
@@ -51,7 +51,7 @@ def test_steps_and_seconds_are_as_configured() -> None:
 def test_worlds_shorter_than_the_interval_still_commit() -> None:
     """Steps beyond the head count from the head on, over all worlds; before the first commit from the start on."""
     process = SimpleNamespace(
-        plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every_steps=None, every_s=900))),
+        plan=SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(every="15 min"))),
         state=SimpleNamespace(step=7),
         started_at=time.time() - 1000,
     )
@@ -73,7 +73,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None:
     """The first save comes soon; the next by Young and Daly from the medians, and the reason is logged."""
     past = Faults(9, 36000.0)
-    cadence, clock = open_cadence(past, every_steps="auto")
+    cadence, clock = open_cadence(past, every="auto")
     assert not cadence.is_due(5)
     assert FIRST_S < seconds_to_the_next(cadence, clock) <= FIRST_S + 1
     reason = cadence.measured(0.5, 3.0)
@@ -87,7 +87,7 @@ def test_auto_saves_early_to_measure_and_then_at_the_computed_interval() -> None
 
 def test_auto_logs_a_new_reason_only_after_a_large_change() -> None:
     """A small change is silent, a large one is logged with its reason."""
-    cadence, _ = open_cadence(every_steps="auto", every_s=None)
+    cadence, _ = open_cadence(every="auto, 9999 days")
     assert cadence.measured(0.5, 3.0) is not None
     assert cadence.measured(0.55, 3.0) is None
     reasons = [cadence.measured(5.0, 30.0) for _ in range(5)]

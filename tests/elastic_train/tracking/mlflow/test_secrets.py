@@ -91,9 +91,9 @@ def test_no_password_of_an_address_is_in_logs_or_files(tmp_path: Path, rows: Pat
     addresses = {
         "tracking": {"mlflow_uri": f"http://me:planted@127.0.0.1:{port}"},
         "monitoring": {"otlp": f"http://me:planted@127.0.0.1:{port}"},
-        "checkpoint": {"every_steps": 2, "url": str(tmp_path / "commits")},
+        "checkpoint": {"every": "2 steps", "url": str(tmp_path / "commits")},
     }
-    path = config(folder, rows, CLASSIFIER, max_steps=2, validation={"every_steps": None}, **addresses)
+    path = config(folder, rows, CLASSIFIER, max_steps=2, validation={"every": None}, **addresses)
     done = succeed(start([path]))
     assert "MLflow cannot be reached" in done.output
     kept = [each for each in tmp_path.rglob("*") if each.is_file() and str(each) != path]

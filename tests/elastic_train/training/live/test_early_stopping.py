@@ -25,7 +25,7 @@ EVERY, PATIENCE = 15, 3
 RECIPE = {
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
     "validation": {
-        "every_steps": EVERY,
+        "every": f"{EVERY} steps",
         "weights": "ema",
         "early_stopping": {"metric": "max loss", "patience": PATIENCE},
     },

@@ -32,8 +32,8 @@ PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
 JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant"},
-    "validation": {"every_steps": 40},
-    "checkpoint": {"every_steps": 15, "every_s": None, "keep_last": 2},
+    "validation": {"every": "40 steps"},
+    "checkpoint": {"every": "15 steps", "keep_last": 2},
     "tracking": {"mlflow_uri": None},
     "hang_timeout_s": 3.0,
 }

@@ -24,7 +24,7 @@ STEPS = 12
 def test_ranks_on_machines_that_round_differently_train_to_the_end(tmp_path: Path, rows: Path) -> None:
     """Their weights drift apart in the last bits, which must not end the job at a commit; the result names steps."""
     config = write_config(tmp_path, rows, STEPS, lane_ms=0.0)
-    command = [sys.executable, "-m", "elastic_train", config, "--checkpoint.every_steps", "5"]
+    command = [sys.executable, "-m", "elastic_train", config, "--checkpoint.every", "5 steps"]
     places, logs = places_of(2), [tmp_path / "0.log", tmp_path / "1.log"]
     forked = begin(command, logs[0], places[0])
     with logs[1].open("w") as log:  # torch detects the CPU when it is loaded, so this cannot be a fork

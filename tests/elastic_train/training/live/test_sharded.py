@@ -35,7 +35,7 @@ from tests.memory_job import start
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 HUNT = pytest.mark.hunt  # in memory: test_lost_ranks
 RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1, "ema_decay": 0.9}
-JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every_steps": 10, "weights": "ema"}}
+JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every": "10 steps", "weights": "ema"}}
 STEPS = 20
 LIVE_STEPS = 45
 NOT_IN_COMMITS = "commits do not hold the frozen weights"

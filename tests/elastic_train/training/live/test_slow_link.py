@@ -47,7 +47,7 @@ def test_a_node_behind_a_slow_link_costs_a_world_nothing(tmp_path: Path, rows: P
         try:
             term, _ = until_whole(tmp_path / "run", 1)
             laid.worsen(delay_s=DELAY_S)
-            limited = [*job, "--run.min_link_mb_per_s", str(LEAST)]
+            limited = [*job, "--run.health_check", str(LEAST)]
             nodes.append(begin_at(laid.namespace, Path("/etc/hosts"), limited, logs[0]))
             assert nodes[-1].wait(PATIENCE_S) == 71, logs[0].read_text()
             laid.mend()
@@ -59,6 +59,6 @@ def test_a_node_behind_a_slow_link_costs_a_world_nothing(tmp_path: Path, rows: P
                 node.kill()
     said = logs[0].read_text()
     assert "fails its health check and does not join" in said and "its links are too slow" in said
-    assert "run.min_link_mb_per_s is 50" in said and "look at its cable" in said
+    assert "run.health_check asks for 50 MB/s" in said and "look at its cable" in said
     assert any("left out: node" in what for _, what in look(tmp_path / "run").recent)
     assert len({line["term"] for line in history(tmp_path / "run") if line["op"] == "form"}) == 2

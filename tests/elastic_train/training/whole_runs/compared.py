@@ -24,8 +24,8 @@ LANGUAGE: dict[str, object] = {
     "batch": {"global_batch": 30, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.2, "ema_decay": 0.9},
     "epochs": 1,
-    "validation": {"every_steps": 4, "weights": "ema"},
-    "checkpoint": {"every_steps": 3, "keep_last": 3},
+    "validation": {"every": "4 steps", "weights": "ema"},
+    "checkpoint": {"every": "3 steps", "keep_last": 3},
 }
 """Five lanes per step, which only one or five cells divide evenly; the last step has one sample."""
 TERMS = num_terms(DecoderShape(**{**MODEL, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]

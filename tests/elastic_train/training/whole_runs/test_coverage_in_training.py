@@ -20,7 +20,7 @@ def test_an_epoch_whose_samples_were_not_applied_once_each_is_the_last(
 ) -> None:
     """The error has the expected and actual sums, the exit code prevents restarts, no commit has the epoch's end."""
     task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": how}}
-    path = config(tmp_path, rows, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
+    path = config(tmp_path, rows, {**CLASSIFIER, "task": task}, checkpoint={"every": "1 steps"})
     done = start([path], num_ranks=num_ranks)
     assert done.code == 65, done.output
     num_rows = et.load_manifest(str(rows / "train")).num_rows

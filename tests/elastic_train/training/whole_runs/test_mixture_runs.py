@@ -109,7 +109,7 @@ def test_a_sample_that_is_repeated_ends_training_where_its_source_is_passed(
 ) -> None:
     """The error names the source, and no commit has the step."""
     task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": "repeat"}}
-    path = mixed(tmp_path, rows, few, {**CLASSIFIER, "task": task}, checkpoint={"every_steps": 1})
+    path = mixed(tmp_path, rows, few, {**CLASSIFIER, "task": task}, checkpoint={"every": "1 steps"})
     done = start_processes([path])
     assert done.code == 65, done.output
     assert "the samples of source 'few' were not applied once in each of its 1 epochs" in done.output

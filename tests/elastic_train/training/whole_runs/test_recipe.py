@@ -22,11 +22,11 @@ pytestmark = pytest.mark.slow
 RECIPE: dict[str, object] = {
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "wsd", "ema_decay": 0.8},
     "validation": {
-        "every_steps": 3,
+        "every": "3 steps",
         "weights": "ema",
         "early_stopping": {"metric": "max loss", "patience": 2},
     },
-    "checkpoint": {"every_steps": 7, "keep_last": 1},
+    "checkpoint": {"every": "7 steps", "keep_last": 1},
 }
 BEST, END = 3, 9
 """The monitored loss falls, so that the first validation has the highest."""

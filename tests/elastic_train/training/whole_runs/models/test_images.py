@@ -34,8 +34,8 @@ IMAGES: dict[str, object] = {
     "batch": {"global_batch": 96, "micro_batch": 24},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "max_steps": 10,
-    "validation": {"every_steps": 6, "max_samples": 60},
-    "checkpoint": {"every_steps": 4, "keep_last": 3},
+    "validation": {"every": "6 steps", "max_samples": 60},
+    "checkpoint": {"every": "4 steps", "keep_last": 3},
 }
 WORLDS: list[tuple[int, list[str]]] = [
     (2, ["--parallel.recompute", "units"]),

@@ -24,8 +24,8 @@ LANGUAGE: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 1,
-    "validation": {"every_steps": 5},
-    "checkpoint": {"every_steps": 4, "keep_last": 3},
+    "validation": {"every": "5 steps"},
+    "checkpoint": {"every": "4 steps", "keep_last": 3},
 }
 WORLDS: list[tuple[int, list[str]]] = [
     (2, ["--parallel.recompute", "units"]),

@@ -136,8 +136,8 @@ def job(folder: Path, rows: Path, base: Path) -> str:
         "batch": {"global_batch": 24, "micro_batch": 6},
         "optimizer": {"lr": 0.01, "warmup_steps": 3},
         "max_steps": 6,
-        "checkpoint": {"every_steps": 3, "keep_last": 3},
-        "validation": {"every_steps": 3},
+        "checkpoint": {"every": "3 steps", "keep_last": 3},
+        "validation": {"every": "3 steps"},
     }
     task = {"path": "elastic_train.tasks.preferences:Preferences", "params": params}
     return config(folder, rows, settings, task=task, data={"train": str(rows), "validation": str(rows)})

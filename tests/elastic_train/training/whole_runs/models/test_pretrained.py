@@ -33,7 +33,7 @@ JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "max_steps": 6,
-    "checkpoint": {"every_steps": 3, "keep_last": 3},
+    "checkpoint": {"every": "3 steps", "keep_last": 3},
 }
 
 
@@ -233,7 +233,7 @@ OTHERS: dict[str, dict[str, object]] = {
 
 def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -> Path:
     """Train in one process, then on two ranks that stop early, then on three; return the second run's folder."""
-    short = {**JOB, "max_steps": 4, "checkpoint": {"every_steps": 2}}
+    short = {**JOB, "max_steps": 4, "checkpoint": {"every": "2 steps"}}
     succeed(start([config(folder / "alone", rows, short, task=task)]))
     path, how = config(folder / "many", rows, short, task=task), ["--parallel.shards", "gradients"]
     how += ["--parallel.recompute", "units"]
