@@ -64,21 +64,6 @@ def synth(
     return report_written(load_manifest(out))
 
 
-@app.command(name="lengths")
-def lengths_(data: str, *, column: str = "input_ids") -> int:
-    """Write the lengths of DATA's rows next to the manifest, for `data.length_bucketing`.
-
-    Parameters
-    ----------
-    column
-        A column of lists, or of lengths.
-    """
-    for manifest in _manifests(data):
-        made = row_lengths.make_lengths(manifest, column, track=shown)
-        print_text(f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows, from '{made.column}'")
-    return 0
-
-
 @app.command(name="describe")
 def describe_(data: str, *, json_: Json = False) -> int:
     """Show what is in DATA: rows, files, labels, lengths, missing values."""
@@ -98,6 +83,7 @@ def verify_(
     images: str | None = None,
     max_megapixels: float = MOST_MEGAPIXELS,
     add_checksums: Flag = False,
+    add_lengths: str | None = None,
     json_: Json = False,
 ) -> int:
     """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
@@ -113,8 +99,17 @@ def verify_(
     add_checksums
         Of a dataset whose manifest was made without: also write checksums of the row groups, so that reading detects
         damage. The manifest stays as it is, and runs continue; a damaged file is named, and nothing is written.
+    add_lengths
+        A column of lists, such as input_ids, or of lengths: also write the lengths of the rows next to the manifest,
+        for `data.length_bucketing`.
     """
     manifests = _manifests(data)
+    for manifest in manifests if add_lengths is not None else ():
+        made = row_lengths.make_lengths(manifest, add_lengths or "", track=shown)
+        if not json_:
+            print_text(
+                f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows, from '{made.column}'"
+            )
     if add_checksums:
         for manifest in manifests:
             num_sums = checksums.add_checksums(manifest, track=shown)

@@ -24,7 +24,8 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
 from elastic_train.data.packing import pack as packing
 from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
-from elastic_train.data.tables import digits, hf_folder, image_folder, importing
+from elastic_train.data.tables import digits as handwritten
+from elastic_train.data.tables import hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
@@ -263,24 +264,28 @@ def import_hf_folder(
 
 
 @app.command(name="images")
-def import_images(out: Path, folder: Path, *, split: Split | None = None, images: Images | None = None) -> int:
+def import_images(
+    out: Path,
+    folder: Path | None = None,
+    *,
+    digits: Flag = False,
+    split: Split | None = None,
+    images: Images | None = None,
+) -> int:
     """Import images from FOLDER/LABEL/FILE, or from FOLDER/train/LABEL/FILE and FOLDER/validation/….
 
     Every image is decoded once, and those that do not decode are refused by name. The table stores its bytes as they
-    are.
+    are. --digits: in place of a FOLDER, scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; nothing is downloaded.
     """
     chosen, check = (split or Split()).checked(), (images or Images()).check()
+    if digits == (folder is not None):
+        raise ConfigError("name a FOLDER of images, or give --digits")
+    if folder is None:
+        made = handwritten.import_digits(out, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace)
+        return _report_new(out, made)
     made = image_folder.import_images(
         out, folder, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace, check=check, track=shown
     )
-    return _report_new(out, made)
-
-
-@app.command(name="digits")
-def import_digits(out: Path, *, split: Split | None = None) -> int:
-    """Import scikit-learn's 1,797 handwritten digits, images of 8 x 8 pixels; nothing is downloaded."""
-    chosen = (split or Split()).checked()
-    made = digits.import_digits(out, share=chosen.validation_share, seed=chosen.seed, replace=chosen.replace)
     return _report_new(out, made)
 
 

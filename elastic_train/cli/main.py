@@ -24,6 +24,7 @@ from elastic_train.cli.output import (
     quiet_output,
     wrong_usage,
 )
+from elastic_train.cli.renamed import successor
 from elastic_train.config import sources
 from elastic_train.config.schema import keys as all_keys
 from elastic_train.config.schema import nearest_key
@@ -48,7 +49,7 @@ LATER = {
     ),
     "doctor": (f"{PLACES}.doctor.command:doctor", "Examine this machine as a node of a job.", CLUSTER),
     "submit": (f"{PLACES}.submit.command:app", "Submit a job to a cluster, or print what would be submitted.", CLUSTER),
-    "job": (f"{PLACES}.job:app", "Show the jobs that etcd knows, and ask their nodes to leave.", CLUSTER),
+    "leave": (f"{PLACES}.job:leave", "Ask one node of a job, or --all, to leave after a step.", CLUSTER),
     "ray": (f"{PLACES}.on_ray:ray", "Train on a Ray cluster, each of whose actors is a node.", CLUSTER),
 }
 """Commands that are imported on first use, by name; what the list of all commands says of them, and their groups."""
@@ -218,12 +219,14 @@ def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = 
 
 
 @app.command(group=WATCH)
-def top(run: str, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False) -> int:
-    """Show RUN as it goes on: progress, nodes, the phases of ranks, what happened last. Ctrl-C ends it.
+def top(
+    run: str | None = None, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False
+) -> int:
+    """Show RUN while it trains: progress, nodes, the phases of ranks, the last events. Ctrl-C ends it.
 
     It reads the run's files, so any machine that has them will do. --every: seconds between two looks. --once: print
-    one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd HOST:PORT[,...]: RUN is a
-    run id, and what etcd knows of that job is shown, where its files are out of reach: nodes, ranks, newest commit.
+    one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd HOST:PORT[,...] needs
+    no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown; without RUN, all jobs.
     """
     from elastic_train.cli.runs.top import top as show
 
@@ -394,11 +397,14 @@ def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
-    if (sys.argv[1:] if arguments is None else arguments)[:1] in ([], ["--help"], ["-h"]):
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] in ([], ["--help"], ["-h"]):
         for name, (target, summary, group) in LATER.items():
             del app[name]
             app.command(target, name=name, help=summary, group=group)
     try:
+        if (now := successor(given)) is not None:
+            raise ConfigError(now)
         with quiet_output():
             result = app(arguments, result_action="return_value", exit_on_error=False)
     except CycloptsError:

@@ -161,7 +161,7 @@ task:
 """
 
 _IMAGES = Starter(
-    data=("elastic-train data import digits data",),
+    data=("elastic-train data import images data --digits",),
     params="""\
     size: 8        # pixels of each side that the model sees
     channels: 1        # 1 is grey, 3 is colour

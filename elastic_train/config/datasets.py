@@ -49,7 +49,8 @@ class DataConfig(Section):
     block_row_groups: PositiveInt = 8
     """Number of row groups that are shuffled together. More mix better and take more memory."""
     length_bucketing: bool = False
-    """Put rows of similar length into a micro-batch. Run `elastic-train data lengths` first. Not with mixture."""
+    """Put rows of similar length into a micro-batch. Run `elastic-train data verify --add-lengths` first. Not
+    with mixture."""
     num_workers: int = Field(default=0, ge=0)
     """Loader processes of each rank. 0: threads, which are faster unless collating is slow."""
     quarantine: tuple[Literal["unreadable", "deadly"], ...] = ()

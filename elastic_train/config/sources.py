@@ -26,7 +26,7 @@ from elastic_train.config.schema import Config, nearest_key
 from elastic_train.config.section import Value, alternatives, below, scalars_of
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import did_you_mean
+from elastic_train.system.wording import did_you_mean, nearest
 
 Tree = dict[str, Value]
 ENV_PREFIX = "ELASTIC_TRAIN__"
@@ -97,7 +97,7 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
         text = path.read_text(encoding="utf-8")
         node, tree = yaml12.compose(text), yaml12.parse(text)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{_remedy(path)}") from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
@@ -112,6 +112,20 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
             problems.append(f"{path}:{line}: {problem}{first}")
         lines[key] = line
     return tree, lines
+
+
+def _remedy(path: Path) -> str:
+    """Return what to do about a configuration that cannot be read, with a separator before it."""
+    if path.is_dir():
+        near = sorted(path.glob("*.yaml"))
+        return f"; name a file in it{f', such as {near[0]}' if near else ''}"
+    if path.exists():
+        return "; let this user read it"
+    beside = sorted(each.name for each in path.absolute().parent.glob("*.yaml"))
+    meant = nearest(path.name, beside)
+    known = f"; did you mean {meant}?" if meant else f"; there are {', '.join(beside[:5])}" if beside else ""
+    where = f" in {path.absolute().parent}" if path.absolute().parent.is_dir() else ""
+    return f"{where}{known or '; `elastic-train init text FOLDER` writes a configuration'}"
 
 
 def _walk(node: yaml.Node | None, key: str, kind: object) -> Iterator[tuple[str, int, str | None]]:

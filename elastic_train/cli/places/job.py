@@ -1,4 +1,4 @@
-"""`elastic-train job`: the jobs that have something in etcd, and requests to their nodes.
+"""`elastic-train top --etcd` and `elastic-train leave`: the jobs that etcd knows, and requests to their nodes.
 
 A request is a key below the job's prefix, on a lease that ends by itself. The workers of the node see it in the view of
 the job that they follow anyway, and leave as if they had been sent SIGUSR1: after a step, with a commit if all leave.
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 from urllib.parse import unquote
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -29,7 +29,6 @@ from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
 from rendezvous.membership.store import Put, Snapshot, Store
 
-app = App(name="job", help="Show the jobs that etcd knows, and ask their nodes to leave.")
 Etcd = Annotated[str | None, Parameter(name="--etcd")]
 LOOK_S = 1.0
 
@@ -62,17 +61,11 @@ class Node:
     """How many members cannot reach it."""
 
 
-@app.command
-def ls(run_id: str | None = None, *, etcd: Etcd = None, json_: Json = False) -> int:
-    """List the jobs that --etcd HOST:PORT[,...] (or PET_RDZV_ENDPOINT) knows: state, size, newest commit.
-
-    Of one RUN_ID show the nodes: host, address, workers, ranks, and which are leaving or cannot be reached.
-    """
-    if run_id is not None:
-        return show(run_id, etcd=etcd, is_json=json_)
+def list_jobs(etcd: str | None, *, is_json: bool) -> int:
+    """Print the jobs that an etcd knows: state, size, newest commit."""
     with _store(etcd) as store:
         rows = [row_of(run_id, view) for run_id, view in _views(store.get(JOBS))]
-    if json_:
+    if is_json:
         return print_json([asdict(row) for row in rows])
     table = narrow_table("job", "state", "nodes", "workers", "world", "term", "newest commit")
     for row in rows:
@@ -82,7 +75,7 @@ def ls(run_id: str | None = None, *, etcd: Etcd = None, json_: Json = False) -> 
 
 
 def show(run_id: str, *, etcd: str | None, is_json: bool) -> int:
-    """Show a job's nodes once."""
+    """Show a job's nodes once: host, address, workers, ranks, which are leaving or cannot be reached."""
     with _store(etcd) as store:
         view = _view(store, run_id)
     row, nodes = row_of(run_id, view), nodes_of(view)
@@ -119,7 +112,6 @@ def _drawn(row: Row, nodes: Sequence[Node]) -> Group:
     return Group(Text(head), table)
 
 
-@app.command
 def leave(
     run_id: str,
     node: str | None = None,
@@ -199,7 +191,7 @@ def _view(store: Store, run_id: str) -> View:
     keys = Keys(run_id)
     snapshot = store.get(keys.prefix)
     if not snapshot.entries:
-        raise ConfigError(f"etcd knows no job {run_id!r}: `elastic-train job ls` lists those that it knows")
+        raise ConfigError(f"etcd knows no job {run_id!r}: `elastic-train top --etcd` lists those that it knows")
     return read_view(snapshot, keys)
 
 

@@ -22,10 +22,12 @@ _SHOWN = ("data", "forward", "backward", "wait", "exchange", "optimizer", "save"
 LEAST_EVERY_S = 0.2
 
 
-def top(run: str, *, etcd: str | None = None, is_once: bool, every_s: float, is_json: bool) -> int:
+def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: float, is_json: bool) -> int:
     """Show a run until it is done or somebody presses Ctrl-C; one frame where nobody looks."""
     if not every_s >= LEAST_EVERY_S:
         raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every_s:g}")
+    if run is None:
+        return job.list_jobs(etcd, is_json=is_json)
     if etcd is not None:
         if is_json:
             return job.show(run, etcd=etcd, is_json=True)

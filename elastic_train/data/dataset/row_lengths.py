@@ -2,7 +2,7 @@
 
 `manifest.lengths` has a line of JSON, a CRC-32 per row group, and all lengths in sample id order, two or four bytes
 each, so offsets are computed. Lengths are read and compared a row group at a time. The file is made once, by an import
-of tokens or by `elastic-train data lengths`, from a list column or one that holds lengths.
+of tokens or by `elastic-train data verify --add-lengths`, from a list column or one that holds lengths.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Lengths:
         except OSError as error:
             raise DataError(f"{self._url}/{NAME}: cannot be read: {error}") from error
         if zlib.crc32(content) != self._sums[group]:
-            raise DataError(f"{self._url}/{NAME}: is damaged; make it again with `elastic-train data lengths`")
+            raise DataError(f"{self._url}/{NAME}: is damaged; make it again with `data verify --add-lengths`")
         return np.frombuffer(content, dtype=self._dtype)
 
 
@@ -110,7 +110,7 @@ def find_lengths(manifest: Manifest) -> Lengths | None:
 
 def load_lengths(manifest: Manifest) -> Lengths:
     """Open a dataset's lengths; raise DataError if missing or made for another dataset."""
-    how = f"make it with `elastic-train data lengths {manifest.url} --column COLUMN`"
+    how = f"make it with `elastic-train data verify {manifest.url} --add-lengths COLUMN`"
     num_groups = len(manifest.group_rows)
     try:
         content = open_source(manifest.url).read(NAME, 0, _MOST_HEADER_BYTES + 4 * num_groups)

@@ -135,7 +135,7 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     assert all(report["length"] == 16 and 0 <= report["padding_share"] < 0.2 for report in reports)
     again = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>")
     assert (again.code, "already exists" in again.output) == (0, True)
-    assert call("import", "digits", tmp_path / "digits").code == 0
+    assert call("import", "images", tmp_path / "digits", "--digits").code == 0
 
 
 def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from elastic_train.cli import main
+from elastic_train.cli import main, renamed
 from elastic_train.cli.output import PIPE_CLOSED
 from elastic_train.config.schema import keys
 
@@ -56,9 +56,22 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
     assert not found
 
 
+def test_each_command_with_another_name_says_what_to_type_today(capsys: pytest.CaptureFixture[str]) -> None:
+    """No name of today is in the table, and each successor is a command of today."""
+    today = {" ".join(path) for path in _commands(main.app)}
+    for name, successor in renamed.RENAMED.items():
+        assert name not in today
+        with pytest.raises(SystemExit) as ended:
+            main.main([*name.split(), "runs/first"])
+        assert ended.value.code == 2 and f"`{name}` is now `{successor}`" in capsys.readouterr().err
+        assert any(f"{successor} ".startswith(f"{command} ") for command in today - {""}), successor
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["trian", "config.yaml"], 'Unknown command "trian". Did you mean "train"?'),
+        (["ckpt", "prunee", "RUN"], 'Unknown command "prunee". Did you mean "prune"?'),
         (["init"], "KIND is missing: write elastic-train init KIND FOLDER. See elastic-train init --help"),
         (
             ["evaluate", "RUN"],

@@ -182,8 +182,16 @@ def test_every_key_is_explained():
 
 def test_an_unreadable_file_is_a_config_error(tmp_path):
     """A missing file, invalid YAML and invalid UTF-8 are configuration errors."""
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=rf"none.yaml: cannot be read: No such file .*in {tmp_path}; .*init text"):
         sources.load(tmp_path / "none.yaml", environ={})
+    (tmp_path / "config.yaml").write_text("")
+    for name, said in (
+        ("", rf"Is a directory; name a file in it, such as {tmp_path}/config.yaml"),
+        ("conifg.yaml", "did you mean config.yaml"),
+        ("x.yaml", "there are config.yaml"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            sources.load(tmp_path / name, environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match=r"not valid YAML.*\n.*\n    a: \[1\n"):  # and the line is shown
         sources.load(tmp_path / "bad.yaml", environ={})

@@ -68,7 +68,7 @@ WORKING = (
     "elastic_train data --help",
     "elastic_train data import --help",
     "elastic_train data synth FOLDER/rows --rows 40",
-    "elastic_train data lengths FOLDER/rows",
+    "elastic_train data verify FOLDER/rows --add-lengths input_ids",
     "chaos --help",
     "chaos sim --help",
     "chaos ls",

@@ -289,7 +289,7 @@ def test_wrong_options_of_etcd_are_said_in_a_line(
         monkeypatch.setenv("PET_RDZV_CONF", conf)
     _, found = said(capsys, *arguments)
     assert found["etcd"][0] == ("fail", message)
-    for command_line in (["job", "ls"], ["top", "a-job"]):
+    for command_line in (["top"], ["top", "a-job"]):
         with pytest.raises(SystemExit) as left:
             main([*command_line, *arguments])
         assert left.value.code == 2

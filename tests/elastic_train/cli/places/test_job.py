@@ -1,4 +1,4 @@
-"""`elastic-train job`: what etcd says of a running job, and requests that its nodes follow."""
+"""`elastic-train top --etcd` and `leave`: what etcd says of a running job, and requests that its nodes follow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.rendezvous.rendezvous_sides import patient
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """Return the exit code, and what was printed."""
     with pytest.raises(SystemExit) as left:
-        main(["job", *arguments])
+        main([*arguments])
     assert isinstance(left.value.code, int)
     printed = capsys.readouterr()
     return left.value.code, printed.out, printed.err
@@ -63,9 +63,9 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
             os.kill(pids[1], signal.SIGKILL)
             until_whole(run, 2, above=term)
         eventually(lambda: worlds(run)[-1:] == [2], "a world of 2")
-        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        (row,) = json.loads(said(capsys, "top", *where, "--json")[1])
         assert (row["id"], row["state"], row["nodes"], row["world"]) == ("a job", "training", 2, 2)
-        shown = json.loads(said(capsys, "ls", "a job", *where, "--json")[1])
+        shown = json.loads(said(capsys, "top", "a job", *where, "--json")[1])
         assert sorted(node["ranks"] for node in shown["members"]) == [[0], [1]]
         with pytest.raises(SystemExit) as left:
             main(["top", "a job", *where])
@@ -79,12 +79,12 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         assert (code, printed) == (0, f"1 node left: {first}\n")
         eventually(lambda: [job.poll() for job in jobs].count(75) == 1, "its launcher ends")
         eventually(lambda: worlds(run)[-1:] == [1], "the other trains on")
-        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        (row,) = json.loads(said(capsys, "top", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("training", 1)
 
         assert json.loads(said(capsys, "leave", "a job", "--all", *where, "--json")[1])["left"] == [second]
         assert [job.wait(PATIENCE_S) for job in jobs] == [75, 75], (tmp_path / "log0").read_text()
-        (row,) = json.loads(said(capsys, "ls", *where, "--json")[1])
+        (row,) = json.loads(said(capsys, "top", *where, "--json")[1])
         assert (row["state"], row["nodes"]) == ("gone", 0)
         assert row["commit"] is not None
 
@@ -141,12 +141,12 @@ def test_a_request_is_read_from_the_store() -> None:
 @pytest.mark.slow
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
-    assert "--etcd" in said(capsys, "ls")[2]
+    assert "--etcd" in said(capsys, "top")[2]
     for named in ((), ("n1", "--all")):
         assert "name a NODE, or give --all" in said(capsys, "leave", "j", *named)[2]
     with EtcdServer() as etcd, closing(patient(etcd.endpoint)) as store:
         where = ("--etcd", etcd.endpoint)
-        assert said(capsys, "ls", *where)[:2] == (0, "no jobs\n")
+        assert said(capsys, "top", *where)[:2] == (0, "no jobs\n")
         code, _, errors = said(capsys, "leave", "nobody", "--all", *where)
         assert (code, "knows no job 'nobody'" in errors) == (2, True)
         keys = Keys("j")

@@ -205,7 +205,7 @@ def test_lengths_that_cannot_be_used_are_refused(tmp_path: Path, capsys: pytest.
     """Missing, of another dataset, damaged, or of a column without lengths: the error says what to do."""
     folder = write_rows(tmp_path / "rows", 60)
     manifest = load_manifest(str(folder))
-    with pytest.raises(DataError, match=r"no manifest\.lengths there.*elastic-train data lengths"):
+    with pytest.raises(DataError, match=r"no manifest\.lengths there.*elastic-train data verify"):
         load_lengths(manifest)
     for column in ("kind", "size"):
         with pytest.raises(ConfigError, match=f"column '{column}' is"):

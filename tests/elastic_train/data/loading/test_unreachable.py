@@ -96,7 +96,9 @@ def test_a_url_that_fsspec_cannot_open_is_refused_by_name(monkeypatch: pytest.Mo
         load_manifest("nosuch://x")
 
 
-@pytest.mark.parametrize("arguments", [["describe", URL], ["verify", URL], ["lengths", URL], ["synth", URL]])
+@pytest.mark.parametrize(
+    "arguments", [["describe", URL], ["verify", URL], ["verify", URL, "--add-lengths", "input_ids"], ["synth", URL]]
+)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_commands_end_with_65_and_no_traceback(
     silent: type[Silent], capsys: pytest.CaptureFixture[str], arguments: list[str], error: Exception
