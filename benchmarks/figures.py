@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -49,3 +50,12 @@ def measure_chosen(program: str, explanation: str | None, figures: Mapping[str, 
                 table.add_row(name, case, str(value))
         Console().print(table)
     print(json.dumps(found))
+
+
+def rewrite(path: Path, begin: str, end: str, section: Callable[[str], str]) -> None:
+    """Replace the text between two marks of a document by what `section` makes of it."""
+    before, mark, rest = path.read_text().partition(begin)
+    old, last, after = rest.partition(end)
+    if not (mark and last):
+        raise SystemExit(f"{path}: has no {begin} … {end} to write the figures to")
+    path.write_text(f"{before}{begin}\n{section(old)}\n{end}{after}")

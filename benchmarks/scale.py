@@ -7,6 +7,8 @@ by_ranks    seconds from the kill to the next applied step, and its parts: until
             time when all is well (step); medians, by the ranks of the world that was hit (goal with 32: 1.0 in all).
             Ranks notice a death once they have computed the lane that they are at: `LANE_MS` at most is no delay
 growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
+kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
+machine     date, cores and versions
 held        descriptors and threads of a rank once a world has formed, the most of any, by ranks
 
 All ranks are processes of one machine; each takes `LANE_MS` longer for its lane, so that cores are free for what is
@@ -15,13 +17,16 @@ measured. The last line is JSON.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 
 from benchmarks.figures import Effort, measure_chosen
 from benchmarks.recovery.jobs import write_live_job
@@ -34,6 +39,8 @@ from chaos.scenario.schedule import Due
 RANKS = 4
 """Per node."""
 LANE_MS = 500.0
+QUIET_S = 15.0
+"""Before each kill, so that standby processes have imported."""
 PARTS = ("rto", "detect", "form", "restore", "step")
 
 
@@ -41,16 +48,23 @@ def by_ranks(effort: Effort) -> dict[str, object]:
     """Return medians of recoveries, their growth with the number of ranks, and a rank's descriptors and threads."""
     sizes, num_kills = ((8, 32), 1) if effort.is_quick else ((8, 16, 32, 64), 3)
     found, held = dict[str, Mapping[str, float]](), dict[str, Mapping[str, int]]()
+    kills = dict[str, Sequence[Mapping[str, float]]]()
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             run = _run(Path(folder), size // RANKS, num_kills)
         costs = [cost for cost in recoveries(run) if cost.kind == "kill_node"]
         parts = [_parts(cost, step_s(run)) for cost in costs]
+        kills[str(size)] = [{name: round(value, 3) for name, value in one.items()} for one in parts]
         found[str(size)] = {name: round(statistics.median(one[name] for one in parts), 3) for name in PARTS}
         holds = [cast(Mapping[str, int], line["holds"]) for line in run.of("form")]
         held[str(size)] = {name: max(one[name] for one in holds) for name in ("fds", "threads")}
         effort.say(f"{size} ranks: {found[str(size)]}, {held[str(size)]}")
-    return {"by_ranks": found, "growth": _growth(found), "held": held}
+    machine = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+    }
+    return {"by_ranks": found, "growth": _growth(found), "held": held, "kills": kills, "machine": machine}
 
 
 def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
@@ -64,7 +78,7 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
     for turn in range(num_kills):
         node = 1 + turn % (num_nodes - 1)
         due += [
-            Due("kill_node", node, None, 4.0, is_healed=True),
+            Due("kill_node", node, None, QUIET_S, is_healed=True),
             Due("start_node", node, None, 8.0),
         ]
     return run_job(
@@ -73,7 +87,7 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
         due,
         ranks=RANKS,
         leave_after_s=2.0,
-        timeout_s=120.0 + 10.0 * num_nodes * (1 + num_kills),
+        timeout_s=120.0 + (QUIET_S + 10.0 * num_nodes) * (1 + num_kills),
         num_nodes=num_nodes,
         forked=True,
     )
@@ -90,7 +104,9 @@ def _growth(found: Mapping[str, Mapping[str, float]]) -> dict[str, Sequence[floa
     return {name: [round(float(line[1]), 4), round(float(line[0]), 5)] for name, line in lines.items()}
 
 
-FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = dict.fromkeys(("by_ranks", "growth", "held"), by_ranks)
+FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = dict.fromkeys(
+    ("by_ranks", "growth", "held", "kills", "machine"), by_ranks
+)
 
 
 if __name__ == "__main__":

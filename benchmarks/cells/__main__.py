@@ -28,10 +28,6 @@ processor time.
 `sim_256_ranks_cpu_s_per_hour`, `sim_1024_ranks_cpu_s_per_hour`: seconds of a core that `elastic-chaos sim --cells`
 takes for a virtual hour of a job of so many ranks, with four faults in it and steps of 30 s (goal: at most 60).
 
-`goodput`: the share of the time that goes into steps that count, of simulated jobs that have the published failures of
-as many GPUs, where members hand the state over (`live`), and where all begin again with the newest commit (`restart`,
-saving as often as Young and Daly say). `benchmarks/cells/simulated.py` says what is assumed.
-
 `one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
 one rank, bit for bit (goal: true). `one_hash.tp2`, `one_hash.cp2`: whether live jobs of tensor ranks, and with rows in
 parts, of any number of cells, end with the weights of one cell; `one_hash.tp2_pp2`, `one_hash.cp2_pp2`: whether those
@@ -64,14 +60,13 @@ def figures() -> dict[str, Measure]:
     lost["spare_fill_s"] = recovery.spare_fill
     spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
     hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
-    in_time = {**hours, "goodput": simulated.goodput}
     one_hash = {"one_hash.tp2": hashes.of_tensor, "one_hash.tp2_pp2": hashes.of_tensor_stages}
     one_hash |= {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
     one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
     one_hash |= {"one_hash.cp2_pp2": hashes.of_context_stages, "one_hash.cp2_tp2": hashes.of_context_tensor}
     one_hash |= {"one_hash.ep2_pp2": hashes.of_expert_stages, "one_hash.ep2_tp2": hashes.of_expert_tensor}
     one_hash |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), sequence.kept_ratio)
-    return {**beside, **staged, **lost, **spread, **in_time, **one_hash}
+    return {**beside, **staged, **lost, **spread, **hours, **one_hash}
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import rewrite
 from benchmarks.gpu.job import NUM_LANES, SIZES, size_for
 from benchmarks.gpu.measure import alone, in_process, plain_peak, saves, step_times
 
@@ -234,17 +235,12 @@ def section(found: Mapping[str, object], name: str, before: str = "") -> str:
     rows |= {figure: (f"{value}", date) for figure, value in found.items()}
     lines = [f"| `{figure}` | {value} | {GOALS.get(figure, '–')} | {day} |" for figure, (value, day) in rows.items()]
     head = f"`make gpu` · {date} · {name} · torch {torch.__version__}"
-    return "\n".join([BEGIN, head, "", "| | measured | goal | on |", "|---|---|---|---|", *lines, END])
+    return "\n".join([head, "", "| | measured | goal | on |", "|---|---|---|---|", *lines])
 
 
 def write(path: Path, found: Mapping[str, object], name: str) -> None:
     """Write a device's figures between the marks of a document."""
-    text = path.read_text()
-    before, mark, rest = text.partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not (mark and end):
-        raise SystemExit(f"{path}: has no {BEGIN} … {END} to write the figures to")
-    path.write_text(before + section(found, name, old) + after)
+    rewrite(path, BEGIN, END, lambda old: section(found, name, old))
 
 
 def main() -> None:

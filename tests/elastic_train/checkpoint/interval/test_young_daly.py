@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.field.lives import Fleet, Recovery, live
 from elastic_train.checkpoint.interval.young_daly import (
     PRIOR_S,
     SHORTEST_S,
@@ -82,31 +83,13 @@ def test_the_fault_rate_begins_at_the_prior_and_ends_at_what_was_seen(num: int, 
     assert many.mtbf_s == pytest.approx(3600, rel=1e-3)
 
 
-def simulated_waste(interval_s: float, cost: SaveCost, mtbf_s: float, restart_s: float, seed: int) -> float:
-    """Train in virtual time with background saves and random faults; return the fraction of time without progress."""
-    chance = random.Random(seed)
-    now, kept_s, fault_at = 0.0, 0.0, chance.expovariate(1 / mtbf_s)
-    done_s, saves = 0.0, list[tuple[float, float]]()  # a save is (published at, seconds of training in it)
-    for _ in range(400_000):
-        now, done_s = now + interval_s, done_s + interval_s
-        if now < fault_at:
-            saves.append((now + cost.publish_s, done_s))
-            now += cost.stall_s
-        if now >= fault_at:
-            kept_s = max([kept_s, *(held for published, held in saves if published <= fault_at)])
-            now, done_s, saves = fault_at + restart_s, kept_s, []
-            fault_at = now + chance.expovariate(1 / mtbf_s)
-        while len(saves) > 1 and saves[1][0] <= now:
-            kept_s = max(kept_s, saves.pop(0)[1])
-    return 1 - done_s / now
-
-
 @pytest.mark.parametrize("interval_s", [30.0, 90.0, 300.0])
 def test_the_model_wastes_what_a_simulation_wastes(interval_s: float) -> None:
     """A background save costs its stall, and its time to publication at every fault, as the model says."""
     cost, mtbf_s, restart_s = SaveCost(1.0, 20.0), 3600.0, 30.0
     expected = waste(interval_s, cost, mtbf_s, restart_s)
-    assert simulated_waste(interval_s, cost, mtbf_s, restart_s, seed=1) == pytest.approx(expected, rel=0.05)
+    life = live(Recovery(lambda _: restart_s, cost=cost, every_s=interval_s), Fleet(mtbf_s), 1000.0, random.Random(1))
+    assert 1 - life.goodput == pytest.approx(expected, rel=0.05)
 
 
 def test_the_reason_names_the_deciding_limit() -> None:
