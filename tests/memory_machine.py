@@ -114,7 +114,7 @@ class Machine:
         def live(rank: int) -> None:
             self._await_turn(rank)
             _machine.here, _machine.rank = self, rank
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             np.random.set_bit_generator(_copy_of(numbers))
             try:
                 results[rank] = main(rank)

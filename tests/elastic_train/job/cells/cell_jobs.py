@@ -32,6 +32,7 @@ from elastic_train.job.resharding import gather_peer_states, leave_out_unfinishe
 from elastic_train.job.resharding.placing import take_place
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
@@ -101,7 +102,7 @@ def build(
 
     With `is_fp16` losses are scaled as in half precision, though nothing is computed in it here.
     """
-    torch.manual_seed(1)
+    seed_generators(1)
     config = OptimizerConfig(lr=0.01, warmup_steps=2, clip_norm=CLIPPING)
     degrees = {"tensor": cell.tensor, "context": cell.context, "pipeline": cell.stage, "expert": cell.expert}
     how = {

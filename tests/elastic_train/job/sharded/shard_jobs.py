@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 from unittest import mock
 
@@ -20,6 +21,7 @@ from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
@@ -78,7 +80,7 @@ def build(
 
     Offloaded state comes with a fake device, whose copies run at any time that events permit.
     """
-    torch.manual_seed(seed)
+    seed_generators(seed)
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
     with mock.patch.object(build_module, "host_memory_of", lambda device: FakeMemory(seed)):
@@ -127,7 +129,7 @@ def compute_lanes(
 
 def loss_of(state: AppliedState, lane: int) -> Tensor:
     """Return the loss on random data for a lane of the next step."""
-    torch.manual_seed(lane_seed(1, state.step, lane))
+    seed_generators(lane_seed(1, state.step, lane))
     tokens = torch.randint(0, 301, (3, 4))
     return state.model(tokens).logsumexp(-1).square().sum()  # type: ignore[no-any-return]
 
@@ -151,9 +153,14 @@ def fingerprint(group: Group, state: AppliedState) -> str:
 
 
 def replicated(until: int, recipe: Mapping[str, Any] | None = None) -> Sequence[str]:
-    """Return the weights after every step of one rank with replicated state."""
+    """Return the weights after every step of one rank with replicated state; computed once per process."""
+    return _replicated(until, tuple((recipe or {}).items()))
+
+
+@cache
+def _replicated(until: int, recipe: tuple[tuple[str, Any], ...]) -> Sequence[str]:
     torch.set_num_threads(1)
-    state, group, found = build("none", recipe=recipe), Group(0, 1, None, 60), []
+    state, group, found = build("none", recipe=dict(recipe)), Group(0, 1, None, 60), []
     for step in range(until):
         train(group, state, step + 1)
         found.append(fingerprint(group, state))

@@ -23,7 +23,7 @@ from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerpr
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.memory_machine import in_memory
 
-WIDTH, NUM_BLOCKS, STEPS = 64, 5, 3
+WIDTH, NUM_BLOCKS, STEPS = 64, 5, 2
 
 
 class Block(nn.Module):
@@ -114,15 +114,15 @@ def ranks(rank: int, size: int, kind: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 3])
-def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(size: int, kind: str) -> None:
+def test_weights_are_those_of_whole_state_whatever_a_pass_does_with_its_blocks(kind: str) -> None:
     """Each lane may skip another block, recompute blocks, or train only part of them."""
     torch.set_num_threads(1)
     whole, alone, expected = build(kind, "none"), Group(0, 1, None, 60), []
     for step in range(STEPS):
         train(alone, whole, step + 1)
         expected.append(fingerprint(alone, whole))
-    assert in_memory(ranks, size, kind) == [expected] * size
+    for size in (1, 3):
+        assert in_memory(ranks, size, kind) == [expected] * size
 
 
 def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]:

@@ -50,7 +50,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
 )
 from tests.memory_machine import in_memory
 
-STEPS = 4
+STEPS = 2
 
 
 def newcomers(size: int) -> list[PeerState]:
