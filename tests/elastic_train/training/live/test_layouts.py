@@ -24,8 +24,6 @@ from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     JOB,
     etcd,
-    eventually,
-    history,
     launch,
     leave,
     lose_ranks,
@@ -34,12 +32,11 @@ from tests.elastic_train.training.live.test_live import (
     until_whole,
     weights,
 )
-from tests.elastic_train.training.live.test_sharded import lose_a_share
 from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = pytest.mark.slow
-HUNT, LONG = pytest.mark.hunt, pytest.mark.long
+HUNT = pytest.mark.hunt
 Parallel = Mapping[str, object]
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
 OF_TRANSFORMERS = {**LLAMA, "vocab_size": 64, "tie_word_embeddings": False, "attention_dropout": 0.1}
@@ -121,30 +118,14 @@ def assert_nothing_is_lost(
 
 
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
-GRADIENTS, PARAMETERS = {"shards": "gradients", "copies": 2}, {"shards": "parameters", "copies": 2}
+PARAMETERS = {"shards": "parameters", "copies": 2}
 ROWS = [
     # stages gather weights while the other cell waits for gradients
     pytest.param({**STAGES, **PARAMETERS}, 2, ("forward 5", "backward 7", "applied")),
     # the other pipeline waits for its experts, a stage waits for activations
     pytest.param({**EXPERTS, **STAGES, "recompute": "units"}, 2, ("backward 13",)),
     pytest.param(TENSOR, 2, ("backward", "apply", "commit"), marks=HUNT),
-    pytest.param({**TENSOR, "sequence": True}, 2, ("backward",), marks=HUNT),
-    pytest.param({**TENSOR, **GRADIENTS}, 3, ("backward 3", "exchange", "commit"), marks=HUNT),
     pytest.param({**CONTEXT, **PARAMETERS}, 2, ("backward 3", "applied"), marks=HUNT),
-    # the other rank of the stage holds the same shard and sends it to the newcomer
-    pytest.param({**CONTEXT, **STAGES}, 1, ("backward 7", "exchange 2", "commit"), marks=HUNT),
-    # two ranks die at the hand-over; they may have held the same stage
-    pytest.param(STAGES, 3, ("hand-over",), marks=HUNT),
-    pytest.param({**STAGES, "schedule": "interleaved"}, 2, ("forward 5", "backward 7"), marks=HUNT),
-    pytest.param({**EXPERTS, **PARAMETERS}, 2, ("backward", "exchange"), marks=HUNT),
-    pytest.param({**EXPERTS, "offload": "optimizer"}, 2, ("backward 7", "apply 3"), marks=HUNT),
-    pytest.param(TENSOR, 2, ("forward", "exchange", "applied"), marks=LONG),
-    pytest.param({**TENSOR, **PARAMETERS}, 3, ("exchange", "apply", "applied"), marks=LONG),
-    pytest.param({**TENSOR, "shards": "optimizer", "copies": 3}, 3, ("hand-over",), marks=LONG),
-    pytest.param(CONTEXT, 1, ("backward", "applied"), marks=LONG),
-    pytest.param({**STAGES, "schedule": "gpipe"}, 2, ("forward 8", "apply 3"), marks=LONG),
-    pytest.param({**STAGES, **GRADIENTS}, 3, ("backward 7", "exchange 2", "apply 3", "applied"), marks=LONG),
-    pytest.param({**EXPERTS, "shards": "optimizer", "copies": 2}, 2, ("backward", "apply", "applied"), marks=LONG),
 ]
 
 
@@ -162,25 +143,3 @@ def test_stages_of_transformers_that_die_cost_no_applied_step(tmp_path: Path, ro
     pytest.importorskip("transformers")
     standby_with("tests.preload_transformers")
     assert_nothing_is_lost(tmp_path, rows, etcd, STAGES, 2, ["backward 7"], OF_TRANSFORMERS)
-
-
-@LONG  # test_sharded has a test without cells
-def test_without_a_second_copy_the_newest_commit_is_what_is_left(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The other cell's copy of all weights does not help; a warning at the start says so, and the final bits match."""
-    parallel = {"tensor": 2, "shards": "optimizer", "copies": 1}
-    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS, parallel), ranks=4)
-    try:
-        eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
-        term = lose_a_share(tmp_path / "run", 4)
-        log = (tmp_path / "node.log").read_text()
-        run = leave(job, tmp_path)
-    finally:
-        job.kill()
-    assert "2 cells of 2 ranks, over which the optimizer's state of each place is held once" in log
-    assert "Traceback" not in log, log
-    restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
-    assert any(line.get("lost") for line in restored) and "all holders of" in log, log
-    assert all(int(str(line["step"])) > 0 for line in restored)
-    alone = write_config(tmp_path / "alone", rows, steps_of(run), {"tensor": 2}, MODEL)
-    succeed(start([alone], num_ranks=2))
-    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

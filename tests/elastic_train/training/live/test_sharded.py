@@ -33,13 +33,11 @@ from tests.elastic_train.training.live.test_live import (
 from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
-HUNT = pytest.mark.hunt  # in memory: test_lost_ranks
 RECIPE = {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.1, "ema_decay": 0.9}
 JOB = {**CLASSIFIER, "optimizer": RECIPE, "validation": {"every": "10 steps", "weights": "ema"}}
 STEPS = 20
 LIVE_STEPS = 45
 NOT_IN_COMMITS = "commits do not hold the frozen weights"
-SHARDED = {"ELASTIC_TRAIN__PARALLEL__SHARDS": "optimizer"}
 
 
 @pytest.mark.slow
@@ -76,30 +74,13 @@ def test_a_task_gets_the_whole_model_in_the_end(tmp_path: Path, rows: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shards", "copies", "places"),
-    [
-        pytest.param("optimizer", 2, ["exchange", "applied"], marks=pytest.mark.long),  # below with sharded gradients
-        pytest.param("gradients", 2, ["backward", "apply"], marks=HUNT),
-        ("parameters", 2, ["backward", "applied"]),
-        pytest.param("optimizer", 3, ["hand-over"], marks=HUNT),
-        pytest.param("parameters", 3, ["hand-over"], marks=pytest.mark.long),
-    ],
-)
 def test_ranks_that_die_cost_no_applied_step(
-    tmp_path: Path,
-    rows: Path,
-    etcd: EtcdServer,
-    undisturbed: Callable[[int], object],
-    shards: str,
-    copies: int,
-    places: list[str],
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
-    """The survivors keep their shards, and the replacement receives its own; at the hand-over two ranks are lost."""
-    points = tmp_path / "points"
+    """The survivors keep their shards, and the replacement receives its own; `test_lost_ranks` has all shard modes."""
+    points, places = tmp_path / "points", ["backward", "applied"]
     points.mkdir()
-    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__COPIES": str(copies)}
-    environ["ELASTIC_TRAIN__PARALLEL__SHARDS"] = shards
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
     job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=3, **environ)
     try:
         term, _ = until_whole(tmp_path / "run", 3)
@@ -107,30 +88,11 @@ def test_ranks_that_die_cost_no_applied_step(
         run = leave(job, tmp_path)
     finally:
         job.kill()
-    assert f"is held {copies} times" in (tmp_path / "node.log").read_text()
+    assert "is held 2 times" in (tmp_path / "node.log").read_text()
     restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
     assert len({line["term"] for line in restored}) >= len(places)
     assert all(int(str(line["step"])) > 0 for line in restored)
     assert weights(run) == undisturbed(steps_of(run))
-
-
-@pytest.mark.slow
-@HUNT
-def test_without_a_second_copy_the_newest_commit_is_what_is_left(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
-) -> None:
-    """The log says at the start what losing a rank will cost, and afterwards what it cost; the final bits match."""
-    known = tmp_path / "known"
-    config = write_config(tmp_path, rows, LIVE_STEPS, lane_ms=90.0, until=known)
-    job = launch(tmp_path, etcd, config, ranks=2, ELASTIC_TRAIN__PARALLEL__COPIES="1", **SHARDED)
-    until_whole(tmp_path / "run", 2)
-    eventually(lambda: any(line["op"] == "commit" for line in history(tmp_path / "run")), "a commit")
-    lose_a_share(tmp_path / "run", 2)
-    known.touch()
-    run, log = finish(job, tmp_path)
-    assert "is held once" in log
-    assert "all holders of" in log and "cannot be restored, training resumes from step" in log
-    assert weights(run) == undisturbed(LIVE_STEPS)
 
 
 @pytest.mark.slow

@@ -116,19 +116,3 @@ def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
     assert restored and all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
     succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {"pipeline": 1}, MODEL)]))
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]
-
-
-@pytest.mark.hunt  # in memory: test_lost_ranks
-def test_a_stage_of_the_only_cell_comes_from_the_newest_commit(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """Two nodes with two tensor ranks each, and a spare node, which replaces the lost node; no other copy survives."""
-    nodes = Nodes(tmp_path, etcd, {"tensor": 2, "pipeline": 2}, rows, ranks=2)
-    nodes.start(3)
-    term, ranks = until_whole(tmp_path / "run", 4, least=20)  # until a commit has been published
-    nodes.kill(ranks[3])
-    term, _ = until_whole(tmp_path / "run", 4, above=term)
-    assert "Traceback" not in nodes.said and "4 ranks make one cell" in nodes.said, nodes.said
-    run = nodes.leave()
-    found = {int(str(line["rank"])): line["commit"] for line in run.of("restore") if line["term"] == term}
-    assert set(found) == set(range(4)) and all(found.values()), "each place from a commit"
-    succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {"tensor": 2}, MODEL)], num_ranks=2))
-    assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

@@ -17,18 +17,18 @@ from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result
 from tests.rounding import num_terms
 
-MODEL = {"vocabulary": 64, "dim": 16, "depth": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1, "tied": False}
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "dropout": 0.1, "tied": False}
 EXPERTS = {"hidden": 24, "experts": 4, "shared_hidden": 8}
 LANGUAGE: dict[str, object] = {
     "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": MODEL, "max_tokens": 16}},
     "batch": {"global_batch": 30, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "clip_norm": 0.2, "ema_decay": 0.9},
     "epochs": 1,
-    "validation": {"every": "4 steps", "weights": "ema"},
-    "checkpoint": {"every": "3 steps", "keep_last": 3},
+    "validation": {"every": "2 steps", "weights": "ema"},
+    "checkpoint": {"every": "2 steps", "keep_last": 3},
 }
 """Five lanes per step, which only one or five cells divide evenly; the last step has one sample."""
-TERMS = num_terms(DecoderShape(**{**MODEL, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
+TERMS = num_terms(DecoderShape(**{**MODEL, "depth": 4, "dropout": 0.0}), num_tokens=16, num_rows=30)  # type: ignore[arg-type]
 
 
 def write(

@@ -16,3 +16,12 @@ def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(folder / "train", 121, seed=1)
     write_rows(folder / "validation", 13, seed=2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def fewer_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training set of 61 rows (two steps of 30, and one of a single sample); validation set of 13."""
+    folder = tmp_path_factory.mktemp("fewer_rows")
+    write_rows(folder / "train", 61, seed=1)
+    write_rows(folder / "validation", 13, seed=2)
+    return folder

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from chaos.tasks import paced
+from chaos.tasks.orders import give
 from elastic_train.cli.main import main
+from elastic_train.system.failpoints import VARIABLE
 from tests.conftest import start as start_processes
 from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
@@ -28,6 +31,7 @@ from tests.elastic_train.training.whole_runs.compared import (
     write,
 )
 from tests.memory_job import start
+from tests.memory_machine import rank_here
 from tests.rounding import assert_same_but_for_rounding
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # reference runs
@@ -43,9 +47,9 @@ CHUNKS = {**STAGES, "parallel.schedule": "interleaved"}
 OPTIMIZER, GRADIENTS, PARAMETERS = ({"parallel.shards": kind} for kind in ("optimizer", "gradients", "parameters"))
 ONCE = {"parallel.copies": 1}
 UNITS = {"parallel.recompute": "units"}
-AUDITED = {"run.audit_lanes": 1}
+AUDITED = {"run.audit_lanes": 2}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
-OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision")
+OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision", "epochs")
 """The keys that determine the bits."""
 
 
@@ -55,12 +59,13 @@ def flags(keys: Keys) -> list[str]:
 
 
 def sizes(keys: Keys) -> dict[str, object]:
-    """Return the other sizes of a job's model, set for models with spread experts."""
-    return EXPERTS if "parallel.expert" in keys else {}
+    """Return the other sizes of a job's model: experts for expert ranks, four blocks for four chunks or stages."""
+    has_four = keys.get("parallel.schedule") == "interleaved" or keys.get("parallel.pipeline") == 4
+    return {**(EXPERTS if "parallel.expert" in keys else {}), **({"depth": 4} if has_four else {})}
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Reference:
+def reference(tmp_path_factory: pytest.TempPathFactory, fewer_rows: Path) -> Reference:
     """Reference runs of one cell (of one process if possible) without shards."""
     known = dict[str, Path]()
 
@@ -69,7 +74,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Refer
         size = int(str(own.get("parallel.tensor", 1))) * int(str(own.get("parallel.context", 1)))
         if (name := str((own, sizes(keys)))) not in known:
             folder = tmp_path_factory.mktemp("reference")
-            succeed(start([write(folder, few_rows, sizes(keys)), *flags(own)], num_ranks=size))
+            succeed(start([write(folder, fewer_rows, sizes(keys)), *flags(own)], num_ranks=size))
             known[name] = folder
         return known[name]
 
@@ -102,7 +107,7 @@ ROWS = [
     pytest.param(4, {**GPIPE, **OPTIMIZER, **ONCE, **SMALL, **AUDITED}, {}),
     pytest.param(6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}, {}),
     pytest.param(4, {**STAGES, **GRADIENTS, **UNITS}, DEVICES),
-    pytest.param(4, {**CHUNKS, **UNITS, **SMALL, "run.audit_lanes": 2}, {}),
+    pytest.param(4, {**CHUNKS, **UNITS, **SMALL, "run.audit_lanes": 1}, {}),
     pytest.param(6, {**CHUNKS, **GRADIENTS, **ONCE}, {}),
     pytest.param(4, {**CHUNKS, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
     pytest.param(4, {**CHUNKS, **OPTIMIZER, **ALL_AT_ONCE}, DEVICES),
@@ -130,7 +135,7 @@ ROWS = [
     pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
     # other kernels; in fp16 the first steps search for the scale, and stages without a loss must skip the same updates
-    pytest.param(4, {**CHUNKS, "precision": "fp16", "parallel.offload": "optimizer"}, {}),
+    pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
     pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
 ]
@@ -138,81 +143,52 @@ ROWS = [
 
 @pytest.mark.parametrize(("num_ranks", "keys", "where"), ROWS, ids=str)
 def test_layouts_that_compute_the_same_have_the_same_bits(
-    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, where: dict[str, bool]
+    tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys, where: dict[str, bool]
 ) -> None:
     """Jobs have dropout, clipping, an average, validations, unequal lane counts per cell, and a step of one sample."""
-    succeed(start([write(tmp_path, few_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
+    succeed(start([write(tmp_path, fewer_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
     assert_same_bits(tmp_path, reference(keys))
 
 
-def test_so_have_devices_of_processes(tmp_path: Path, few_rows: Path, reference: Reference) -> None:
+def test_so_have_devices_of_processes(tmp_path: Path, fewer_rows: Path, reference: Reference) -> None:
     """They exchange over gloo; each device has its own queue and thread."""
     keys = {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}
-    run = write(tmp_path, few_rows, EXPERTS, "tests.device_task:PacedLanguage")
+    run = write(tmp_path, fewer_rows, sizes(keys), "tests.device_task:PacedLanguage")
     succeed(start_processes([run, *flags(keys)], num_ranks=4))
     assert_same_bits(tmp_path, reference(keys))
 
 
 STRETCHES: dict[str, list[tuple[int, Keys]]] = {
-    "stages": [
-        (2, STAGES),
-        (4, {"parallel.pipeline": 4, **GRADIENTS}),
-        (6, {**CHUNKS, **OPTIMIZER}),
-        (3, GRADIENTS),
-        (4, {**CHUNKS, **PARAMETERS, **ONCE}),
-    ],
-    "tensor": [
-        (4, {**TENSOR, **OPTIMIZER, **ONCE}),
-        (2, TENSOR),
-        (6, {**TENSOR, **GRADIENTS}),
-        (4, {**TENSOR, **STAGES, **PARAMETERS, **ONCE}),
-        (4, TENSOR),
-    ],
+    "stages": [(4, {"parallel.pipeline": 4, **GRADIENTS}), (6, {**CHUNKS, **OPTIMIZER}), (3, PARAMETERS)],
+    "tensor": [(6, {**TENSOR, **GRADIENTS}), (4, {**TENSOR, **STAGES, **PARAMETERS, **ONCE}), (2, TENSOR)],
     "sequence": [(2, SEQUENCE), (4, {**SEQUENCE, **STAGES}), (4, SEQUENCE)],
-    "context": [
-        (2, {**CONTEXT, **GRADIENTS}),
-        (4, {**CONTEXT, **CHUNKS, **PARAMETERS}),
-        (2, CONTEXT),
-        (6, {**CONTEXT, **PARAMETERS, **ONCE}),
-        (4, {**CONTEXT, **STAGES}),
-    ],
-    "experts": [
-        (2, EXPERT),
-        (4, {**EXPERT, **STAGES}),
-        (3, {"parallel.expert": 1}),
-        (4, {"parallel.expert": 4}),
-        (4, {**EXPERT, **PARAMETERS}),
-    ],
+    "context": [(4, {**CONTEXT, **CHUNKS, **PARAMETERS}), (2, {**CONTEXT, **GRADIENTS}), (4, {**CONTEXT, **STAGES})],
+    "experts": [(4, {**EXPERT, **STAGES}), (4, {"parallel.expert": 4}), (4, {**EXPERT, **PARAMETERS})],
 }
 
 
 @pytest.mark.parametrize("name", STRETCHES)
 def test_commits_continue_in_any_layout_that_computes_the_same(
-    tmp_path: Path, few_rows: Path, reference: Reference, name: str
+    tmp_path: Path, fewer_rows: Path, reference: Reference, name: str
 ) -> None:
     """A commit has whole tensors, moments included, which torch's reader and one process find; a stretch is a step."""
     stretches = STRETCHES[name]
-    run = write(tmp_path, few_rows, sizes(stretches[0][1]))
+    first = stretches[0][1]
+    run = write(tmp_path, fewer_rows, sizes(first))
     for step, (num_ranks, keys) in enumerate(stretches, start=1):
         until = {} if step == len(stretches) else {"max_steps": step}
         succeed(start([run, *flags({**keys, **until})], num_ranks=num_ranks))
         newest_weights(tmp_path)
         assert_stock_reader_finds_all(tmp_path)
-    assert_same_bits(tmp_path, reference(stretches[0][1]))
+    assert_same_bits(tmp_path, reference(first))
 
 
-def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, few_rows: Path) -> None:
+def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, fewer_rows: Path) -> None:
     """The samples are the same, and the weights up to rounding; split rows draw other random numbers."""
     whole, other, model = tmp_path / "whole", tmp_path / "other", {"dropout": 0.0}
-    succeed(start([write(whole, few_rows, model)], num_ranks=1))
-    run = write(other, few_rows, model)
-    stretches = [
-        (1, {}),
-        (4, {**TENSOR, **OPTIMIZER}),
-        (4, CONTEXT),
-        (2, SEQUENCE),
-        (3, {"parallel.context": 3}),
-    ]
+    succeed(start([write(whole, fewer_rows, model)], num_ranks=1))
+    run = write(other, fewer_rows, model)
+    stretches = [(4, {**TENSOR, **OPTIMIZER}), (3, {"parallel.context": 3}), (2, SEQUENCE)]
     for step, (num_ranks, keys) in enumerate(stretches, start=1):
         until = {} if step == len(stretches) else {"max_steps": step}
         succeed(start([run, *flags({**keys, **until})], num_ranks=num_ranks))
@@ -228,9 +204,9 @@ def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, few_ro
     ids=str,
 )
 def test_fast_sums_differ_by_rounding_alone(
-    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys
+    tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys
 ) -> None:
-    run = write(tmp_path, few_rows, sizes(keys))
+    run = write(tmp_path, fewer_rows, sizes(keys))
     succeed(start([run, *flags({**keys, "reduction": "fast"})], num_ranks=num_ranks))
     assert result(tmp_path)["num_samples"] == result(reference(keys))["num_samples"]
     assert_same_but_for_rounding(losses(tmp_path), losses(reference(keys)), TERMS)
@@ -247,19 +223,19 @@ def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference
     assert_near(reference({**TENSOR, **CONTEXT}), reference(CONTEXT))
 
 
-def test_a_tied_model_has_one_hash_over_one_cell_and_two(tmp_path: Path, few_rows: Path) -> None:
+def test_a_tied_model_has_one_hash_over_one_cell_and_two(tmp_path: Path, fewer_rows: Path) -> None:
     """Its first and last layers share one tensor, with the same cut."""
     for name, num_ranks, keys in (("one", 2, SEQUENCE), ("two", 4, {**SEQUENCE, **GRADIENTS})):
-        run = write(tmp_path / name, few_rows, {"tied": True, "depth": 2})
+        run = write(tmp_path / name, fewer_rows, {"tied": True, "depth": 2})
         succeed(start([run, *flags(keys)], num_ranks=num_ranks))
     assert_same_bits(tmp_path / "two", tmp_path / "one")
 
 
-def test_stages_write_what_they_hold(tmp_path: Path, few_rows: Path) -> None:
+def test_stages_write_what_they_hold(tmp_path: Path, fewer_rows: Path) -> None:
     """Each stage writes its blocks, which are adjacent unless a stage has two chunks; no other rank has them."""
     for keys, files in ((STAGES, ["0", "0", "0", "1", "1", "1"]), (CHUNKS, ["0", "0", "1", "0", "1", "1"])):
         folder = tmp_path / str(keys.get("parallel.schedule", "1f1b"))
-        run = write(folder, few_rows)
+        run = write(folder, fewer_rows, {"depth": 4})
         done = succeed(start([run, *flags(keys), "--max_steps", "1"], num_ranks=2))
         assert "2 ranks make one cell, the only holder of the state" in done.output
         names = ["embed.weight", *(f"blocks.{number}.mlp.up.weight" for number in range(4)), "head.weight"]
@@ -274,10 +250,10 @@ def test_stages_write_what_they_hold(tmp_path: Path, few_rows: Path) -> None:
     ],
 )
 def test_a_rank_has_the_share_of_moments_that_it_says(
-    tmp_path: Path, few_rows: Path, reference: Reference, num_ranks: int, keys: Keys, said: str, parts: int
+    tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys, said: str, parts: int
 ) -> None:
     """Over three cells with one copy of each shard, all ranks together hold what one cell holds of it once."""
-    done = succeed(start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks))
+    done = succeed(start([write(tmp_path, fewer_rows), *flags(keys)], num_ranks=num_ranks))
     assert said in done.output
     assert_same_bits(tmp_path, reference(keys))
     whole, shared = sum(bytes_of(reference(keys), "optimizer").values()) / parts, bytes_of(tmp_path, "optimizer")
@@ -293,21 +269,21 @@ def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path)
     found = {}
     for num_ranks, keys in ((2, {}), (4, {**GRADIENTS, **ONCE})):
         run = write(tmp_path / str(num_ranks), tmp_path, **rules)
-        done = succeed(start([run, *flags({**TENSOR, **keys}), "--max_steps", "4"], num_ranks=num_ranks))
+        done = succeed(start([run, *flags({**TENSOR, **keys}), "--max_steps", "3"], num_ranks=num_ranks))
         assert "QUARANTINED: row group 2 of part-1.parquet" in done.output
         ended = result(tmp_path / str(num_ranks))
         found[num_ranks] = [ended[what] for what in ("weights_sha256", "num_samples", "num_left_out", "holes")]
     assert found[2] == found[4]
 
 
-def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, few_rows: Path) -> None:
+def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, fewer_rows: Path) -> None:
     """Lanes with one row of four tokens for one of two experts: if tensor ranks of a cell had gradients of different
     blocks, they would wait for one another in a cycle."""
     model = {**EXPERTS, "experts": 2, "experts_per_token": 1, "depth": 8, "shared_hidden": 0}
     cells: dict[str, tuple[int, Keys]] = {"one": (2, {}), "gradients": (4, GRADIENTS), "parameters": (4, PARAMETERS)}
     for name, (num_ranks, keys) in cells.items():
         batch = {"global_batch": 8, "micro_batch": 1}
-        run = write(tmp_path / name, few_rows, model, batch=batch, max_steps=2)
+        run = write(tmp_path / name, fewer_rows, model, batch=batch, max_steps=2)
         shares = {**ONCE, **keys} if keys else {}
         succeed(start([run, *flags({**TENSOR, **shares})], num_ranks=num_ranks))
         assert_same_bits(tmp_path / name, tmp_path / "one")
@@ -315,14 +291,47 @@ def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_pa
 
 @pytest.mark.parametrize("keys", [{}, STAGES], ids=["whole", "staged"])
 def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
-    tmp_path: Path, few_rows: Path, keys: Keys
+    tmp_path: Path, fewer_rows: Path, keys: Keys
 ) -> None:
     """A backward pass reaches experts wherever their tokens come from, also in a recomputed lane."""
     for name, audits in [("plain", {}), ("audited", AUDITED)]:
-        run = write(tmp_path / name, few_rows, EXPERTS, "tests.tasks:ExpertsAlone", max_steps=2)
+        run = write(tmp_path / name, fewer_rows, EXPERTS, "tests.tasks:ExpertsAlone", max_steps=2)
         succeed(start([run, *flags({**EXPERT, **keys, **audits})], num_ranks=4))
     assert_same_bits(tmp_path / "audited", tmp_path / "plain")
     assert history(tmp_path / "audited", "event") == []
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys", "num_right"),
+    [
+        (3, {**PARAMETERS, "parallel.offload": "all"}, 4),
+        (4, CHUNKS, 7),
+        pytest.param(3, PARAMETERS, 4, marks=HUNT),
+        pytest.param(3, {**GRADIENTS, "parallel.wire": "bf16"}, 4, marks=HUNT),
+        pytest.param(4, EXPERT, 7, marks=HUNT),
+    ],
+    ids=str,
+)
+def test_a_rank_that_computes_wrongly_is_named(
+    tmp_path: Path, fewer_rows: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, keys: Keys, num_right: int
+) -> None:
+    """Its first gradient is wrong. Audit and repetition compare each rank of a cell with its counterpart, a lane's
+    gradient before it is cut and sent, with weights that are gathered for the ranks that recompute it."""
+    points, flip, flipped = tmp_path / "points", paced._flip_gradient, list[int | None]()
+    points.mkdir()
+    give(points, "flip_gradient")
+    monkeypatch.setattr(paced, "_flip_gradient", lambda *of: (flip(*of), flipped.append(rank_here())))
+    job = sizes(keys), "chaos.tasks.paced_language:PacedLanguage"
+    right, own = {} if "parallel.wire" not in keys else keys, {**keys, "run.audit_lanes": 1}
+    succeed(start([write(tmp_path / "right", fewer_rows, *job), *flags(right)]))
+    environ = {VARIABLE: str(points)}
+    succeed(start([write(tmp_path / "wrong", fewer_rows, *job), *flags(own)], num_ranks=num_ranks, environ=environ))
+    [event] = history(tmp_path / "wrong", "event")
+    assert [event["kind"], event["of_rank"]] == ["wrong_gradient", *flipped]
+    assert (event["value"], event["usual"]) == (1, num_right) and len(event["samples"]) == 6  # type: ignore[arg-type]
+    assert not history(tmp_path / "wrong", "rollback")
+    assert result(tmp_path / "wrong")["weights_sha256"] == result(tmp_path / "right")["weights_sha256"]
+    assert losses(tmp_path / "wrong") == losses(tmp_path / "right")
 
 
 @pytest.mark.parametrize(
@@ -337,16 +346,16 @@ def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
     ],
 )
 def test_what_makes_no_cells_is_refused(
-    tmp_path: Path, few_rows: Path, num_ranks: int | None, keys: Keys, message: str
+    tmp_path: Path, fewer_rows: Path, num_ranks: int | None, keys: Keys, message: str
 ) -> None:
     """The exit code is 2 before anything ran; the tests of `config.combinations` have all other cases."""
-    done = start([write(tmp_path, few_rows), *flags(keys)], num_ranks=num_ranks)
+    done = start([write(tmp_path, fewer_rows), *flags(keys)], num_ranks=num_ranks)
     assert done.code == 2 and message in done.output.replace("\n", " "), done.output
     assert not list((tmp_path / "run").glob("commits/*"))
 
 
 def test_validate_says_all_that_keeps_a_model_from_stages(
-    tmp_path: Path, few_rows: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fewer_rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It reports all reasons without a start; for a model with stages it reports their cost."""
 
@@ -355,13 +364,13 @@ def test_validate_says_all_that_keeps_a_model_from_stages(
             main(["validate", run, *flags(keys)])
         return ended.value.code or 0, " ".join("".join(capsys.readouterr()).split())
 
-    run = write(tmp_path, few_rows, {"depth": 5})
+    run = write(tmp_path, fewer_rows, {"depth": 5})
     code, said = validate(run, {"parallel.pipeline": 3})
     assert code == 0 and "3 stages, 1f1b; with all 5 lanes in one cell they wait 29 % of a step" in said
     code, said = validate(run, CHUNKS)
     assert code == 0
     assert "2 stages with 2 chunks each, interleaved; with all 5 lanes in one cell they wait 9 % of a step" in said
-    code, said = validate(write(tmp_path / "own", few_rows, {"depth": 2, "tied": True}), {"parallel.pipeline": 3})
+    code, said = validate(write(tmp_path / "own", fewer_rows, {"depth": 2, "tied": True}), {"parallel.pipeline": 3})
     assert code == 2
     for reason in ("task.params.model.depth: 2 in 3 stages", "task.params.model.tied: true, since"):
         assert reason in said

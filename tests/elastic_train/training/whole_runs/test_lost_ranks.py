@@ -26,6 +26,7 @@ ALONE = ("tensor", "sequence", "context")
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
 OPTIMIZER, GRADIENTS, PARAMETERS = ({"shards": kind} for kind in ("optimizer", "gradients", "parameters"))
+COPIES = {"copies": 3}
 ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
 
 
@@ -69,7 +70,7 @@ def found(folder: Path) -> tuple[object, ...]:
     return result(folder)["weights_sha256"], result(folder)["num_samples"], average_of(folder)
 
 
-ROWS: list[tuple[Parallel, int, list[Loss]]] = [
+ROWS = [
     ({}, 3, [Loss(1, 2, "backward"), Loss(0, 5, "apply")]),
     ({}, 3, [Loss(2, 3, "exchange"), Loss(3, 1, "restore")]),
     (OPTIMIZER, 3, [Loss(0, 2, "applied"), Loss(3, 1, "hand-over")]),
@@ -95,6 +96,18 @@ ROWS: list[tuple[Parallel, int, list[Loss]]] = [
     ({**EXPERTS, "offload": "optimizer"}, 2, [Loss(1, 7, "backward"), Loss(2, 3, "apply")]),
     ({**CONTEXT, **STAGES}, 1, [Loss(3, 7, "backward"), Loss(0, 3, "apply")]),
     (ALL_IN_ALL, 2, [Loss(9, 6, "backward"), Loss(2, 4, "apply")]),
+    *(
+        pytest.param(*row, marks=pytest.mark.hunt)
+        for row in (
+            (OPTIMIZER | COPIES, 3, [Loss(1, 2, "apply"), Loss(0, 1, "hand-over")]),
+            (PARAMETERS | COPIES, 3, [Loss(1, 2, "apply"), Loss(0, 1, "hand-over")]),
+            ({**TENSOR, **OPTIMIZER, **COPIES}, 3, [Loss(5, 2, "apply"), Loss(0, 1, "hand-over")]),
+            ({**TENSOR, **GRADIENTS}, 3, [Loss(4, 3, "backward"), Loss(1, 4, "exchange")]),
+            ({**CONTEXT, **PARAMETERS}, 2, [Loss(3, 3, "backward"), Loss(0, 5, "applied")]),
+            ({**STAGES, **GRADIENTS}, 3, [Loss(3, 5, "backward"), Loss(0, 3, "apply")]),
+            ({**EXPERTS, **OPTIMIZER}, 2, [Loss(1, 6, "backward"), Loss(2, 3, "applied")]),
+        )
+    ),
 ]
 
 
@@ -121,7 +134,9 @@ def test_lost_ranks_cost_no_applied_step(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "num_cells"), [(OPTIMIZER, 2), (PARAMETERS, 3), ({**TENSOR, **OPTIMIZER}, 2)], ids=str
+    ("parallel", "num_cells"),
+    [(OPTIMIZER, 2), (PARAMETERS, 3), ({**TENSOR, **OPTIMIZER}, 2), ({**TENSOR, **STAGES}, 1)],
+    ids=str,
 )
 def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     tmp_path: Path,
@@ -132,10 +147,15 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
 ) -> None:
     """The log says at the start what losing a rank costs; the final bits match."""
     size = num_cells * cell_size({"parallel": parallel})
-    path, lost = write(tmp_path, few_rows, {**parallel, "copies": 1}), Loss(size - 1, 6, "apply")
+    once = {"copies": 1} if "shards" in parallel else {}
+    path, lost = write(tmp_path, few_rows, {**parallel, **once}), Loss(size - 1, 6, "apply")
     done = memory_live.start([path], num_ranks=size, losses=[lost])
     assert sorted(done.codes) == [-9] + [0] * size, done.output
-    assert "held once" in done.output
+    assert ("held once" if once else "4 ranks make one cell, the only holder") in done.output
+    if once:
+        assert "all holders of" in done.output
+        assert "cannot be restored, training resumes from step 3" in done.output
+    assert "Traceback" not in done.output
     restored = [line for line in collect(tmp_path / "run").of("restore") if int(str(line["term"])) > 1]
     assert {line["step"] for line in restored} == {3} and all(line["commit"] for line in restored)
     assert found(tmp_path) == undisturbed(parallel)

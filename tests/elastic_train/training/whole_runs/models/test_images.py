@@ -33,9 +33,9 @@ IMAGES: dict[str, object] = {
     },
     "batch": {"global_batch": 96, "micro_batch": 24},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
-    "max_steps": 10,
-    "validation": {"every": "6 steps", "max_samples": 60},
-    "checkpoint": {"every": "4 steps", "keep_last": 3},
+    "max_steps": 4,
+    "validation": {"every": "3 steps", "max_samples": 60},
+    "checkpoint": {"every": "2 steps", "keep_last": 3},
 }
 WORLDS: list[tuple[int, list[str]]] = [
     (2, ["--parallel.recompute", "units"]),
@@ -114,10 +114,10 @@ def test_an_image_that_is_cut_off_is_refused_before_the_first_step(tmp_path: Pat
 
 def test_rows_are_inspected_once_in_a_run(tmp_path: Path, digits: Path) -> None:
     """Two ranks inspect as many rows as time permits, and do not repeat it on resume."""
-    path = config(tmp_path, digits, {**IMAGES, "max_steps": 4})
+    path = config(tmp_path, digits, {**IMAGES, "max_steps": 2})
     said = r"[\d,]+ of 1,797 rows were inspected before the first step, and are fit for the task"
     assert re.search(said, succeed(start([path], num_ranks=2)).output)
-    assert "rows were inspected" not in succeed(start([path, "--max_steps", "6"])).output
+    assert "rows were inspected" not in succeed(start([path, "--max_steps", "3"])).output
 
 
 def test_all_rows_of_a_small_dataset_are_inspected(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:

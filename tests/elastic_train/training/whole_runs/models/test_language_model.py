@@ -24,8 +24,8 @@ LANGUAGE: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 1,
-    "validation": {"every": "5 steps"},
-    "checkpoint": {"every": "4 steps", "keep_last": 3},
+    "validation": {"every": "2 steps"},
+    "checkpoint": {"every": "1 steps", "keep_last": 3, "when_busy": "wait"},
 }
 WORLDS: list[tuple[int, list[str]]] = [
     (2, ["--parallel.recompute", "units"]),
@@ -35,16 +35,18 @@ WORLDS: list[tuple[int, list[str]]] = [
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> dict[str, object]:
+def alone(tmp_path_factory: pytest.TempPathFactory, fewer_rows: Path) -> dict[str, object]:
     """The result of one process."""
     folder = tmp_path_factory.mktemp("language")
-    succeed(start([config(folder, few_rows, LANGUAGE)]))
+    succeed(start([config(folder, fewer_rows, LANGUAGE)]))
     return result(folder)
 
 
-def test_the_example_is_a_configuration_of_this_task(few_rows: Path) -> None:
+def test_the_example_is_a_configuration_of_this_task(fewer_rows: Path) -> None:
     """It uses the model that it names; a configuration for other data has to give the number of token ids."""
-    given = load_config(ROOT / "configs" / "language.yaml", {"data.train": few_rows / "train", "data.validation": None})
+    given = load_config(
+        ROOT / "configs" / "language.yaml", {"data.train": fewer_rows / "train", "data.validation": None}
+    )
     with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
         make_plan(given)
     whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
@@ -54,10 +56,10 @@ def test_the_example_is_a_configuration_of_this_task(few_rows: Path) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "how"), WORLDS)
 def test_any_world_and_mode_gives_the_same_bits(
-    tmp_path: Path, few_rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
+    tmp_path: Path, fewer_rows: Path, alone: dict[str, object], num_ranks: int, how: list[str]
 ) -> None:
     """Rows have different numbers of targets; compared are weights and validation metrics."""
-    succeed(start([config(tmp_path, few_rows, LANGUAGE), *how], num_ranks=num_ranks))
+    succeed(start([config(tmp_path, fewer_rows, LANGUAGE), *how], num_ranks=num_ranks))
     found = result(tmp_path)
     assert {key: found[key] for key in ("weights_sha256", "metrics")} == {
         key: alone[key] for key in ("weights_sha256", "metrics")
@@ -67,7 +69,7 @@ def test_any_world_and_mode_gives_the_same_bits(
 
 @pytest.mark.long
 def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
-    tmp_path: Path, few_rows: Path, alone: dict[str, object]
+    tmp_path: Path, fewer_rows: Path, alone: dict[str, object]
 ) -> None:
     """Compiled blocks have their own hash, in every mode; an epoch's last micro-batches differ in shape: uncompiled."""
     params = {"model": MODEL, "max_tokens": 16, "fixed_width": True}
@@ -75,7 +77,7 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "record", "kill", nth=2)
-    path = config(tmp_path / "killed", few_rows, job)
+    path = config(tmp_path / "killed", fewer_rows, job)
     assert start_processes([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step" in done.output and "2 blocks compiled before training" in done.output
@@ -85,20 +87,20 @@ def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
     ]
     for num_ranks, how in worlds:
         folder = tmp_path / str(num_ranks)
-        succeed(start([config(folder, few_rows, job), *how], num_ranks=num_ranks))
+        succeed(start([config(folder, fewer_rows, job), *how], num_ranks=num_ranks))
         for key in ("weights_sha256", "metrics"):
             assert result(folder)[key] == result(tmp_path / "killed")[key]
     assert result(tmp_path / "None")["weights_sha256"] != alone["weights_sha256"]
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, few_rows: Path, alone: dict[str, object]
+    tmp_path: Path, fewer_rows: Path, alone: dict[str, object]
 ) -> None:
     """Killed at its second commit, and resumed from the first with another number of ranks."""
     points = tmp_path / "points"
     points.mkdir()
     arm(points, "record", "kill", nth=2)
-    path = config(tmp_path, few_rows, LANGUAGE)
+    path = config(tmp_path, fewer_rows, LANGUAGE)
     assert start_processes([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
     done = succeed(start([path], num_ranks=3))
     assert "Resuming from step" in done.output

@@ -32,8 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one 
 JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
-    "max_steps": 6,
-    "checkpoint": {"every": "3 steps", "keep_last": 3},
+    "max_steps": 3,
+    "checkpoint": {"every": "1 steps", "keep_last": 3, "when_busy": "wait"},
 }
 
 
@@ -233,9 +233,9 @@ OTHERS: dict[str, dict[str, object]] = {
 
 def trained_in_three_worlds(folder: Path, rows: Path, task: dict[str, object]) -> Path:
     """Train in one process, then on two ranks that stop early, then on three; return the second run's folder."""
-    short = {**JOB, "max_steps": 4, "checkpoint": {"every": "2 steps"}}
-    succeed(start([config(folder / "alone", rows, short, task=task)]))
-    path, how = config(folder / "many", rows, short, task=task), ["--parallel.shards", "gradients"]
+    short: dict[str, object] = {"task": task, "max_steps": 2}
+    succeed(start([config(folder / "alone", rows, JOB, **short)]))
+    path, how = config(folder / "many", rows, JOB, **short), ["--parallel.shards", "gradients"]
     how += ["--parallel.recompute", "units"]
     assert start([path, *how], num_ranks=2, lose=AT_SECOND_COMMIT).code != 0
     assert "Resuming from step" in succeed(start([path], num_ranks=3)).output
@@ -325,7 +325,7 @@ def test_a_model_that_is_cut_by_its_own_plan_has_one_hash_at_any_number_of_cells
         found.append(result(tmp_path / str(num_ranks))["weights_sha256"])
     assert found[0] == found[1] == found[2]
     run = config(tmp_path / "1", rows, JOB, task=task)
-    succeed(start([run, "--parallel.tensor", "2", "--max_steps", "4"], num_ranks=2))
+    succeed(start([run, "--parallel.tensor", "2", "--max_steps", "2"], num_ranks=2))
     succeed(start([run]))
     cells, mixed = (open_trained(str(tmp_path / name / "run")).model.state_dict() for name in "21")
     for name, tensor in cells.items():
