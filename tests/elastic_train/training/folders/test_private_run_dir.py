@@ -1,17 +1,19 @@
-"""Two nodes with run.dir on their own local disks: the second is rejected, and the first continues."""
+"""Nodes with another run.dir or validation set than the job's are rejected, and the first node continues."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from chaos.judge.evidence.run_files import collect
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, write_rows
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     etcd,
@@ -19,12 +21,15 @@ from tests.elastic_train.training.live.test_live import (
     history,
     launch_alone,
     nothing_left,
+    steps_of,
+    undisturbed,
     until_whole,
+    weights,
     write_config,
 )
 
 pytestmark = pytest.mark.slow
-__all__ = ["etcd", "nothing_left"]  # fixtures
+__all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 
 
 def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorker:
@@ -32,37 +37,38 @@ def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorke
     return launch_alone(folder, etcd, config, run, "--run.dir", str(folder / run))
 
 
-def test_a_node_with_a_store_of_its_own_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """It exits with 2 before it joins, so the other node's world does not change; also when it returns alone."""
-    config = write_config(tmp_path, rows, ENDLESS)
-    first = launch(tmp_path, etcd, config, "a")
-    until_whole(tmp_path / "a", 1)
-    second = launch(tmp_path, etcd, config, "b")
-    assert second.wait(PATIENCE_S) == 2
-    assert "is not where this job keeps its commits" in (tmp_path / "b.log").read_text()
-    assert first.poll() is None
-    assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
-    first.kill()
-    first.wait()
-    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
-    assert not list((tmp_path / "b").glob("commits/*"))
+def test_nodes_with_another_store_or_validation_set_are_turned_away(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """They exit with 2 and say why, and the first node loses no step; also when they return alone.
 
-
-def test_a_node_with_a_copy_of_the_store_is_turned_away(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """The copy has the job's marker: the node exits with 2 in its first world; alone, it names the missing steps."""
+    A node with its own store does not join, so the world does not change. One with a copy of the store has the job's
+    marker: it exits in its first world, and alone names the missing steps.
+    """
     config = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
+    assert launch(tmp_path, etcd, config, "own").wait(PATIENCE_S) == 2
+    assert "is not where this job keeps its commits" in (tmp_path / "own.log").read_text()
+    assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
     eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
     with contextlib.suppress(shutil.Error):  # files may be deleted during the copy
-        shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
-    assert "so it is a copy or an old view of that folder" in (tmp_path / "b.log").read_text()
-    eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "b"), "a newer commit")
+        shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert launch(tmp_path, etcd, config, "copy").wait(PATIENCE_S) == 2
+    assert "so it is a copy or an old view of that folder" in (tmp_path / "copy.log").read_text()
+    rest = ["--run.dir", str(tmp_path / "a"), "--data.validation", str(write_rows(tmp_path / "rows", 101, seed=3))]
+    assert launch_alone(tmp_path, etcd, config, "other", *rest).wait(PATIENCE_S) == 2
+    [said] = [line for line in (tmp_path / "other.log").read_text().splitlines() if line.startswith("error: ")]
+    assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")
+    eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "copy"), "a newer commit")
     first.send_signal(signal.SIGTERM)  # SIGTERM, as a killed node's lease would have to expire first
     assert first.wait(PATIENCE_S) == 75
-    assert launch(tmp_path, etcd, config, "b").wait(PATIENCE_S) == 2
-    assert "checkpoint.accept_loss=" in (tmp_path / "b.log").read_text()
+    run = collect(tmp_path / "a")
+    assert not run.of("rollback") and weights(run) == undisturbed(steps_of(run))
+    for name in ("own", "copy"):
+        assert launch(tmp_path, etcd, config, name).wait(PATIENCE_S) == 2
+    assert "checkpoint.accept_loss=" in (tmp_path / "copy.log").read_text()
+    assert not list((tmp_path / "own").glob("commits/*"))
 
 
 def test_a_run_dir_that_is_removed_is_complete_again(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:

@@ -26,7 +26,7 @@ from tests.elastic_train.training.live.test_live import (
 
 __all__ = ["nothing_left", "undisturbed"]  # fixtures
 pytestmark = pytest.mark.slow
-NUM_STEPS = 150
+NUM_STEPS = 75
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_second_job_ends_before_it_trains(
 ) -> None:
     """Otherwise the two would fence each other off in turn (24 terms, twice the steps) without any message."""
     known = tmp_path / "known"
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=120.0, until=known)
     first, second = tmp_path / f"first-{num_etcds}", tmp_path / f"second-{num_etcds}"
     for folder in (first, second):
         folder.mkdir()
@@ -63,7 +63,7 @@ def test_a_job_that_another_one_has_fenced_off_ends(
 ) -> None:
     """The first job is frozen while the second looks and starts; it resumes, sees the newer term, and exits."""
     known = tmp_path / "known"
-    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=60.0, until=known)
+    config = write_config(tmp_path, rows, NUM_STEPS, lane_ms=120.0, until=known)
     first, second = tmp_path / "frozen", tmp_path / "newer"
     for folder in (first, second):
         folder.mkdir()

@@ -23,7 +23,7 @@ from tests.elastic_train.training.live.test_live import (
 
 pytestmark = pytest.mark.slow
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
-STEPS = 90
+STEPS = 50
 
 
 def test_no_flipped_state_is_handed_over(
