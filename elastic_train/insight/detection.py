@@ -45,6 +45,9 @@ SPIKE_HISTORY, SPIKE_LEAST, SPIKE_DEVIATIONS, NORM_RATIO = 64, 16, 10.0, 10.0
 SPIKE_FLOOR, SPIKE_MEMORY, MOST_SPIKES = 0.01, 1000, 3
 """A value is no spike if it exceeds the usual by less than this share of a world's first values, since a loss near zero
 is all noise; nor after `MOST_SPIKES` others, at least half as large, within this many steps: a heavy tail."""
+TINY_LOSS = 0.01
+"""A loss below this is a few hard samples away from ten times as much, also in a world whose first losses are as small:
+it has to rise by more than this, and above ten times this."""
 _MAD_TO_SIGMA = 1.4826
 _COMPUTE = (RankFacts._fields.index("forward_s"), RankFacts._fields.index("backward_s"))
 _DATA, _SAVE = RankFacts._fields.index("data_s"), RankFacts._fields.index("save_s")
@@ -101,6 +104,8 @@ class _Spikes:
 
 def _is_far_loss(value: float, usual: float, before: deque[float]) -> bool:
     if value <= usual + 0.5 * abs(usual):  # otherwise the deviation is not needed
+        return False
+    if value - usual <= TINY_LOSS or (abs(usual) < TINY_LOSS and value <= 10 * TINY_LOSS):
         return False
     return value > usual + SPIKE_DEVIATIONS * _MAD_TO_SIGMA * statistics.median(abs(each - usual) for each in before)
 

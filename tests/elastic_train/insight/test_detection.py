@@ -203,6 +203,32 @@ def test_a_run_that_has_converged_to_nothing_has_no_endless_spikes(begin: float)
     assert len(said) - 2 <= (6 if begin == 4.0 else 2 * 6 * 6)
 
 
+def separated(num_steps: int) -> list[float]:
+    """Return the losses of a logistic regression on rows that a plane separates, by SGD with eight rows a step."""
+    draws = np.random.default_rng(7)
+    rows = draws.normal(size=(2000, 8))
+    side = rows @ np.arange(1, 9)
+    rows, signs = rows[abs(side) > 1], np.sign(side[abs(side) > 1])
+    weights, losses = np.zeros(8), list[float]()
+    for _ in range(num_steps):
+        chosen = draws.integers(0, len(rows), 8)
+        margins = signs[chosen] * (rows[chosen] @ weights)
+        losses.append(float(np.logaddexp(0, -margins).mean()))
+        weights += 8 * (rows[chosen] * (signs[chosen] / (1 + np.exp(margins)))[:, None]).mean(axis=0)
+    return losses
+
+
+@pytest.mark.parametrize("begin", [1000, 2000])
+def test_a_world_that_resumes_a_converged_run_reports_no_loss_that_stays_tiny(begin: int) -> None:
+    """Its losses are around 0.001, and a hard sample makes one of them 0.04; a loss of 0.5 is still a spike."""
+    losses, detector, said = separated(3000), Detector([1]), list[tuple[str, int]]()
+    assert np.median(losses[begin:]) < 0.01 < max(losses[begin:])
+    losses[2900] = 0.5
+    for step, loss in enumerate(losses[begin:], start=begin):
+        said += [(event.kind, event.step) for event in detector.step(step, [QUIET], loss, 1.0)]
+    assert said == [("loss_spike", 2900)]
+
+
 def test_a_search_for_the_scale_of_fp16_is_no_event_and_no_history() -> None:
     """Its loss is one as any other; a norm that is no number comes neither before nor among those that are."""
     detector, events = Detector([1]), list[Event]()
