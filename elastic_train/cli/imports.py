@@ -362,7 +362,8 @@ def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
             f"{_targets_of(report)}"
             f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
         )
-    return 0
+    kind = "lm FOLDER" if packed.reports[0].targets is None else "sft FOLDER --model MODEL_FOLDER"
+    return print_text(f"next: elastic-train init {kind} --data {shlex.quote(str(out))}")
 
 
 def _targets_of(report: PartReport) -> str:
@@ -373,9 +374,10 @@ def _report_new(out: Path, made: Written, noun: str = "image") -> int:
     if made.left_out:
         print_text("\n".join(f"left out: {line}" for line in made.left_out))
         print_text(f"{counted(len(made.left_out), noun)} left out")
-    _report(out, made.manifests, is_new=made.is_new)
     found = made.manifests[0]
-    if layout_of([*found.columns]) is not None:
+    is_of_chats = layout_of([*found.columns]) is not None
+    _report(out, made.manifests, is_new=made.is_new, ends=noun != "chat" and not is_of_chats)
+    if is_of_chats:
         add = (
             "--tokenizer MODEL_FOLDER"
             if found.tokenizer is None
@@ -385,12 +387,25 @@ def _report_new(out: Path, made: Written, noun: str = "image") -> int:
     return 0
 
 
-def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool) -> int:
+def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: bool = True) -> int:
+    """Print a line on each dataset that was made, and if the command ends with it, the next command."""
     if not is_new:
         return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
     for manifest in manifests:
         report_written(manifest)
+    if ends:
+        print_text(f"next: {_next_for([*manifests[0].columns], shlex.quote(str(out)))}")
     return 0
+
+
+def _next_for(columns: Sequence[str], out: str) -> str:
+    """Return the command that goes on with a dataset that has these columns."""
+    kind = (
+        "images" if "image" in columns else "" if "input_ids" not in columns else "text" if "label" in columns else "lm"
+    )
+    if kind:
+        return f"elastic-train init {kind} FOLDER --data {out}"
+    return f"elastic-train data describe {out}, and a task that takes {', '.join(columns)}"
 
 
 def report_written(manifest: Manifest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,11 @@ from elastic_train.tasks.task import Sampling
 
 _SCORES, _MOST_SHOWN = ("precision", "recall", "f1"), 20
 To = Literal["hf", "safetensors", "torch"]
+_LOADING = {
+    "hf": "load {place} with transformers' AutoModel classes, or with peft if it has an adapter",
+    "safetensors": "safetensors.torch.load_file('{place}')",
+    "torch": "torch.load('{place}')",
+}
 _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch": "weights-{step}.pt"}
 
 
@@ -52,7 +58,8 @@ def export(
         num_bytes = place.stat().st_size
     if is_json:
         return print_json({"commit": record.key, "step": record.step, "target": str(place), "bytes": num_bytes})
-    return print_text(f"{record.key} written to {place}, {size(num_bytes)}")
+    how = _LOADING[to].format(place=place)
+    return print_text(f"Done: {record.key} in {place}, {size(num_bytes)}, next: {how}")
 
 
 def generate(
@@ -115,7 +122,10 @@ def predict(
     if is_json:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "out": str(out)}
         return print_json({**found, "rows": num_rows, "columns": columns})
-    return print_text(f"{trained.record.key}: {counted(num_rows, 'row')} of {data} in {out}: {', '.join(columns)}")
+    return print_text(
+        f"Done: {counted(num_rows, 'row')} of {data} by {trained.record.key} in {out} ({', '.join(columns)}), next: "
+        f"pyarrow.parquet.read_table('{out}')"
+    )
 
 
 def evaluate(
@@ -135,7 +145,7 @@ def evaluate(
         run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
     )
     metrics = dict(trained.plan.task.metrics())
-    values = evaluate_trained(trained, metrics)
+    values = evaluate_trained(trained, metrics, shown)
     matrix, names = _confusion(metrics.get("accuracy"))
     if is_json:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values}
@@ -149,7 +159,7 @@ def evaluate(
     print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")
     if 0 < len(names) <= _MOST_SHOWN:
         _print_classes(values, matrix, names)
-    return 0
+    return print_text(f"Done: {trained.record.key} is evaluated, next: elastic-train export {shlex.quote(run)}")
 
 
 def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:

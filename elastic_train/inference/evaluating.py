@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from elastic_train.core.mesh import Mesh
 from elastic_train.inference.opening import Trained
 from elastic_train.parallel.group import Group
+from elastic_train.system.progress_bar import Track, silent
 from elastic_train.training.evaluation import Ranks, evaluate
 from elastic_train.training.open_session import make_repeatable
 
@@ -35,7 +36,9 @@ def alone() -> Ranks:
     return Alone(Group(0, 1, None, _TIMEOUT_S))
 
 
-def evaluate_trained(trained: Trained, metrics: Mapping[str, Metric] | None = None) -> dict[str, float | None]:
+def evaluate_trained(
+    trained: Trained, metrics: Mapping[str, Metric] | None = None, track: Track = silent
+) -> dict[str, float | None]:
     """Return loss, number of samples and the task's metrics over the validation set of `trained`.
 
     `metrics` are the task's own; they hold their states afterwards.
@@ -44,5 +47,6 @@ def evaluate_trained(trained: Trained, metrics: Mapping[str, Metric] | None = No
     make_repeatable(plan.config)
     batches = plan.feed.validation(range(plan.num_lanes))
     assert batches is not None, "it was opened with a validation set"
-    found = plan.task, state.model, batches, state.shards, alone(), plan.num_lanes, plan.device
+    steps = track(batches, "evaluating", plan.feed.num_validation_steps, "steps")
+    found = plan.task, state.model, steps, state.shards, alone(), plan.num_lanes, plan.device
     return evaluate(*found, metrics=metrics)

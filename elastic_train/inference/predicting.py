@@ -50,7 +50,9 @@ def predict_rows(
     make_repeatable(trained.plan.config)
     with _writing(target) as draft, contextlib.ExitStack() as stack:
         writer = None
-        for rows in _tables(trained, track(steps, f"{data}: batches of {size} rows", -(-num_rows // size))):
+        for rows in _tables(
+            trained, track(steps, f"predicting {data}", -(-num_rows // size), f"batches of {size} rows")
+        ):
             if writer is None:
                 writer = stack.enter_context(pq.ParquetWriter(draft, rows.schema))
                 columns = rows.column_names

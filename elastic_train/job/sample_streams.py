@@ -109,9 +109,13 @@ class Feed:
         if self._held_out is None:
             return None
         order = self._held_out_order
-        num_steps = order.num_steps(self._config.batch.micro_batch)
         reader = Reader(self._held_out, self._task.columns(), max_row_groups=_most_row_groups(order, lanes))
-        return self._loader(reader, order, lanes, Cursor(), num_steps, self._rules())
+        return self._loader(reader, order, lanes, Cursor(), self.num_validation_steps, self._rules())
+
+    @property
+    def num_validation_steps(self) -> int:
+        """Number of steps of a pass over the validation set."""
+        return self._held_out_order.num_steps(self._config.batch.micro_batch)
 
     def _training_rows(self, max_row_groups: int = 1, cache_dir: str | None = None) -> RowSource:
         """Return a reader of the training set."""

@@ -188,8 +188,8 @@ class _Chats:
 
     @property
     def row_length(self) -> int:
-        """Least power of two that holds 99 of 100 chats whole; at least 64."""
-        return max(64, 1 << (self._most_lengths - 1).bit_length())
+        """The limit of tokens, or else the least power of two that holds 99 of 100 chats whole; at least 64."""
+        return self._options.max_tokens or max(64, 1 << (self._most_lengths - 1).bit_length())
 
     @property
     def _most_lengths(self) -> int:

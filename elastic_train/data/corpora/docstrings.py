@@ -104,7 +104,7 @@ def _read_all(folder: Path, files: Sequence[tuple[str, Path]], track: Track) -> 
     chunks = [files[first : first + size] for first in range(0, len(files), size)]
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=gc.disable) as pool:
         parsed = pool.map(_read_files, [folder] * len(chunks), chunks)
-        for samples in track(parsed, "reading source files, by the hundred", len(chunks)):
+        for samples in track(parsed, "reading source files", len(chunks), "hundreds of files"):
             yield from samples
 
 

@@ -85,7 +85,7 @@ def synthesise(
     fs, root = fsspec.core.url_to_fs(url)
     fs.makedirs(root, exist_ok=True)
     num_groups = sum(-(-(hi - lo) // rows_per_group) for lo, hi in _cut(0, rows, rows_per_file))
-    groups = track(_groups(rows, rows_per_group, rows_per_file), "writing row groups", num_groups)
+    groups = track(_groups(rows, rows_per_group, rows_per_file), "writing", num_groups, "row groups")
     for number, of_file in itertools.groupby(groups, key=lambda group: group.file):
         with (
             fs.open(f"{root}/part-{number:05d}.parquet", "wb") as file,

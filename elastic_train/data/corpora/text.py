@@ -143,7 +143,7 @@ def _write(
         train, validation = split(samples, options.seed)
     if not train or not validation:
         raise ConfigError(f"{len(samples)} texts are too few to keep {SHARE:.0%} of them for validation")
-    stages = iter(track(("tokeniser", "train", "validation"), "tokenising and writing, stages", 3))
+    stages = iter(track(("tokeniser", "train", "validation"), "tokenising and writing", 3, "stages"))
     next(stages)
     tokenizer = tokenise.train_tokenizer((sample.text for sample in train), options.vocabulary)
     with origin.filled(out, made_from) as folder:

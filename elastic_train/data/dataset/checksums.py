@@ -25,7 +25,7 @@ def add_checksums(manifest: Manifest, *, track: Track = silent) -> int:
 
     Raise DataError with the file's name, before writing, if one cannot be read or does not match the manifest.
     """
-    footers = [_footer_of(manifest, entry) for entry in track(manifest.files, "reading files", len(manifest.files))]
+    footers = [_footer_of(manifest, entry) for entry in track(manifest.files, "reading", len(manifest.files), "files")]
     write_footers(manifest.url, footers)
     return sum(len(footer.sums or ()) for footer in footers)
 

@@ -55,7 +55,7 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
     missing = dict.fromkeys(manifest.columns, 0)
     lengths, num_tokens = np.zeros(len(LENGTH_BOUNDS), dtype=np.int64), 0
     has_tokens = plain_name(manifest.columns.get(TOKENS.name, "")).startswith(("list<", "large_list<"))
-    for entry in track(manifest.files, "reading files", len(manifest.files)):
+    for entry in track(manifest.files, "reading", len(manifest.files), "files"):
         path = f"{manifest.url.rstrip('/')}/{entry.path}"
         try:
             with fsspec.open(path, "rb") as raw:

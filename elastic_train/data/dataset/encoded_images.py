@@ -137,7 +137,7 @@ def verify_images(
     Files in `leaving_out` are not read.
     """
     verdicts, groups = list[Verdict](), RowGroups(manifest, [column])
-    numbers = track(range(len(manifest.group_rows)), "decoding images", len(manifest.group_rows))
+    numbers = track(range(len(manifest.group_rows)), "decoding images", len(manifest.group_rows), "row groups")
     with ThreadPoolExecutor(num_decoders(), "decode-images") as pool:
         for group in numbers:
             number, within = manifest.place_of_group(group)

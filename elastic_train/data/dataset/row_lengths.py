@@ -133,7 +133,7 @@ def make_lengths(manifest: Manifest, column: str, *, track: Track = silent) -> L
     For a list column it counts values; integers are taken as lengths.
     """
     groups = RowGroups(manifest, [column])
-    numbers = track(range(len(manifest.group_rows)), "reading lengths", len(manifest.group_rows))
+    numbers = track(range(len(manifest.group_rows)), "reading lengths", len(manifest.group_rows), "row groups")
     return write_lengths(manifest, column, (_lengths_in(groups.decode(group), column) for group in numbers))
 
 

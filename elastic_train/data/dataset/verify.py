@@ -49,7 +49,7 @@ def verify(manifest: Manifest, *, track: Track = silent) -> list[Verdict]:
     """Read everything the manifest names; report all damage, not only the first."""
     footers = load_footers(manifest.url)
     verdicts = []
-    for number, entry in enumerate(track(manifest.files, "hashing files", len(manifest.files))):
+    for number, entry in enumerate(track(manifest.files, "hashing", len(manifest.files), "files")):
         footer = footers[number] if footers is not None and number < len(footers) else None
         is_known = footer is not None and footer.sha256 == entry.footer_sha256
         verdicts.append(_verdict_on_file(manifest, entry, footer.sums if footer is not None and is_known else None))

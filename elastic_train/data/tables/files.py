@@ -87,7 +87,7 @@ def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | N
 
 def shown_chunks(chunks: Iterator[Chunk], what: str, track: Track) -> Iterator[Chunk]:
     """Pass chunks on, and show the percentage of bytes read."""
-    percents, num_shown = iter(track(range(100), f"{what}, per cent", 100)), 0
+    percents, num_shown = iter(track(range(100), what, 100)), 0
     for chunk in chunks:
         yield chunk
         while num_shown < int(chunk.done * 100):

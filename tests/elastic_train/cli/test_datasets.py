@@ -135,7 +135,8 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     assert all(report["length"] == 16 and 0 <= report["padding_share"] < 0.2 for report in reports)
     again = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>")
     assert (again.code, "already exists" in again.output) == (0, True)
-    assert call("import", "images", tmp_path / "digits", "--digits").code == 0
+    images = call("import", "images", tmp_path / "digits", "--digits")
+    assert images.output.endswith(f"next: elastic-train init images FOLDER --data {tmp_path}/digits\n")
 
 
 def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) -> None:
@@ -154,7 +155,9 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
         out = tmp_path / f"from-{kind}"
         made = call("import", command, out, tmp_path / source, "--tokenizer", model)
         assert made.code == 0 and "60 chats of prompt and response, 60 turns" in made.output, made.output
-        assert f"next: elastic-train data pack {out}-packed {out} --length 64\n" in made.output
+        assert f"\nnext: elastic-train data pack {out}-packed {out} --length 64\n" in made.output
+        cut = call("import", command, f"{out}-cut", tmp_path / source, "--tokenizer", model, "--max-tokens", "96")
+        assert f"data pack {out}-cut-packed {out}-cut --length 96\n" in cut.output, "as `init sft` writes it"
         digests.append(pq.read_table(out / "train" / "part-00000.parquet"))
     assert digests[0].equals(digests[1]) and digests[0].equals(digests[2])
     assert (
@@ -415,5 +418,8 @@ def test_progress_passes_items_through(track: Callable[..., object], capsys: pyt
     """Work is not changed by being watched; off a terminal a watcher reads a few lines on standard error."""
     assert list(track(iter(range(10)), "counting", 10)) == list(range(10))  # type: ignore[call-overload]
     out, err = capsys.readouterr()
-    expected = "counting: 10\ncounting: 30%\ncounting: 60%\ncounting: 90%\n" if track is shown else ""
+    assert list(track(iter(range(2)), "reading", 2, "files")) == [0, 1]  # type: ignore[call-overload]
+    counted = "reading: 0 of 2 files, 0%\nreading: 1 of 2 files, 50%\nreading: 2 of 2 files, 100%\n"
+    assert capsys.readouterr().err == (counted if track is shown else "")
+    expected = "".join(f"counting: {part}%\n" for part in (0, 30, 60, 90, 100)) if track is shown else ""
     assert (out, err) == ("", expected)
