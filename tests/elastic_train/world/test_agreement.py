@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +20,10 @@ from chaos.tasks.paced_classifier import PacedClassifier
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.errors import DataError, PeerLostError
 from elastic_train.parallel.group import Group
-from elastic_train.world.agreement import heard, say_why
-from tests.conftest import start
+from elastic_train.world import agreement
+from elastic_train.world.agreement import NUM_READY, heard, say_why
+from tests.conftest import PATIENCE_S, start
 from tests.elastic_train.training.live.test_live import write_config
-
-pytestmark = pytest.mark.slow
 
 BAD = 200
 KINDS = {"DataError": DataError, "ValueError": ValueError}
@@ -38,6 +42,7 @@ class Choosy(PacedClassifier):
         return super().collate(rows, ids, draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "codes", "sentence"),
     [
@@ -70,3 +75,17 @@ def test_a_rank_whose_peer_says_nothing_keeps_its_own_error() -> None:
     say_why(group, RuntimeError("no memory"))
     why = heard(group, lost)
     assert isinstance(why, PeerLostError) and str(why) == "rank 0 of 1 has ended: RuntimeError: no memory"
+
+
+def test_the_rank_that_may_host_the_store_stays_until_all_have_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its peers find no store, and end with an error of the network."""
+    store, pauses = HashStore(), threading.Semaphore(0)
+    groups: list[Any] = [SimpleNamespace(rank=rank, size=2, store=store, sever=lambda: None) for rank in range(2)]
+    monkeypatch.setattr(agreement, "READY_S", PATIENCE_S)
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pauses.release()))
+    with ThreadPoolExecutor(1) as pool:
+        saying = pool.submit(say_why, groups[0], RuntimeError("no memory"))
+        assert pauses.acquire(timeout=PATIENCE_S) and not saying.done()
+        assert "rank 0 of 2 has ended: RuntimeError: no memory" in str(heard(groups[1], PeerLostError("closed")))
+        assert store.add(NUM_READY, 0) == 2
+        saying.result(PATIENCE_S)

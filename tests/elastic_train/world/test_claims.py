@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -103,6 +104,26 @@ def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
         train_meanwhile(tmp_path, working)
         fence_of(tmp_path, "second").claim()
     assert fence_of(tmp_path, "second").claim() == 2
+
+
+def test_claims_are_signs_of_life_if_the_history_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the history may be deleted between its listing and the look at its size."""
+    fence_of(tmp_path, "first").claim()
+    (tmp_path / "history").mkdir()
+    (tmp_path / "history" / "deleted.jsonl").symlink_to("nowhere")
+    terms = itertools.count(2)
+
+    def claim_meanwhile(seconds: float) -> None:
+        time.sleep(seconds)
+        claim_as(tmp_path, next(terms))
+
+    monkeypatch.setattr(
+        claims, "time", SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=claim_meanwhile)
+    )
+    with pytest.raises(OtherJobError, match="is at work here"):
+        fence_of(tmp_path, "second").claim()
 
 
 def test_a_job_that_was_fenced_off_by_another_ends(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from rendezvous import EtcdServer, MemoryStore
 from rendezvous.errors import StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd.data_loss import DataLossDetector
+from rendezvous.membership import participant
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import (
@@ -49,13 +51,19 @@ def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, mo
 def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers again as soon as etcd grants leases again."""
+    """It registers again as soon as etcd grants leases again, and until then pauses between its tries."""
     node, granted, refused = make_node(store, least=2), store.lease, threading.Event()
+    pauses, sleep = list[float](), time.sleep
 
     def refuse(ttl_s: float, *, renew: bool = True) -> Lease:
         refused.set()
         raise StoreUnavailableError("no leader")
 
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(min(seconds, participant.LOOK_S))
+
+    monkeypatch.setattr(participant.time, "sleep", pause)
     waiting = pool.submit(enter, node)
     eventually(lambda: node._own.lease is not None and node.view.member(node.id) is not None, "its registration")
     old = node.id
@@ -64,6 +72,7 @@ def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     node._own.lease.abandon()
     store.advance(TTL_S)
     assert refused.wait(PATIENCE_S)
+    eventually(lambda: participant.LOOK_S in pauses, "a pause")
     monkeypatch.setattr(store, "lease", granted)
     other = pool.submit(enter, make_node(store, least=2))
     assert waiting.result(PATIENCE_S) == other.result(PATIENCE_S) and node.id != old

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +19,7 @@ from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.decisions import Seal
+from rendezvous.membership.store import Guards, Writes
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
 from tests.rendezvous.rendezvous_sides import eventually
@@ -186,11 +188,43 @@ def test_a_closed_run_id_can_be_used_again(store: MemoryStore) -> None:
     assert world is not None and (world.term, world.cause) == (2, "start")
 
 
-def test_leaving_is_noticed_at_once(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
-    """A node that leaves revokes its lease: no wait is needed."""
+def test_leaving_is_noticed_at_once(
+    store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that leaves revokes its lease: no wait is needed. Its watch is closed once."""
     first, second = pair(store, pool)
+    closed = list[bool]()
+    monkeypatch.setattr(second._watch, "close", lambda: closed.append(True))
     second.leave()
     eventually(lambda: first.num_waiting() > 0, "the leave is noticed")
+    second.leave()
+    assert closed == [True]
+
+
+def test_a_node_is_asked_to_leave_without_waiting_for_etcd(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that does not keep the process alive sends the request; the node is told once, when etcd answers."""
+    first, second = (make_node(store, node=name) for name in "ab")
+    first.join(PATIENCE_S)
+    second.join(PATIENCE_S)
+    assert first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
+    told = list[bool]()
+    monkeypatch.setattr(second, "_at_request", lambda: told.append(True))
+    answers, swap, threads = threading.Event(), store.swap, list[threading.Thread]()
+
+    def late(writes: Writes, guards: Guards) -> int | None:
+        threads.append(threading.current_thread())
+        assert answers.wait(PATIENCE_S)
+        return swap(writes, guards)
+
+    monkeypatch.setattr(store, "swap", late)
+    assert first.ask_to_leave(1) == "b"
+    eventually(lambda: bool(threads), "the request")
+    assert threads[0].daemon and not told
+    answers.set()
+    eventually(lambda: bool(told), "the request is noticed")
+    second.join(PATIENCE_S)
+    eventually(lambda: bool(second.view.ready), "another change")
+    assert told == [True]
 
 
 def test_an_expelled_node_joins_as_a_new_one(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
@@ -356,12 +390,14 @@ def test_a_node_that_there_is_no_room_for_says_once_that_it_stands_by(
     assert first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) is not None
     spare.join(PATIENCE_S)
     eventually(lambda: spare.view.world is not None, "the world")
-    looks = itertools.count()
+    looks, pauses = itertools.count(), list[float]()
+    monkeypatch.setattr(spare._latest, "wait", lambda snapshot, timeout_s: pauses.append(timeout_s))
     with pytest.raises(StoppedWaiting):
         spare.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S, lambda: next(looks) == 5)
     assert (
         caplog.text.count("this node stands by until one is lost: the job under /elastic/job/ has 1 of at most 1 nodes")
         == 1
     )
+    assert pauses == [0.0] * 5, "it waits for a change between its looks"
     first.leave()
     spare.leave()

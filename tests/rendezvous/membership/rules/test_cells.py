@@ -193,8 +193,17 @@ def test_members_that_may_alone_hold_a_share_are_waited_for(
         ("a0 b0", "c", 2, False),
         ("a0", "bc", 2, False),
         ("a0", "bc", 1, False),
+        ("c0 c1 c2 c3", "a", 2, True),
     ],
-    ids=["of two cells", "a third copy", "whole parts", "both may be gone", "all in other cells", "no copy"],
+    ids=[
+        "of two cells",
+        "a third copy",
+        "whole parts",
+        "both may be gone",
+        "all in other cells",
+        "no copy",
+        "the last cell is gone",
+    ],
 )
 def test_neighbours_with_shares_of_one_part_count_by_their_cells(
     dead: str, chosen: str, copies: int | None, is_waited_for: bool

@@ -236,6 +236,7 @@ def test_a_world_is_broken_by_loss_and_not_by_joiners() -> None:
     assert standing.is_broken(view(member("a"), member("b", after=1), of=two), "a", two)
     assert standing.is_broken(view(member("a"), member("b"), of=world(2, "a", "b")), "a", two)
     assert standing.is_broken(view(member("b"), of=two), "a", two)
+    assert view(member("a")).num_lost == 0, "there is no world yet"
 
 
 def test_a_replaced_worker_of_a_full_world_has_room() -> None:
@@ -256,6 +257,8 @@ def test_members_beyond_the_most_stand_by() -> None:
     running = view(member("a"), member("b"), member("c"), of=two)
     assert standing.num_waiting(running, "a", two, policy) == 0
     assert decisions.decide(running, "c", policy, 99.0) == Wait("room")
+    stopped = view(member("a", after=1), member("b"), of=two)
+    assert decisions.decide(stopped, "a", policy, 99.0) == Wait("members"), "it has a place"
     again = decisions.decide(view(member("a", after=1), member("c"), of=two), "a", policy, 0.0)
     assert isinstance(again, Seal)
     assert [seat.member for seat in again.seats] == ["a", "c"]
@@ -294,6 +297,8 @@ def test_an_unreachable_member_stands_by_until_the_network_heals() -> None:
     assert standing.num_waiting(running, "a", two, Policy(1, 3)) == 0
     assert decisions.decide(running, "c", Policy(1, 3), 99.0) == Wait("room")
     assert standing.num_waiting(view(member("a"), member("b"), member("c"), of=two), "a", two, Policy(1, 3)) == 1
+    another = view(member("a"), member("b"), cut, member("d"), of=two)
+    assert decisions.decide(another, "d", Policy(1, 3), 99.0) == Wait("members"), "all can reach it"
     first = view(replace(member("a", after=1), missed=("b", "c")), member("b", after=1), member("c"), of=two)
     decision = decisions.decide(first, "b", Policy(1, 3), 99.0)
     assert isinstance(decision, Seal)

@@ -16,6 +16,7 @@ from rendezvous.membership.rules import decisions, standing
 from rendezvous.membership.rules.admission import Policy, admitted
 from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange, is_a_part_left_behind
 from rendezvous.membership.rules.decisions import Seal, Wait
+from rendezvous.membership.rules.stages import allot
 from tests.rendezvous.membership.rules.test_cells import worker, world
 
 PIPELINE = CellShape(num_stages=2, stage_size=1)
@@ -173,6 +174,12 @@ def test_nodes_of_one_worker_make_cells_in_the_order_in_which_they_came() -> Non
     found = arrange([worker(name) for name in ("a0", "b0", "c0", "d0", "e0")], PIPELINE, None)
     assert [[member.id for member in cell] for cell in found.cells] == [["a0", "b0"], ["c0", "d0"]]
     assert [member.id for member in found.spares] == ["e0"]
+
+
+def test_a_node_fills_its_room_with_a_neighbour_of_its_own_stage() -> None:
+    """Its group of stage 2 can then hand over to stage 3 without leaving the node, though stage 0 lacks a group."""
+    keeps = [[[], [], [1], []], [[], [1], [], []], [[], [], [], []]]
+    assert allot([2, 1, 1], keeps, num_stages=4, num_each=1) == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
 
 
 def test_cells_that_fit_into_nodes_are_in_nodes() -> None:
