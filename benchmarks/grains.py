@@ -73,7 +73,7 @@ def measure_clipping(dim: int, depth: int, num_tokens: int) -> dict[str, object]
 
     acts: dict[str, Callable[[], object]] = {
         "lanes": compute,
-        "clip": lambda: state.shards.clip(1e9, state.measure()),
+        "clip": lambda: state.shards.share.clip(1e9, float(state.measure())),
         "clip_by_torch": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9),
         "update": state.optimizer.step,
     }

@@ -129,14 +129,14 @@ def _measure_disk_and_loads(training: Training, figures: Figures, rounds: int, f
 
     The commits belong to one run: they go to one store, one after the other, and only the newest is kept.
     """
-    store, state = open_store(str(folder / "commits")), training.state.shards.held()
+    store, state = open_store(str(folder / "commits")), training.state.shards.share.held()
     saves = open_saves(store, SaveMemory())
     for number in range(rounds + 1):
         for way in WAYS if number else ():
             figures.disk.setdefault(way, []).append(write_bare(folder, figures.num_bytes, way))
         started = time.perf_counter()
         saves.begin(
-            training.state.shards.held(),
+            training.state.shards.share.held(),
             replace(training.facts(), step=number + 1),
             is_still=training.state.pieces.only_update_changes(),
         )

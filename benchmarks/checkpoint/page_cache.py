@@ -79,7 +79,7 @@ def _measure(size_gb: float, rounds: int, folder: Path) -> tuple[Figures, float]
 
 def _round(training: Training, store: Store, saves: Saves, folder: Path, number: int) -> dict[str, float]:
     """Save, load with the page cache as it is, and load from the disk."""
-    state = training.state.shards.held()
+    state = training.state.shards.share.held()
     records: list[CommitRecord] = []
 
     def save() -> None:

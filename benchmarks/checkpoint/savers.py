@@ -91,9 +91,8 @@ def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[st
             committed(saves)
 
         def begin() -> Waits:
-            saves.begin(
-                training.state.shards.held(), training.facts(), is_still=training.state.pieces.only_update_changes()
-            )
+            state = training.state
+            saves.begin(state.shards.share.held(), training.facts(), is_still=state.pieces.only_update_changes())
             return saves.await_staging, wait
 
         return begin
@@ -102,21 +101,21 @@ def all_sides(training: Training, *, can_stage_twice: bool) -> Iterator[tuple[st
         target.mkdir()
 
         def begin() -> Waits:
-            torch.save(training.state.shards.held(), target / "state.pt")
+            torch.save(training.state.shards.share.held(), target / "state.pt")
             return _nothing, None
 
         return begin
 
     def dcp_save(target: Path) -> Callable[[], Waits]:
         def begin() -> Waits:
-            saver.save(training.state.shards.held(), checkpoint_id=target)
+            saver.save(training.state.shards.share.held(), checkpoint_id=target)
             return _nothing, None
 
         return begin
 
     def dcp_async_save(stager: DefaultStager | None, target: Path) -> Callable[[], Waits]:
         def begin() -> Waits:
-            promise = saver.async_save(training.state.shards.held(), checkpoint_id=target, async_stager=stager)
+            promise = saver.async_save(training.state.shards.share.held(), checkpoint_id=target, async_stager=stager)
             return _nothing, _ended(promise)
 
         return begin

@@ -209,7 +209,7 @@ def _write(meeting: Meeting, shards: Mode, folder: str, whole: str) -> str:
     for _ in range(2):
         job.step()
     if whole:
-        torch.save(job.state.shards.held(), whole)
+        torch.save(job.state.shards.share.held(), whole)
     Path(folder).mkdir(exist_ok=True)
     _, record = SavingJob(job, folder).save()
     return record.attempt

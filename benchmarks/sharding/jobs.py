@@ -110,7 +110,7 @@ class Job:
         Returns an empty list otherwise.
         """
         self.group, self.term, state = group, term, self.state
-        state.shards.enter(Mesh(group.rank, group.size), None, group)
+        state.shards.enter(Mesh(group.rank, group.size), None)
         brought: Sequence[PeerState] = gather_peer_states(group, state, state.shards, self._path)
         brought = roll_forward(group, state, state.shards, brought)
         if take_state(group, state, state.shards, brought).lost.size:
@@ -138,7 +138,7 @@ class Job:
         """Take one step like the training loop; `before_update` waits for a save."""
         measured = self.compute(before_update=before_update)
         self.apply(gradient_norm.norm_of(self.group.all_gather(measured), self.state.shards.table))
-        self.state.shards.refresh(self.group)
+        self.state.shards.share.refresh(self.group)
 
     def compute(
         self, in_lane: Callable[[], object] = lambda: None, before_update: Callable[[], object] = lambda: None

@@ -70,10 +70,10 @@ def neighbours_part() -> None:
             found, cells=tuple(cell[:: 1 if stay else -1] for cell, stay in zip(found.cells, stays, strict=True))
         )
 
-    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group, holders: Group) -> None:
+    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
         if state.shards.cut.place is not None:
             state.shards.cut.place = mesh.place
-        take_place(plan, state, mesh, cell, holders)
+        take_place(plan, state, mesh, cell)
 
     vars(admission)["arrange"] = arrange_crossed
     vars(open_session)["take_place"] = keep_part
@@ -84,14 +84,14 @@ def stage_misses_a_step() -> None:
     apply, counted = AppliedState.apply, set[int]()
 
     def apply_or_miss(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
-        mesh = state.shards.mesh
-        if mesh is None or mesh.place != 1 or facts.term == 1 or facts.term in counted:
+        if state.shards.place != 1 or facts.term == 1 or facts.term in counted:
             apply(state, facts, norm)
             return
         counted.add(facts.term)
-        before = {name: tensor.clone() for name, tensor in state.shards.cut_weights().items()}
+        parts = {name: one for name, one in state.model.state_dict().items() if name in state.shards.cut.cuts}
+        before = {name: tensor.clone() for name, tensor in parts.items()}
         apply(state, facts, norm)
-        for name, tensor in state.shards.cut_weights().items():
+        for name, tensor in parts.items():
             tensor.copy_(before[name])
 
     AppliedState.apply = apply_or_miss  # type: ignore[method-assign, assignment]

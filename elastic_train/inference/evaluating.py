@@ -30,6 +30,10 @@ class Alone:
     def owners(self) -> Group:
         return self.group
 
+    @property
+    def holders(self) -> Group:
+        return self.group
+
 
 def alone() -> Ranks:
     """Return a world of one rank."""

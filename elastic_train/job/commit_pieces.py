@@ -38,10 +38,10 @@ class CommitPieces:
 
     def assign_alone(self) -> bool:
         """Make this rank the only writer if it holds everything; return True if so."""
-        shards = self.shards
-        if not shards.is_seated or not shards.table.holds_all:
+        table = self.shards.seated
+        if table is None or not table.holds_all:
             return False
-        self._assign([shards.table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
+        self._assign([table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
         return True
 
     def assign(self, writers: Sequence[int]) -> Sequence[int]:
@@ -63,9 +63,9 @@ class CommitPieces:
         self._made.clear()
 
     def tree(self) -> State:
-        """Return the state to commit, as from `StateShards.held`, with cut tensors in pieces with their writers."""
+        """Return the state to commit, as from `Share.held`, with cut tensors in pieces with their writers."""
         shards, turns = self.shards, count()
-        held = shards.held()
+        held = shards.share.held()
         if shards.share.is_whole and not shards.cut.cuts:
             return held
         return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
@@ -81,7 +81,7 @@ class CommitPieces:
         held, made = self._made.get(path, (None, leaf))
         if held is not leaf:
             cut = cut_at(path, leaf, shards.cut.cuts, shards.place)
-            written = self._written_of(shards.columns[0].layout.numbers[weight_of(path) or ""], cut)
+            written = self._written_of(shards.parts.columns[0].layout.numbers[weight_of(path) or ""], cut)
             made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, shards.place, written)
             self._made[path] = leaf, made
         return made

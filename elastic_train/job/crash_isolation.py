@@ -73,7 +73,8 @@ def find_deadly(
     with tempfile.TemporaryDirectory(prefix="elastic-train-trial-") as name:
         folder = Path(name)
         (folder / SPEC).write_text(json.dumps(spec))
-        torch.save(dict(state.shards.weights()), folder / WEIGHTS)
+        weights, cuts = state.shards.share.weights(), state.shards.cut.cuts
+        torch.save({name: one for name, one in weights.items() if name not in cuts}, folder / WEIGHTS)
         return {int(found["sample"]): str(found["why"]) for found in map(json.loads, _search_beside(folder, limit_s))}
 
 

@@ -23,6 +23,7 @@ from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
+from elastic_train.job import gradient_norm
 from elastic_train.job.commit_pieces import CommitPieces
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
 from elastic_train.job.sharded.shared_scaler import SharedScaler
@@ -187,7 +188,7 @@ class AppliedState:
         Call it once per step, before `apply`. The device has finished all gradients when it returns.
         """
         self.scaler.unscale_(self.optimizer)
-        return self.shards.measure()
+        return gradient_norm.measured(self.shards.table, self.shards.share.measure())
 
     def hold(self, facts: StepFacts, measured: Tensor) -> None:
         """Keep the step whose gradients are in place until the next world decides: peers may have applied it."""
@@ -219,7 +220,7 @@ class AppliedState:
         be the cause. A step without target and gradient is skipped, too.
         """
         if self.config.clip_norm is not None:
-            self.shards.clip(self.config.clip_norm, norm)
+            self.shards.share.clip(self.config.clip_norm, float(norm))
         has_norm = bool(norm.isfinite())
         is_finite = math.isfinite(facts.loss) and (has_norm or self.scaler.is_own_overflow())
         is_empty = not facts.has_target and float(norm) == 0.0
@@ -238,9 +239,10 @@ class AppliedState:
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)
 
     def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
-        """Load saved state, which `fill` reads into the held tensors, and its progress; see `StateShards.take`."""
+        """Load saved state, which `fill` reads into the held tensors, and its progress; see `Share.take`."""
         vars(self.scheduler).pop(_RECIPE, None)
-        self.shards.take(fill, keeps_rates=keeps_rates)
+        shards = self.shards
+        shards.share.take(fill, shards.cut.cuts, shards.place, keeps_rates=keeps_rates)
         self.reached = reached
         if self.recipe is not None:
             self.changes = say_changes(read_recipe(vars(self.scheduler).get(_RECIPE)), self.recipe, self.step)

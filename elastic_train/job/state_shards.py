@@ -11,18 +11,15 @@ be continued at any degree and in any mode.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.layout import State
 from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.job import gradient_norm
 from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.job.sharded.held_tree import HeldRun, Retained
 from elastic_train.job.sharded.share import Share, Summed
 from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.units.blocks import recording_order
@@ -30,7 +27,6 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.placement.holdings import Column
-from elastic_train.placement.norm import clip_factor
 from elastic_train.placement.seats import Seat
 from elastic_train.placement.table import Parts, Table
 
@@ -59,24 +55,19 @@ class StateShards:
     hold: Callable[[Column], Share]
     gathers: bool = False
     """True if weights are sharded and gathered for each pass."""
-    mesh: Mesh | None = None
-    """This rank's position in the current world."""
     trained_in: int = 0
     """Term of the last world in which this rank trained."""
     _share: Share | None = None
-    _ranks: Group | None = None
-    """Ranks of the current world that hold the same part."""
     _order: Sequence[str] | None = None
     """Execution order of the blocks, once a pass has recorded it."""
     _sum: GradientSum | None = None
-    _table: Table | None = None
 
     def __post_init__(self) -> None:
         if not self.cell.holds_parts:
             self.cut.place = 0
-            self._share = self.hold(self.columns[0])
+            self._share = self.hold(self.parts.columns[0])
             if self._share.is_whole:
-                self._table = self.seated_at((), 0, self.cell.size)
+                self._share.sit(self.seated_at((), 0, self.cell.size))
 
     # Where it is in a world.
 
@@ -96,126 +87,76 @@ class StateShards:
         """Index of the part of the state that this rank holds."""
         return self.cell.part_of(self.place)
 
-    def column_of(self, rank: int) -> int:
-        """Return the column of a rank of the current world, which is the index of its part."""
-        return self.cell.holder_of(rank)[0]
-
     @property
-    def columns(self) -> Sequence[Column]:
-        """Column of each part."""
-        return self.parts.columns
+    def seated(self) -> Table | None:
+        """Holdings of every rank in the world in which this one took its seat; None before its first seat."""
+        return None if self._share is None else self._share.table
 
     @property
     def table(self) -> Table:
-        """Holdings of every rank in the world in which this one took its seat."""
-        assert self._table is not None, "no seat has been taken"
-        return self._table
-
-    @property
-    def is_seated(self) -> bool:
-        """True if this rank has a seat in a world, or holds the whole state."""
-        return self._table is not None
-
-    @property
-    def seat(self) -> Seat | None:
-        """This rank's seat in its column; None before its first world, and if every rank holds everything."""
-        return None if self._table is None else self._table.seat
+        """The same, once a seat is taken."""
+        assert self.seated is not None, "no seat has been taken"
+        return self.seated
 
     def seated_at(self, seats: Sequence[Seat], rank: int, size: int) -> Table:
         """Return the table of a world in which the ranks of a column have the given seats."""
         share = self.share
         return Table(self.parts, seats, rank, size, self.cell, share.is_shared_out, share.deals_lanes)
 
-    def sit(
-        self,
-        table: Table,
-        runs: Sequence[HeldRun],
-        num_updates: Sequence[float] | None = None,
-        retained: Retained | None = None,
-    ) -> None:
-        """Take the seat of a table; see `Share.sit`."""
-        self._table = table
-        self.share.sit(table.seating(), runs, num_updates, retained)
-
     def holds_part_of(self, mesh: Mesh) -> bool:
         """Return True if this rank already holds the part that a world assigns to it."""
         return self.cut.place is not None and self.part == self.cell.part_of(mesh.place)
 
-    def enter(
-        self, mesh: Mesh, cell: Group | None, column: Group, weights: Iterable[tuple[str, Tensor]] | None = None
-    ) -> None:
+    def enter(self, mesh: Mesh, cell: Group | None, weights: Iterable[tuple[str, Tensor]] | None = None) -> None:
         """Take the place that a world assigns to this rank; `weights` are the initial ones, if it lacks them.
 
-        `column` has the ranks with the same part, by replica; `cell` those of this rank's cell, None if it is alone.
+        `cell` has the ranks of this rank's cell, None if it is alone.
         """
         is_new = not self.holds_part_of(mesh)
         if is_new:
             self._close_sums()  # the old share's, before the model is cut differently
-            self._table = None  # a seat of the old part means nothing in the new column
-        self.mesh, self._ranks = mesh, column
+            self._share = None  # a seat of the old part means nothing in the new column
         self.cut.become_part()  # it may have become whole when the last world broke
         if cell is not None:
             self.cut.bind(mesh, cell)
         if is_new:
             self.cut.take_place(mesh.place, weights)
-            self._share = self.hold(self.columns[self.part])
+            self._share = self.hold(self.parts.columns[self.part])
             if self._order is not None and not self.keeps_whole:
                 self._share.take_order(self._order)
         self.cut.place = mesh.place
         if self.share.is_whole:
-            self._table = self.seated_at((), mesh.rank, mesh.size)
-
-    def _column(self, group: Group) -> Group:
-        """Return the ranks of this rank's column; all of `group` without cells."""
-        if self.cell.size == 1:
-            return group
-        assert self._ranks is not None, "no world has given this rank a place"
-        return self._ranks
+            self.share.sit(self.seated_at((), mesh.rank, mesh.size))
 
     # Weights.
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights and buffers that every rank has whole, by name; all ranks must have the same bits."""
-        known = self.model.state_dict() if self._share is None else self._share.weights()
-        return {name: tensor for name, tensor in known.items() if name not in self.cut.cuts}
-
-    def cut_weights(self) -> Mapping[str, Tensor]:
-        """Return the parts that other columns do not have, by name."""
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name in self.cut.cuts}
-
-    def buffers(self) -> Mapping[str, Tensor]:
-        """Return the saved tensors that are not parameters, by name; every rank has them."""
-        known = self.parts.layout.numbers
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in known}
 
     def digest(self, group: Group | None = None) -> str:
         """Return the digest of all weights and buffers (`weights_digest`); collective over the world.
 
         Without a group, return this rank's own digest, or "" if it has no seat yet or not all of the weights.
         """
-        if self._table is None:
-            return ""
-        return digest_of_all(group, self._table, self.share.weights_at, self.buffers())
+        return "" if self.seated is None else digest_of_all(group, self.share)
 
-    def make_whole(self, group: Group) -> None:
+    def make_whole(self, column: Group) -> None:
         """Gather the model's whole weights on rank 0, for use after training; collective over the world."""
-        column = self._column(group)
         self.share.make_whole(column, self.cell.context)
         if self.cut.cuts and (not self.share.is_shared_out or column.rank < self.cell.context):
             self.cut.become_whole()
 
     # Computing.
 
-    def sum_of(self, owners: Group, num_lanes: int, kind: Reduction = "canonical") -> GradientSum:
+    def sum_of(
+        self, owners: Group, num_lanes: int, kind: Reduction = "canonical", column: Group | None = None
+    ) -> GradientSum:
         """Bind the gradients and return the sum over all lanes, which leaves each mean on the ranks that hold it.
 
-        `owners` has one rank of every owner of lanes. Closes the previous world's sum.
+        `owners` has one rank of every owner of lanes, and `column` the ranks that hold this rank's part, by default the
+        same. Closes the previous world's sum.
         """
         self._close_sums()
-        share, column = self.share, self._column(owners)
-        lanes = self.table.assigned(num_lanes)
-        by_turn = not (share.is_shared_out and self.keeps_whole)
-        self._sum = share.sum_over(self._trees(owners, column, lanes), column, kind, by_turn=by_turn)
+        share, column = self.share, column or owners
+        trees = self._trees(owners, column, self.table.assigned(num_lanes))
+        self._sum = share.sum_over(trees, column, kind, by_turn=not (share.is_shared_out and self.keeps_whole))
         return self._sum
 
     def _trees(self, owners: Group, column: Group, lanes: Assignment) -> list[Summed]:
@@ -244,10 +185,6 @@ class StateShards:
             self._sum.close()
             self._sum = None
 
-    def refresh(self, group: Group) -> None:
-        """Receive the weights that only peers have updated."""
-        self.share.refresh(self._column(group))
-
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass before the first world, which records the execution order of the blocks."""
         return recording_order(self.model, self._take_order) if self.gathers else contextlib.nullcontext()
@@ -257,51 +194,11 @@ class StateShards:
         if self._share is not None:
             self._share.take_order(names)
 
-    def turns(self, group: Group, items: Iterator[T]) -> Iterator[T]:
+    def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield the items for forward passes outside a step; peers may have to take part."""
         if self.cell.stage == 1 and self.cut.experts:  # pipeline stages agree as they go
             items = self.cut.experts[0].turns(items)
-        return self.share.turns(self._column(group), items)
-
-    def computing(self, replicas: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which some replicas compute a lane, forward and backward, outside a step's sum.
-
-        Collective over the world, as these replicas may need other ranks' shards.
-        """
-        context = self.cell.context
-        return self.share.computing([replica * context + at for replica in replicas for at in range(context)])
-
-    def averaged(self, group: Group) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model uses the averages of its weights; collective over the world.
-
-        Averages must exist, and the state must not change inside. Saved state is unaffected.
-        """
-        return self.share.averaged(self._column(group))
-
-    # The gradient's norm.
-
-    def measure(self) -> Tensor:
-        """Return this rank's contribution to the reduced gradient's norm (`gradient_norm.measured`), on the CPU."""
-        return gradient_norm.measured(self.table, self.share.measure())
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the reduced gradients so that their norm, now `norm`, is at most `limit`."""
-        if (factor := clip_factor(float(norm), limit)) != 1.0:
-            self.share.clip(factor)
-
-    # What is saved.
-
-    def held(self) -> State:
-        """Return this rank's pieces as a nested dict, parameters by full name, with the live tensors."""
-        return self.share.held()
-
-    def take(self, fill: Callable[[State], None], *, keeps_rates: bool = False) -> None:
-        """Load the result of `held` from a commit or peer, as `fill` reads it; gradients stay bound.
-
-        With `keeps_rates`, learning rate, betas, decay and parameter groups stay as built: the configuration or the
-        task may have changed since the save.
-        """
-        self.share.take(fill, self.cut.cuts, self.place, keeps_rates=keeps_rates)
+        return self.share.turns(column, items)
 
     def tensors(self) -> Iterator[OfPart]:
         """Yield the tensors held besides the model's own weights, each with its category of memory."""

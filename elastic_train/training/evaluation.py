@@ -58,6 +58,10 @@ class Ranks(Protocol):
     def owners(self) -> Group:
         """One rank of every owner of lanes."""
 
+    @property
+    def holders(self) -> Group:
+        """All ranks that hold the same part of the state as this one."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -132,7 +136,7 @@ def losses(
     modes, was_training = TrainingModes(model), model.training
     model.eval()
     try:
-        turns = shards.turns(world.owners, (batch for step in steps for batch in step))
+        turns = shards.turns(world.holders, (batch for step in steps for batch in step))
         with torch.no_grad():
             yield _losses(task, model, turns, device) if cut is None else cut.losses(turns, device)
     finally:

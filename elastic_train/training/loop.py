@@ -120,7 +120,7 @@ def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, sta
     if lost is not None:
         raise lost
     session.note_targets(sums)
-    state.shards.refresh(session.world.group)
+    state.shards.share.refresh(session.world.holders)
 
 
 def _facts_of(session: Session, computed: Computed) -> StepFacts:

@@ -32,7 +32,6 @@ from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.autotuned import describe_tuning
 from elastic_train.parallel.devices.device import device_times_of, nccl_hazard
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
-from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
@@ -80,7 +79,7 @@ def _open_in(process: Process, world: World) -> Session:
     head, differing = entered.head, entered.differing
     kind = _pick_reduction(plan, world, differing)
     assigned = state.shards.table.assigned(plan.num_lanes)
-    gradients = sum_of_gradients(state, kind, world.owners, plan.num_lanes)
+    gradients = sum_of_gradients(state, kind, world, plan.num_lanes)
     versions = versions_of(plan)
     say_changes(process, world, head, versions)
     saves = open_saves(process, world, head, versions)
@@ -153,7 +152,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile is True)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
-    take_place(plan, state, world.mesh, world.cell, world.holders)
+    take_place(plan, state, world.mesh, world.cell)
     head = restore(plan, world, state, before)
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may crash the rank that inspects it
@@ -333,9 +332,9 @@ def _pick_reduction(plan: Plan, world: World, differing: list[str]) -> Reduction
     return plan.config.reduction
 
 
-def sum_of_gradients(state: AppliedState, kind: Reduction, replicas: Group, num_lanes: int) -> GradientSum:
+def sum_of_gradients(state: AppliedState, kind: Reduction, world: World, num_lanes: int) -> GradientSum:
     """Bind the gradients to a sum; a canonical one leaves each mean on the ranks that hold it."""
-    return state.shards.sum_of(replicas, num_lanes, kind)
+    return state.shards.sum_of(world.owners, num_lanes, kind, world.holders)
 
 
 def make_repeatable(config: Config) -> None:

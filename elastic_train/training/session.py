@@ -367,7 +367,7 @@ class Session:
         with self.watchdog.resting():  # the first call in a process imports the metrics, which takes seconds
             higher = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
         shards, shows = self.state.shards, self.plan.config.validation.weights
-        averaged = shards.averaged(self.world.group) if shows == "ema" else contextlib.nullcontext()
+        averaged = shards.share.averaged(self.world.holders) if shows == "ema" else contextlib.nullcontext()
         with self.buffers.untouched(), averaged:
             values = evaluate(
                 self.plan.task,

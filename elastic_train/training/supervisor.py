@@ -388,7 +388,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     digest = session.state.shards.digest(session.world.group)
     result = result_of(session.plan, session.state, outcome.value, digest)
     if outcome is Outcome.DONE and isinstance(session.plan.task, Finishing):
-        session.state.shards.make_whole(session.world.group)
+        session.state.shards.make_whole(session.world.holders)
     # Past the last collective: a process frozen during it may have been replaced, and ends here.
     session.world.check_newest()
     if (error := write_result(session, result)) is not None:

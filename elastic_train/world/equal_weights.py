@@ -46,7 +46,7 @@ def check_same_weights(group: Group, shards: StateShards, step: int) -> None:
         return
     common = shards.table.weights_in_common
     mine = torch.zeros(max(map(len, common.of_rank)), dtype=torch.int64)
-    sums = checksums(shards.table, shards.share.weights_at, shards.buffers())
+    sums = checksums(shards.share)
     mine[: len(sums)] = torch.tensor(sums)
     rows = group.all_gather(mine).numpy()
     known = np.full(len(common.ranks), -1, dtype=np.int64)
@@ -67,7 +67,7 @@ def _describe_others(group: Group, shards: StateShards, which: int, rows: Int64s
     where = ""
     # A rank that ends first is a lost peer to a later one, which must not keep its state for the next world either.
     with contextlib.suppress(PeerLostError):
-        mine = checksums_by_name(shards.table, which, shards.share.weights_at, shards.buffers())
+        mine = checksums_by_name(shards.share, which)
         by_rank = [dict(found) for found in group.all_gather_objects(list(mine.items()))]
         names = [name for name in by_rank[right] if any(by_rank[rank][name] != by_rank[right][name] for rank in ranks)]
         where = f", first in '{names[0]}'" if names else ""

@@ -204,9 +204,12 @@ def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, kn
 
 def _begin_alike(world: World, shards: StateShards) -> None:
     """Make all ranks begin a run with the same weights."""
-    if shards.cut.cuts:
-        begin_alike(world.holders, shards.cut_weights(), world.announce)
-    begin_alike(world.group, shards.weights(), world.announce)
+    cuts = shards.cut.cuts
+    if cuts:
+        of_part = {name: one for name, one in shards.model.state_dict().items() if name in cuts}
+        begin_alike(world.holders, of_part, world.announce)
+    alike = {name: one for name, one in shards.share.weights().items() if name not in cuts}
+    begin_alike(world.group, alike, world.announce)
 
 
 def _find_after_loss(

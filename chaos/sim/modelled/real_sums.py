@@ -16,16 +16,17 @@ from chaos.sim.modelled.tiny_model import TinyModel
 from chaos.sim.modelled.training import SampleCounts
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.state import AppliedState
+from elastic_train.parallel.group import Group
 
 
 class RealSum(SampleCounts):
     """Stand-in for `GradientSum`: the sum of the state's shards, plus the lanes' samples."""
 
-    def __init__(self, state: AppliedState, group: SimGroup, num_lanes: int) -> None:
+    def __init__(self, state: AppliedState, owners: SimGroup, column: Group, num_lanes: int) -> None:
         model = state.model
         assert isinstance(model, TinyModel), "the one real model that is simulated"
-        super().__init__(len(model.counts), group)
-        self._model, self._sum = model, state.shards.sum_of(group, num_lanes)
+        super().__init__(len(model.counts), owners)
+        self._model, self._sum = model, state.shards.sum_of(owners, num_lanes, column=column)
 
     def begin(self) -> None:
         super().begin()

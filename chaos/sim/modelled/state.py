@@ -22,6 +22,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
+from elastic_train.job import gradient_norm
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts
 from elastic_train.job.commit_pieces import CommitPieces
@@ -173,7 +174,7 @@ class ModelledState:
         return self.reached.coverage
 
     def measure(self) -> Tensor:
-        return self.shards.measure()
+        return gradient_norm.measured(self.shards.table, self.shards.share.measure())
 
     def hold(self, facts: StepFacts, measured: Tensor) -> None:
         self.pending = Pending(facts, measured)
@@ -198,7 +199,8 @@ class ModelledState:
         self.reached = reached
 
     def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
-        self.shards.take(fill)
+        shards = self.shards
+        shards.share.take(fill, shards.cut.cuts, shards.place, keeps_rates=False)
         self.reached = reached
 
 

@@ -166,7 +166,9 @@ class Auditor:
 
         Collective over all ranks of the world.
         """
-        with self._state.shards.computing(replicas):
+        context = self._mesh.cell.context
+        ranks = [replica * context + at for replica in replicas for at in range(context)]
+        with self._state.shards.share.computing(ranks):  # they may need other ranks' shards
             return self._compute_here(audit, holes) if self._mesh.replica in replicas else _NOTHING
 
     def _compute_here(self, audit: Audit, holes: Sequence[Hole]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from elastic_train.core.mesh import ranks_by_part
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
@@ -52,24 +53,20 @@ def gather_peer_states(
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
-    norm, retained = _bits(state.reached.norm), _encoded_arcs(shards.share.retained.arcs)
-    mine = [*state.place, _encoded(shards.seat), list(path), pending, shards.trained_in, norm, may_hold, retained]
+    table, norm, retained = shards.seated, _bits(state.reached.norm), _encoded_arcs(shards.share.retained.arcs)
+    seat = _encoded(None if table is None else table.seat)
+    mine = [*state.place, seat, list(path), pending, shards.trained_in, norm, may_hold, retained]
     brought = _read(group.all_gather_objects(mine))
-    able = {shards.column_of(rank) for rank, one in enumerate(brought) if one.may_hold}
-    if len(able) == len(shards.columns):
+    parts = [shards.cell.holder_of(rank)[0] for rank in range(len(brought))]
+    able = {parts[rank] for rank, one in enumerate(brought) if one.may_hold}
+    if len(able) == shards.cell.num_parts:
         return brought
-    columns = map(shards.column_of, range(len(brought)))
-    return [
-        one if column in able else replace(one, may_hold=True) for column, one in zip(columns, brought, strict=True)
-    ]
+    return [one if part in able else replace(one, may_hold=True) for part, one in zip(parts, brought, strict=True)]
 
 
 def by_column(shards: StateShards, brought: Sequence[PeerState]) -> list[list[PeerState]]:
     """Return the states of each column's ranks."""
-    found: list[list[PeerState]] = [[] for _ in shards.columns]
-    for rank, one in enumerate(brought):
-        found[shards.column_of(rank)].append(one)
-    return found
+    return [[brought[rank] for rank in ranks] for ranks in ranks_by_part(len(brought), shards.cell)]
 
 
 def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
@@ -108,7 +105,7 @@ def _num_missing(shards: StateShards, brought: Sequence[PeerState], place: Place
     A column without ranks at that place counts as missing at least one.
     """
     missing = 0
-    for column, of_column in zip(shards.columns, by_column(shards, brought), strict=True):
+    for column, of_column in zip(shards.parts.columns, by_column(shards, brought), strict=True):
         there = [one for one in of_column if place in (one.place, comes_to(one) if one.pending else None)]
         missing += max(column.missing(map(all_arcs_of, there)), 0 if there else 1)
     return missing

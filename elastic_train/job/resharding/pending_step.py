@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.mesh import ranks_by_part
 from elastic_train.job import gradient_norm
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
-from elastic_train.placement.seats import Seat
 
 
 def roll_forward(
@@ -41,22 +41,19 @@ def roll_forward(
     if not able:
         state.drop_pending()
         return brought
-    holders = [(rank, _trained_by(shards, rank, brought[rank].seat)) for rank in able]
-    by_part: list[list[tuple[int, Int64s]]] = [[] for _ in shards.columns]
-    for rank, grains in holders:
-        by_part[shards.column_of(rank)].append((rank, grains))
+    trained = dict[int, Int64s]()
+    by_part: list[list[tuple[int, Int64s]]] = [[] for _ in shards.parts.columns]
+    for rank in able:
+        part, _ = shards.cell.holder_of(rank)
+        trained[rank] = shards.parts.columns[part].trained_by(brought[rank].seat)
+        by_part[part].append((rank, trained[rank]))
     mine = torch.zeros(0, dtype=torch.float64)
     if group.rank in able:
         assert state.pending is not None, "this rank has said so"
-        mine = state.pending.measured[: _trained_by(shards, group.rank, shards.seat).size]
-    rows = group.all_gather(gradient_norm.padded(mine, max(grains.size for _, grains in holders)))
+        mine = state.pending.measured[: trained[group.rank].size]
+    rows = group.all_gather(gradient_norm.padded(mine, max(grains.size for grains in trained.values())))
     norm = gradient_norm.norm_of_rows(rows, shards.parts, by_part)
     return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
-
-
-def _trained_by(shards: StateShards, rank: int, seat: Seat | None) -> Int64s:
-    """Return the grains of its column that a rank holds and updates."""
-    return shards.columns[shards.column_of(rank)].trained_by(seat)
 
 
 def _all_left(shards: StateShards, brought: Sequence[PeerState], ahead: Sequence[int], term: int) -> list[int]:
@@ -66,8 +63,8 @@ def _all_left(shards: StateShards, brought: Sequence[PeerState], ahead: Sequence
     left = [rank for rank in ahead if brought[rank].trained_in == term]
     if any(brought[rank].pending != term for rank in left):
         return []
-    for number, column in enumerate(shards.columns):
-        of_column = [brought[rank] for rank in left if shards.column_of(rank) == number]
+    for column, ranks in zip(shards.parts.columns, ranks_by_part(len(brought), shards.cell), strict=True):
+        of_column = [brought[rank] for rank in left if rank in ranks]
         trained = column.layout.trained
         held = [column.trained_by(one.seat) for one in of_column]
         is_known = np.unique(np.concatenate([trained[:0], *held])).size == trained.size

@@ -10,17 +10,17 @@ from elastic_train.parallel.group import Group
 from elastic_train.system.wording import counted
 
 
-def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None, column: Group) -> None:
+def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None) -> None:
     """Take the place that a world assigns to this rank; drop its state if it belongs to another part.
 
-    `cell` has the ranks of this rank's cell, None if it is alone, and `column` those with the same part.
+    `cell` has the ranks of this rank's cell, None if it is alone.
     """
     shards = state.shards
     holds_it, is_first = shards.holds_part_of(mesh), shards.cut.place is None
     if not holds_it and not is_first:
         state.begin_again()
     has_them = holds_it or (is_first and shards.cut.has_weights)
-    shards.enter(mesh, cell, column, None if has_them else plan.first_weights())
+    shards.enter(mesh, cell, None if has_them else plan.first_weights())
 
 
 def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:

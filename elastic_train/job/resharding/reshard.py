@@ -83,7 +83,7 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     if given is not None:
         counts = state.adopt(*given)
     arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
-    shards.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+    share.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
     if share.circle.length:  # the column is sharded
         column.barrier()
@@ -104,7 +104,7 @@ def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerSt
     share, table = shards.share, _table(shards, column, brought, None)
     runs = share.room_for(table.seating())
     share.begin(runs, from_commit=not begins)
-    shards.sit(table, runs, [0.0] * len(share.optimizer.param_groups))
+    share.sit(table, runs, [0.0] * len(share.optimizer.param_groups))
 
 
 def give_state(column: Group, state: AppliedState, takers: Sequence[int]) -> None:

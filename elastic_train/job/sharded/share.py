@@ -32,8 +32,9 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tr
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
 from elastic_train.placement.holdings import Column, Run
-from elastic_train.placement.norm import in_memory_order
+from elastic_train.placement.norm import clip_factor, in_memory_order
 from elastic_train.placement.seating import Seating
+from elastic_train.placement.table import Table
 
 T = TypeVar("T")
 
@@ -76,6 +77,8 @@ class Share:
         self.model, self.optimizer, self.column = model, optimizer, column
         self.layout, self.circle = column
         self.retained = Retained()
+        self.table: Table | None = None
+        """Holdings of all ranks in the world in which this rank took its seat."""
 
     def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Start a run with weights that come one by one, for a model built without weights."""
@@ -104,16 +107,23 @@ class Share:
 
     def sit(
         self,
-        seating: Seating,
-        runs: Sequence[HeldRun],
+        table: Table,
+        runs: Sequence[HeldRun] = (),
         num_updates: Sequence[float] | None = None,
         retained: Retained | None = None,
     ) -> None:
-        """Take a seat; its weights are in place, and `runs` has its moments.
+        """Take the seat of a table; its weights are in place, and `runs` has its moments.
 
         `num_updates` is the number of updates of each parameter group, by default unchanged. `retained` is the old
         shard, kept until all peers have received theirs.
         """
+        self.table = table
+
+    @property
+    def seated(self) -> Table:
+        """The table of the current seat; fails before the first one."""
+        assert self.table is not None, "no seat has been taken"
+        return self.table
 
     def common(self) -> State:
         """Return the state that is equal on all ranks of the column, for a rank that has none."""
@@ -191,9 +201,15 @@ class Share:
         """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
         raise NotImplementedError
 
-    def clip(self, factor: float) -> None:
-        """Multiply the reduced gradients by a factor."""
+    def reduced(self) -> Iterator[Tensor]:
+        """Yield the reduced gradients of what this rank updates."""
         raise NotImplementedError
+
+    def clip(self, limit: float, norm: float) -> None:
+        """Scale the reduced gradients so that their norm, now `norm`, is at most `limit`."""
+        if (factor := clip_factor(norm, limit)) != 1.0:
+            for gradient in self.reduced():
+                gradient.mul_(factor)
 
     def tensors(self) -> Iterator[OfPart]:
         """Yield the tensors held besides the model's own weights, each with its category of memory."""
@@ -326,10 +342,8 @@ class WholeShare(Share):
         named = self.model.named_parameters()
         return squares_of_tensors((one.grad, self._cuts[name]) for name, one in named if one.grad is not None)
 
-    def clip(self, factor: float) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    def reduced(self) -> Iterator[Tensor]:
+        return (one.grad for one in self.model.parameters() if one.grad is not None)
 
     def tensors(self) -> Iterator[OfPart]:
         for kept in self.optimizer.state.values():

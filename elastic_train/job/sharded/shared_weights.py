@@ -13,6 +13,7 @@ from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.checkpoint.format.weights_digest import SHA256_BYTES, digest_of, join_digests
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.sharded.held_tree import Held, spans_of
+from elastic_train.job.sharded.share import Share
 from elastic_train.parallel.group import Group
 from elastic_train.placement.digest import digests_of, tensor_digests
 from elastic_train.placement.grains import Layout
@@ -20,51 +21,51 @@ from elastic_train.placement.holdings import Run
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
-WeightsAt = Callable[[int, int, int], Tensor]
-"""Function of (tensor number, lo, hi) that returns this rank's memory of elements [lo, hi) of a tensor of its part.
 
-The elements are in memory order, and lie in grains of one section that the rank has.
-"""
-
-
-def checksums(table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> list[int]:
+def checksums(share: Share) -> list[int]:
     """Return a checksum of each set of weights that this rank shares with the same other ranks, by `in_common`."""
-    sets = table.weights_in_common.of_rank[table.rank].tolist()
-    by_name = (checksums_by_name(table, one, weights_at, buffers) for one in sets)
+    table = share.seated
+    by_name = (checksums_by_name(share, one) for one in table.weights_in_common.of_rank[table.rank].tolist())
     return [crc32(np.array(list(found.values()), dtype=np.int64).tobytes()) for found in by_name]
 
 
-def checksums_by_name(table: Table, which: int, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> dict[str, int]:
+def checksums_by_name(share: Share, which: int) -> dict[str, int]:
     """Return the CRC-32 of this rank's part of each tensor in a set of weights; empty if it has none of the set."""
-    set_of, found = table.weights_in_common.set_of, dict[str, int]()
+    table, found = share.seated, dict[str, int]()
+    set_of = table.weights_in_common.set_of
     grains = table.weights[table.rank][set_of[_numbers(table)] == which]
-    tensors = table.parts.columns[table.part].layout.tensors
-    for number, _, memory in _stretches(table, grains, weights_at):
-        name = tensors[number].names[0]
+    for number, _, memory in _stretches(share, grains):
+        name = share.layout.tensors[number].names[0]
         found[name] = crc32(_content(memory), found.get(name, 0))
     if set_of[-1] == which:
-        found |= {name: crc32(_content(tensor)) for name, tensor in buffers.items()}
+        found |= {name: crc32(_content(tensor)) for name, tensor in _buffers(share).items()}
     return found
 
 
-def digest_of_all(group: Group | None, table: Table, weights_at: WeightsAt, buffers: Mapping[str, Tensor]) -> str:
+def digest_of_all(group: Group | None, share: Share) -> str:
     """Return the digest of all weights, on every rank; each grain is hashed by one rank that has it.
 
     Without a group, return this rank's own digest, or "" if it does not have all weights.
     """
+    table = share.seated
     parts, is_alone = table.parts, table.has_all_weights
     if group is None and not is_alone:
         return ""
     owned = [_numbers(table)] if is_alone else table.weights_owned()
     owned = [numbers[parts.is_saved[numbers]] for numbers in owned]
     mine = owned[0 if is_alone else table.rank]
-    digests = dict(zip(mine.tolist(), _grain_digests(table, mine, weights_at), strict=True))
+    digests = dict(zip(mine.tolist(), _grain_digests(share, mine), strict=True))
     if group is not None and not is_alone:
         digests = _gathered(group, owned, digests)
-    named = {name: digest_of(tensor) for name, tensor in buffers.items()}
+    named = {name: digest_of(tensor) for name, tensor in _buffers(share).items()}
     tensors = [one for one in parts.layout.tensors if parts.is_saved[one.grains.start : one.grains.stop].all()]
     found = tensor_digests(Layout(tuple(tensors), parts.layout.flats), digests)
     return join_digests({name: one for name, one in found.items() if name in parts.saved} | named)
+
+
+def _buffers(share: Share) -> Mapping[str, Tensor]:
+    """Return the saved tensors that are not parameters, by name; every rank has them."""
+    return {name: one for name, one in share.model.state_dict().items() if name not in share.layout.numbers}
 
 
 def _numbers(table: Table) -> Int64s:
@@ -72,20 +73,20 @@ def _numbers(table: Table) -> Int64s:
     return table.parts.numbers[table.part][table.weights[table.rank]]
 
 
-def _stretches(table: Table, grains: Int64s, weights_at: WeightsAt) -> Iterator[tuple[int, Sequence[int], Tensor]]:
+def _stretches(share: Share, grains: Int64s) -> Iterator[tuple[int, Sequence[int], Tensor]]:
     """Yield, per run of adjacent grains, the tensor's number, the grains' bounds, and the memory."""
-    layout = table.parts.columns[table.part].layout
-    for number, spans in spans_of(layout, Held(grains, table.sections())).items():
-        bounds = layout.tensors[number].bounds
+    for number, spans in spans_of(share.layout, Held(grains, share.seated.sections())).items():
+        bounds = share.layout.tensors[number].bounds
         for lo, hi in spans:
             first, last = np.searchsorted(bounds, [lo, hi]).tolist()
-            yield number, [at - lo for at in bounds[first : last + 1]], weights_at(number, lo, hi)
+            yield number, [at - lo for at in bounds[first : last + 1]], share.weights_at(number, lo, hi)
 
 
-def _grain_digests(table: Table, numbers: Int64s, weights_at: WeightsAt) -> Iterator[bytes]:
+def _grain_digests(share: Share, numbers: Int64s) -> Iterator[bytes]:
     """Yield the SHA-256 of this rank's grains, in order."""
+    table = share.seated
     grains = np.flatnonzero(np.isin(table.parts.numbers[table.part], numbers, assume_unique=True))
-    for _, bounds, tensor in _stretches(table, grains, weights_at):
+    for _, bounds, tensor in _stretches(share, grains):
         yield from digests_of(_content(tensor), tensor.dtype.itemsize, bounds)
 
 

@@ -53,6 +53,7 @@ from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Column, Run, grains_side_by_side, runs_of
 from elastic_train.placement.seating import Seating
+from elastic_train.placement.table import Table
 
 T = TypeVar("T")
 
@@ -78,7 +79,6 @@ class Zero1Share(Share):
         self.flat, self._bucket_bytes, self._wire = FlatModel(model, self.layout), bucket_bytes, wire
         self.make_gradients()
         self.settings = Settings(model, optimizer, scheduler, scaler)
-        self.seating: Seating | None = None
         self._runs: list[HeldRun] = []
         self._named: Mapping[str, TensorPieces] | None = None
         self._names, self._slots = names_of(model, optimizer), slots
@@ -138,14 +138,14 @@ class Zero1Share(Share):
 
     def sit(
         self,
-        seating: Seating,
-        runs: Sequence[HeldRun],
+        table: Table,
+        runs: Sequence[HeldRun] = (),
         num_updates: Sequence[float] | None = None,
         retained: Retained | None = None,
     ) -> None:
         counts = self.settings.num_updates() if num_updates is None else list(num_updates)
         self.retained = retained or Retained()
-        self.seating, self._runs, self._named = seating, list(runs), None
+        self.table, self._runs, self._named = table, list(runs), None
         self.make_room()
         self.optimizer.state.clear()
         self._updated = []
@@ -164,7 +164,7 @@ class Zero1Share(Share):
         """Bind the held runs' gradients to the optimizer's parameters and to the norm."""
         for one in self._updated:
             one.parameter.grad = shaped(self.gradients_at(one.held.run), one.whole)
-        trained = self.seated.trained[self.seated.rank]
+        trained = self.seating.trained[self.seating.rank]
         runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
         self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
 
@@ -205,16 +205,16 @@ class Zero1Share(Share):
     def seating_of_all(self, ranks: Group, repeats: int) -> Seating:
         """Return the seats of `ranks`, where `repeats` neighbours each stand for one rank of the column."""
         if repeats == 1:
-            return self.seated
-        seats = [seat for seat in self.seated.seats for _ in range(repeats)]
+            return self.seating
+        seats = [seat for seat in self.seating.seats for _ in range(repeats)]
         return Seating(*self.column, seats, ranks.rank)
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
-        self._share(column, self.seated.holdings if everything else self.seated.trained, self.flat.weights_at)
+        self._share(column, self.seating.holdings if everything else self.seating.trained, self.flat.weights_at)
 
     def _share(self, group: Group, holdings: Sequence[Int64s], at: Callable[[Run], Tensor]) -> None:
         """All-gather held runs within this copy into whole vectors; `holdings` has the grains of each rank."""
-        ranks, rank = self.seated.neighbours(), self.seated.rank
+        ranks, rank = self.seating.neighbours(), self.seating.rank
         runs = {one: runs_of(self.layout, holdings[one]) for one in (*ranks, rank)}
         sends = [(to, at(run)) for to in ranks for run in runs[rank]]
         receives = [(giver, at(run)) for giver in ranks[::-1] for run in runs[giver]]
@@ -230,16 +230,15 @@ class Zero1Share(Share):
         vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in self._trained_flats()}
         for one in self.trained_runs:
             vectors[one.run.flat][one.run.lo : one.run.hi].copy_(one.moments[AVERAGE])
-        self._share(column, self.seated.trained, lambda run: vectors[run.flat][run.lo : run.hi])
+        self._share(column, self.seating.trained, lambda run: vectors[run.flat][run.lo : run.hi])
         with self.flat.showing(vectors):
             yield
 
     def _trained_flats(self) -> list[int]:
         return [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
 
-    def clip(self, factor: float) -> None:
-        for one in self.trained_runs:
-            self.gradients_at(one.run).mul_(factor)
+    def reduced(self) -> Iterator[Tensor]:
+        return (self.gradients_at(one.run) for one in self.trained_runs)
 
     def tensors(self) -> Iterator[OfPart]:
         for one in (*self._runs, *self.retained.runs):
@@ -297,7 +296,7 @@ class Zero1Share(Share):
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; cached until the seat changes."""
         if self._named is None:
-            spans = spans_of(self.layout, Held(self.seated.held, self.seated.sections_of(self.seated.rank)))
+            spans = spans_of(self.layout, Held(self.seating.held, self.seating.sections_of(self.seating.rank)))
             self._named = {}
             for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
@@ -309,10 +308,9 @@ class Zero1Share(Share):
         return self._named
 
     @property
-    def seated(self) -> Seating:
-        """The current seating; fails before the first seat."""
-        assert self.seating is not None, "no seat has been taken"
-        return self.seating
+    def seating(self) -> Seating:
+        """The seats of the column."""
+        return self.seated.seating()
 
     @property
     def trained_runs(self) -> list[HeldRun]:

@@ -92,7 +92,7 @@ class Zero3Share(Zero2Share):
         self._units = None
 
     def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
-        self._by_unit, seating, held = by_unit, self.seated, {one.run: one for one in self.runs}
+        self._by_unit, seating, held = by_unit, self.seating, {one.run: one for one in self.runs}
         units = self.flat.blocks() if by_unit else ([], self.flat.everything())
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
@@ -141,7 +141,7 @@ class Zero3Share(Zero2Share):
     def make_whole(self, column: Group, num_ranks: int = 1) -> None:
         if column.rank < num_ranks:
             self.flat.allocate()
-        gather_whole(column, self.seated, self._given_at, self.flat.weights_at, num_ranks)
+        gather_whole(column, self.seating, self._given_at, self.flat.weights_at, num_ranks)
 
     def held_weights(self) -> State:
         whole = super().held_weights()

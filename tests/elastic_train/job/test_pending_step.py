@@ -66,7 +66,7 @@ def make_state(mesh: Mesh, step: int) -> AppliedState:
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
     plan = CellPlan({"0": "column"}, dims={"0.weight": 0, "0.bias": 0})
     state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), plan, plan.dims)
-    state.shards.enter(mesh, Group(0, 1, None, 1.0), Group(0, 1, None, 1.0), None)
+    state.shards.enter(mesh, Group(0, 1, None, 1.0))
     state.shards.trained_in = TERM
     place_gradients(list(model.parameters()))
     part = state.shards.cut.cuts["0.weight"].part_of

@@ -87,7 +87,7 @@ def member(
             if shards != "none":
                 num_weights = sum(one.numel() for one in state.model.parameters())
                 seen.append([elements_held(state), num_weights, elements_of_gradients(state)])
-            state.shards.make_whole(ranks.world)
+            state.shards.make_whole(ranks.column)
             if ranks.world.rank == 0:
                 assert weights_digest(state.model, state.layout.dims) == seen[-1 - (shards != "none")][2], (
                     "as a task is given it in the end"
@@ -362,7 +362,7 @@ def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
                 state.hold(facts_of(state, 1), measured)
                 raise
             state.apply(facts_of(state, 1), gradient_norm.norm_of(gathered, state.shards.table))
-            state.shards.refresh(world)
+            state.shards.share.refresh(ranks.column)
         world.close()
     except PeerLostError:
         assert world is not None

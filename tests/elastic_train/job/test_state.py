@@ -47,7 +47,7 @@ def measured(state: AppliedState, gradient: float) -> Tensor:
 
 def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20) -> AppliedState:
     """Return a state of another configuration that has restored this one as from a commit."""
-    saved, other = copy.deepcopy(state.shards.held()), built(config, total_steps)
+    saved, other = copy.deepcopy(state.shards.share.held()), built(config, total_steps)
 
     def fill(tensors: State) -> None:
         tensors.update(saved)
@@ -124,7 +124,7 @@ def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
     state, other = built(OptimizerConfig()), built(OptimizerConfig())
     flats = place_gradients(list(other.model.parameters()))[0]
     step(state)
-    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.held())), state.reached)
+    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.share.held())), state.reached)
     other.model(torch.ones(1, 4)).sum().backward()
     assert [parameter.grad.abs().sum() for parameter in other.model.parameters()] == [4 * 2, 2]  # type: ignore[union-attr]
     assert sum(float(flat.abs().sum()) for flat in flats) == 4 * 2 + 2
@@ -140,10 +140,10 @@ def test_what_may_be_cut_is_stored_in_the_order_of_its_parts_after_a_restoration
         assert parameter.grad is not None
         parameter.grad.copy_(torch.randn(parameter.shape))
     one.apply(StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount()), one.measure())
-    saved = {path: leaf.contiguous() for path, leaf in leaves_of(one.shards.held()) if isinstance(leaf, Tensor)}
+    saved = {path: leaf.contiguous() for path, leaf in leaves_of(one.shards.share.held()) if isinstance(leaf, Tensor)}
 
     def fill(tree: State) -> None:
-        tree.update(copy.deepcopy(one.shards.held()))
+        tree.update(copy.deepcopy(one.shards.share.held()))
         for path, leaf in saved.items():
             place = tree
             for key in path[:-1]:
@@ -164,7 +164,7 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     """A non-finite loss or gradient changes nothing but the progress."""
     state = built(OptimizerConfig(warmup_steps=0, schedule="constant"))
     step(state)
-    before = copy.deepcopy(state.shards.held())
+    before = copy.deepcopy(state.shards.share.held())
     for value, loss in ((math.inf, 1.0), (0.25, math.nan)):
         for parameter in state.model.parameters():
             parameter.grad = torch.full_like(parameter, value)
@@ -172,7 +172,7 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
             StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss), state.measure()
         )
     assert (state.step, state.reached.skipped_steps, state.reached.num_nonfinite) == (3, ((1, 3),), 2)
-    after = state.shards.held()
+    after = state.shards.share.held()
     for part in ("model", "optimizer"):
         for (path, tensor), (_, was) in zip(leaves_of(after[part]), leaves_of(before[part]), strict=True):  # type: ignore[arg-type]
             assert not isinstance(tensor, torch.Tensor) or torch.equal(tensor, was), path  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out
         facts = StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount(), loss=loss)
         state.apply(facts, measured(state, gradient))
     other = built(config, is_fp16=leaves_out == "overflow")
-    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.held())), state.reached, keeps_rates=True)
+    other.restore(lambda tree: tree.update(copy.deepcopy(state.shards.share.held())), state.reached, keeps_rates=True)
     for one in (state, other):
         assert (one.step, one.num_updates) == (3, 0)
         step(one)
@@ -235,7 +235,7 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
     state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
     squares = squares_of_tensors((gradient, None) for gradient in before)
     assert len(squares) == state.layout.trained.size
-    state.shards.clip(limit, norm := state.measure())
+    state.shards.share.clip(limit, float(norm := state.measure()))
     assert norm == total_norm(squares.numpy())
     factor = clip_factor(float(norm), limit)
     for parameter, gradient in zip(trained, before, strict=True):

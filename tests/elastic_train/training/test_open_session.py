@@ -70,7 +70,7 @@ def test_the_state_is_committed_however_the_wait_for_a_world_ends(error: Elastic
     def commit(term: int, parent: CommitRecord | None, *intervals: tuple[int, int, int]) -> CommitRecord:
         state = state_of(*intervals)
         writer = CommitWriter(store, StoreFence(store), term, parent)
-        return writer.save(state.shards.held(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+        return writer.save(state.shards.share.held(), describe_commit(plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
 
     ancestor = commit(1, None, (1, 0, 3))
     commit(1, ancestor, (1, 0, 6))  # term 2 continued from step 4 meanwhile
@@ -94,8 +94,8 @@ def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_pat
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     writer = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
-    older = writer.save(state.shards.held(), replace(facts, step=6), (Interval(1, 0, 6),))
-    damaged = writer.save(state.shards.held(), facts, state.reached.intervals)
+    older = writer.save(state.shards.share.held(), replace(facts, step=6), (Interval(1, 0, 6),))
+    damaged = writer.save(state.shards.share.held(), facts, state.reached.intervals)
     next(iter((tmp_path / damaged.attempt).iterdir())).unlink()
     commit_alone(plan, state, SaveMemory())  # type: ignore[arg-type]
     head = discover(store).head
@@ -110,7 +110,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
     plan, store, state = plan_of(tmp_path), open_store(str(tmp_path)), state_of((1, 0, 9))
     facts = describe_commit(plan, state, 1)  # type: ignore[arg-type]
     earlier = CommitWriter(store, StoreFence(store), StoreFence(store).claim(), None)
-    first = earlier.save(state.shards.held(), replace(facts, step=6), (Interval(1, 0, 6),))
+    first = earlier.save(state.shards.share.held(), replace(facts, step=6), (Interval(1, 0, 6),))
     may_continues, is_hung = threading.Event(), threading.Event()
 
     def hang(*_: object) -> bool:
@@ -171,7 +171,8 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     may_answer = threading.Event()
     is_asked.clear()
     saves = open_saves(process, world, None)  # type: ignore[arg-type]
-    saves.begin(state.shards.held(), describe_commit(plan_of(tmp_path), state, world_size=1), state.reached.intervals)  # type: ignore[arg-type]
+    facts = describe_commit(plan_of(tmp_path), state, world_size=1)  # type: ignore[arg-type]
+    saves.begin(state.shards.share.held(), facts, state.reached.intervals)
     assert is_asked.wait(PATIENCE_S)
     time.sleep(10 * deadline.ANSWER_S)
     may_answer.set()

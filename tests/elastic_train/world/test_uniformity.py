@@ -267,7 +267,7 @@ def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_ea
     if rank in wrong:
         model.head.data[1] = rank + 1
     shards = build_state(model, OptimizerConfig(), 8, "cpu", is_fp16=False).shards
-    shards.enter(Mesh(rank, size), None, group)
+    shards.enter(Mesh(rank, size), None)
 
     def lost(value: object) -> list[object]:
         raise PeerLostError("the others have ended")

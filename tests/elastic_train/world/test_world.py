@@ -65,7 +65,8 @@ class Job:
         state = state_of(*intervals)
         commits = CommitWriter(self.store, self.fence, self.fence.claim(intervals[-1][0]), parent)
         try:
-            return commits.save(state.shards.held(), describe_commit(self.plan, state, 1), state.reached.intervals)  # type: ignore[arg-type]
+            facts = describe_commit(self.plan, state, 1)  # type: ignore[arg-type]
+            return commits.save(state.shards.share.held(), facts, state.reached.intervals)
         except FenceNotUpdated as error:
             return error.commit
 

@@ -42,20 +42,20 @@ def arrange_crossed(
     return replace(found, cells=tuple(crossed))
 
 
-def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group, holders: Group) -> None:
+def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group) -> None:
     """Keep the parameter shard of the old place after moving to a new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
-    _TAKE_PLACE(plan, state, mesh, cell, holders)  # type: ignore[arg-type]  # what is simulated in their place
+    _TAKE_PLACE(plan, state, mesh, cell)  # type: ignore[arg-type]  # what is simulated in their place
 
 
 def nothing_is_missing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Treat a step as complete if every shard column has one rank that holds it."""
     furthest = max(one.place for one in brought)
-    there = {shards.column_of(rank) for rank, one in enumerate(brought) if one.place == furthest}
-    return [
-        one if shards.column_of(rank) in there else replace(one, place=furthest) for rank, one in enumerate(brought)
-    ], 0
+    parts = [shards.cell.holder_of(rank)[0] for rank in range(len(brought))]
+    there = {part for part, one in zip(parts, brought, strict=True) if one.place == furthest}
+    pairs = zip(parts, brought, strict=True)
+    return [one if part in there else replace(one, place=furthest) for part, one in pairs], 0
 
 
 def arrange_without_a_stage(

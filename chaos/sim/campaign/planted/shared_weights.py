@@ -52,7 +52,7 @@ def move_all_but_a_joiners_weights(
     """Leave the weights of a joining rank unchanged: it receives moments only."""
     first = [one.weights.clone() for one in runs]
     arrived = _MOVE(group, shards, seating, plan, runs, old)
-    for one, weights in zip(runs, first, strict=True) if shards.seating is None else ():
+    for one, weights in zip(runs, first, strict=True) if shards.table is None else ():
         one.weights.copy_(weights)
     return arrived
 

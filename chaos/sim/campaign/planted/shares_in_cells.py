@@ -42,8 +42,8 @@ def rolled_forward_by_column(
     if not late:
         return _ROLL_FORWARD(group, state, shards, brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
-    columns = {shards.column_of(rank) for rank in ahead}
-    near = [rank for rank in late if shards.column_of(rank) in columns]
+    parts = {shards.cell.holder_of(rank)[0] for rank in ahead}
+    near = [rank for rank in late if shards.cell.holder_of(rank)[0] in parts]
     norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
     return pending_step._apply(group, state, brought, near, norm, furthest)
 

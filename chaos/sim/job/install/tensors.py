@@ -33,6 +33,7 @@ from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LaneSums
 from elastic_train.training.turns import ForwardOutput
 from elastic_train.world import uniformity
+from elastic_train.world.world import World
 
 _FORWARD = turns._Turns.forward
 _NORM_OF = gradient_norm.norm_of
@@ -45,14 +46,14 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
 
     coverage_of_lane = memory_of(training.sums_of, NUM_LANES_READ)
 
-    def gradient_sum(
-        state: ModelledState | AppliedState, kind: str, group: SimGroup, lanes: int
-    ) -> training.SampleCounts:
+    def gradient_sum(state: ModelledState | AppliedState, kind: str, world: World, lanes: int) -> training.SampleCounts:
+        owners = world.owners
+        assert isinstance(owners, SimGroup), "all groups are simulated"
         if isinstance(state, AppliedState):
-            return RealSum(state, group, lanes)
+            return RealSum(state, owners, world.holders, lanes)
         if host.shape.vectors:
-            return training.VectorSum(state.model, group, lanes)
-        return training.ModelledSum(state.model, group)
+            return training.VectorSum(state.model, owners, lanes)
+        return training.ModelledSum(state.model, owners)
 
     def forward(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
         sums = session.gradients

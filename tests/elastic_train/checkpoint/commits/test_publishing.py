@@ -26,7 +26,6 @@ from elastic_train.job.build import build_state
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import TrainProgress
-from elastic_train.parallel.group import Group
 from elastic_train.placement.seats import seats_of
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.world.fencing import StoreFence
@@ -286,12 +285,12 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     table = state.shards.seated_at(seats_of([("0",), ("1",)], 1), rank=1, size=2)
-    state.shards.sit(table, shards.room_for(table.seating()), [0.0, 0.0])
+    shards.sit(table, shards.room_for(table.seating()), [0.0, 0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = state.shards.seated_at(seats_of([("0",)], 1), rank=0, size=1)
-    state.shards.enter(Mesh(1, 2), None, Group(0, 1, None, 1.0))  # a world that gives it another rank, and no seat
-    state.shards.sit(alone, shards.room_for(alone.seating()), [0.0, 0.0])
+    state.shards.enter(Mesh(1, 2), None)  # a world that gives it another rank, and no seat
+    shards.sit(alone, shards.room_for(alone.seating()), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8

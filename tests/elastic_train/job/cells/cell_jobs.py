@@ -155,7 +155,7 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
     sequence = bool(state.shards.cut.plan.shares_tokens)
     first = lambda: build("none", cell=shape, sequence=sequence).model.state_dict().items()  # noqa: E731
     plan = SimpleNamespace(first_weights=first)
-    take_place(plan, state, ranks.mesh, ranks.cell, ranks.column)  # type: ignore[arg-type]
+    take_place(plan, state, ranks.mesh, ranks.cell)  # type: ignore[arg-type]
     brought = gather_peer_states(ranks.world, state, state.shards, ("", str(who)))
     kept, num_lost = leave_out_unfinished(state.shards, brought)
     if num_lost:
@@ -169,7 +169,7 @@ def enter(ranks: Ranks, state: AppliedState, who: int, term: int) -> int:
 def compute(ranks: Ranks, state: AppliedState, schedule: Kind = "1f1b") -> Tensor:
     """Compute the next step's gradient; return this rank's measurements of it."""
     assigned = state.shards.table.assigned(NUM_LANES)
-    lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES)
+    lanes, gradients = assigned[ranks.mesh.owner], state.shards.sum_of(ranks.owners, NUM_LANES, column=ranks.column)
     if not isinstance(state.model, Decoder):
         return compute_lanes(state, lanes, gradients, ranks.world, ranks.mesh.coordinates.context)
     run_lanes(_session_of(ranks, state, gradients, assigned, schedule), [_batch_of(state, lane) for lane in lanes])
@@ -228,7 +228,7 @@ def train(ranks: Ranks, state: AppliedState, until: int, term: int, schedule: Ki
     while state.step < until:
         measured = compute(ranks, state, schedule)
         state.apply(facts_of(state, term), gradient_norm.norm_of(ranks.world.all_gather(measured), state.shards.table))
-        state.shards.refresh(ranks.world)
+        state.shards.share.refresh(ranks.column)
 
 
 def fingerprint(ranks: Ranks, state: AppliedState) -> str:

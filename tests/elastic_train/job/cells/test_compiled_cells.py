@@ -90,14 +90,15 @@ def enter(plan: Plan, state: AppliedState, group: Group, term: int) -> World:
     nothing: Any = None
     world = World(group, term, nothing, nothing, nothing, nothing, nothing, 0.0, save_store=nothing)
     world = form_cells(world, plan.config.parallel)
-    take_place(plan, state, world.mesh, world.cell, world.holders)
+    take_place(plan, state, world.mesh, world.cell)
     return world
 
 
 def train(plan: Plan, state: AppliedState, world: World) -> str:
     """Apply steps as the training loop does; return the digest of the weights."""
     shards, mesh = state.shards, world.mesh
-    assigned, gradients = mesh.assigned(plan.num_lanes), shards.sum_of(world.owners, plan.num_lanes)
+    assigned = mesh.assigned(plan.num_lanes)
+    gradients = shards.sum_of(world.owners, plan.num_lanes, column=world.holders)
     session: Any = SimpleNamespace(
         plan=plan,
         world=world,

@@ -18,7 +18,7 @@ def restored(rank: int, size: int) -> tuple[bool, bool]:
     state = build("none")
     enter(ranks, state, rank, 1)
     train(ranks, state, 4, 1)
-    saved = copy.deepcopy(state.shards.held())
+    saved = copy.deepcopy(state.shards.share.held())
 
     def fill(tree: State) -> None:
         held = leaves_by_path(saved)

@@ -41,7 +41,7 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
 def trained(group: Group, shards: Shards, recipe: Mapping[str, Any], *, resumes: bool = False) -> list[str]:
     """Return the weights and the averaged model's outputs after each step; resumed after the first if asked."""
     state, found = build(shards, recipe=recipe), list[str]()
-    state.shards.enter(Mesh(group.rank, group.size), None, group)
+    state.shards.enter(Mesh(group.rank, group.size), None)
     if isinstance(state.shards.share, Zero1Share):
         nobody = [PeerState(Place(0, 0), None, ("", str(number))) for number in range(group.size)]
         take_first_seat(group, state.shards, nobody)
@@ -57,7 +57,7 @@ def average(group: Group, state: AppliedState) -> str:
     """Return a digest of the outputs of the model with averaged weights."""
     state.shards.sum_of(group, 7)
     state.model.eval()
-    with torch.no_grad(), state.shards.averaged(group):
+    with torch.no_grad(), state.shards.share.averaged(group):
         [said] = [state.model(torch.arange(300).view(3, 100)) for _ in state.shards.turns(group, iter([0]))]
     state.model.train()
     return hashlib.sha256(bytes_of(said.contiguous())).hexdigest()
@@ -65,7 +65,7 @@ def average(group: Group, state: AppliedState) -> str:
 
 def resumed(state: AppliedState, recipe: Mapping[str, Any]) -> AppliedState:
     """Return another state that has restored this one as from a commit."""
-    saved, other = copy.deepcopy(state.shards.held()), build("none", recipe=recipe)
+    saved, other = copy.deepcopy(state.shards.share.held()), build("none", recipe=recipe)
     other.restore(lambda tensors: tensors.update(saved), state.reached, keeps_rates=True)
     return other
 
@@ -165,10 +165,10 @@ def test_the_model_has_its_weights_again_whatever_ends_a_validation() -> None:
     state, group = build("none", recipe=EMA), Group(0, 1, None, 60)
     for _ in range(2):
         stepped(state)
-    held, digest = copy.deepcopy(state.shards.held()), fingerprint(group, state)
-    with pytest.raises(KeyError), state.shards.averaged(group):
+    held, digest = copy.deepcopy(state.shards.share.held()), fingerprint(group, state)
+    with pytest.raises(KeyError), state.shards.share.averaged(group):
         assert fingerprint(group, state) != digest
         raise KeyError
     assert fingerprint(group, state) == digest
-    again = state.shards.held()
+    again = state.shards.share.held()
     assert all(held["model"][name].equal(value) for name, value in again["model"].items())  # type: ignore[attr-defined,index]

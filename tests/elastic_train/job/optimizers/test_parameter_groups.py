@@ -48,7 +48,7 @@ def step(state: AppliedState, times: int = 1) -> None:
 
 def resumed(state: AppliedState, other: AppliedState) -> AppliedState:
     """Return the other state after it has restored this one as from a commit."""
-    saved = copy.deepcopy(state.shards.held())
+    saved = copy.deepcopy(state.shards.share.held())
     other.restore(lambda tensors: tensors.update(saved), state.reached, keeps_rates=True)
     return other
 
@@ -103,7 +103,7 @@ def test_frozen_parameters_are_saved_and_not_trained() -> None:
     before = weights(state)
     assert sum(flat.numel() for flat in place_gradients(list(state.model.parameters()))[0]) == 3 * 2 + 2
     step(state, times=2)
-    after, saved = weights(state), state.shards.held()
+    after, saved = weights(state), state.shards.share.held()
     assert [torch.equal(before[name], after[name]) for name in (*BODY, *HEAD)] == [True, True, False, False]
     assert list(saved["model"]) == [*BODY, *HEAD] and set(saved["optimizer"]["state"]) == set(HEAD)  # type: ignore[call-overload,index]
 
@@ -194,7 +194,7 @@ def test_a_layer_may_be_frozen_and_thawed_between_runs(name: str, caplog: pytest
     kept = weights(frozen)
     step(frozen, times=2)
     assert all(torch.equal(kept[name], weights(frozen)[name]) for name in BODY)
-    assert set(frozen.shards.held()["optimizer"]["state"]) <= set(HEAD)  # type: ignore[call-overload,index]
+    assert set(frozen.shards.share.held()["optimizer"]["state"]) <= set(HEAD)  # type: ignore[call-overload,index]
     thawed = resumed(frozen, built(config=config))
     assert all(torch.equal(kept[name], weights(thawed)[name]) for name in BODY)
     if name == "adamw":

@@ -130,9 +130,9 @@ def test_a_state_knows_what_has_changed_since_the_commit_that_it_continues() -> 
         (recipe(), recipe(lr=0.5), True),
         (None, recipe(lr=0.5), False),
     ):
-        tree, state = copy.deepcopy(built(saved).shards.held()), built(now)
+        tree, state = copy.deepcopy(built(saved).shards.share.held()), built(now)
         state.restore(lambda into: into.update(tree), TrainProgress(step=2), keeps_rates=True)  # noqa: B023 - called at once
         assert (state.changes is not None) == said
-        again = copy.deepcopy(state.shards.held())
+        again = copy.deepcopy(state.shards.share.held())
         state.restore(lambda into: into.update(again), TrainProgress(step=2), keeps_rates=True)  # noqa: B023 - called at once
         assert state.changes is None

@@ -58,7 +58,7 @@ def test_an_optimizer_goes_on_from_a_commit_and_from_a_peer_with_the_same_bits(
     rehearse(config_of(kind))
     through = built(kind)
     step(through, num_steps)
-    saved, reached = copy.deepcopy(through.shards.held()), through.reached
+    saved, reached = copy.deepcopy(through.shards.share.held()), through.reached
     others = [built(kind), built(kind)]
     step(others[1], 4)
     step(through, 12)
@@ -144,7 +144,7 @@ def test_moments_that_are_wider_than_the_weights_keep_their_type() -> None:
     """Torch's own loading would make them 16-bit and change later updates."""
     through, again = built(WideMoments, torch.bfloat16), built(WideMoments, torch.bfloat16)
     step(through, 3)
-    saved = copy.deepcopy(through.shards.held())
+    saved = copy.deepcopy(through.shards.share.held())
     again.restore(lambda tree: tree.update(saved), through.reached, keeps_rates=True)
     assert {one["m"].dtype for one in again.optimizer.state.values()} == {torch.float32}
     step(through, 3)

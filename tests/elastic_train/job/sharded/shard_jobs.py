@@ -144,7 +144,7 @@ def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> No
     while state.step < until:
         measured = compute(group, state)
         state.apply(facts_of(state, term), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
-        state.shards.refresh(group)
+        state.shards.share.refresh(group)
 
 
 def fingerprint(group: Group, state: AppliedState) -> str:

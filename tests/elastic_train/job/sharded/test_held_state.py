@@ -290,7 +290,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
 
 def averages_of(state: AppliedState) -> dict[str, Tensor]:
     """Return all averages of a rank that holds everything, as vectors."""
-    kept: dict[str, dict[str, Tensor | Pieces]] = state.shards.held()["optimizer"]["state"]  # type: ignore[index, assignment]
+    kept: dict[str, dict[str, Tensor | Pieces]] = state.shards.share.held()["optimizer"]["state"]  # type: ignore[index, assignment]
     averages = {name: one["ema"] for name, one in kept.items()}
     return {
         name: torch.cat([memory for _, memory in sorted(one.held.items())])

@@ -160,7 +160,7 @@ def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, off
 def saved(state: AppliedState) -> dict[tuple[object, ...], object]:
     """Return the tensors that a commit would have, by path."""
     found: dict[tuple[object, ...], object] = {}
-    for path, leaf in leaves_of(state.shards.held()):
+    for path, leaf in leaves_of(state.shards.share.held()):
         if isinstance(leaf, Pieces):
             found |= {(*path, span): memory.tolist() for span, memory in leaf.held.items()}
         else:
@@ -179,7 +179,7 @@ def test_a_commit_right_after_an_update_has_what_it_came_to(shards: Shards, offl
         state = seated(group, shards, offload, seed)
         train(group, state, 2)
         assert saved(state) == saved(plain)
-    tree, other = copy.deepcopy(state.shards.held()), seated(group, shards, offload, seed=3)
+    tree, other = copy.deepcopy(state.shards.share.held()), seated(group, shards, offload, seed=3)
     other.restore(lambda tensors: fill_from(tensors, tree), state.reached)
     for one in (other, plain):
         train(group, one, 3)
@@ -215,7 +215,8 @@ def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, off
         state = seated(group, shards, offload, seed, recipe)
         train(group, state, STEPS)
         assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
-        assert OWN not in state.shards.held()["optimizer"], "nor does Muon within it keep what a block was updated in"
+        held = state.shards.share.held()["optimizer"]
+        assert OWN not in held, "nor does Muon within it keep what a block was updated in"
         largest = -(-301 * 250 // 64) * 64 * 4 * (1 + (offload == "all"))
         offloaded = shards_of(state).offloaded
         assert offloaded is not None and FakeMemory.room_bytes < largest <= offloaded.room_bytes // 2

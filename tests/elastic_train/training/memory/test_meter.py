@@ -154,7 +154,7 @@ def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
     found = {}
     for shards in KINDS:
         group, state = meet(shards, rank, size), build(shards, copies=1)
-        state.shards.enter(Mesh(rank, size), None, group)
+        state.shards.enter(Mesh(rank, size), None)
         if shards != "none":
             take_first_seat(group, state.shards, newcomers(size))
         train(group, state, 1)

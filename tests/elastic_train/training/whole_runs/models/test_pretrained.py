@@ -161,7 +161,7 @@ def test_adapters_alone_are_handed_over(base: Path) -> None:
         for parameter in giver.model.parameters():
             parameter.add_(parameter.requires_grad * torch.randn_like(parameter))
     taker = built(base, "none")
-    given = giver.shards.held()
+    given = giver.shards.share.held()
     assert not any("embed_tokens" in name for name in given["model"])  # type: ignore[attr-defined]
     taker.restore(lambda held: held.update(given), TrainProgress())
     tokens = torch.arange(12).reshape(2, 6)
@@ -178,7 +178,7 @@ def test_a_frozen_base_in_shares_is_what_a_process_begins_with(base: Path) -> No
     nobody = [PeerState(Place(0, 0), None, ("", "0"))]
     take_first_seat(group, state.shards, nobody)  # as before a commit is read
     assert state.shards.digest(group) == whole.shards.digest()
-    assert not any("embed_tokens" in name for name in state.shards.held()["model"])  # type: ignore[attr-defined]
+    assert not any("embed_tokens" in name for name in state.shards.share.held()["model"])  # type: ignore[attr-defined]
     with pytest.raises(StateLostError, match="do not hold the frozen weights"):
         take_first_seat(group, state.shards, nobody)
 
