@@ -24,7 +24,7 @@ from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
-from elastic_train.job.sharded.share import Share, WholeShare
+from elastic_train.job.sharded.share import Share
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.sharded.zero1_share import Zero1Share
@@ -105,10 +105,10 @@ def build_state(
         cut.outline.keys(),
     )
     made = model, optimizer, scheduler, scaler
+    first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
     if parallel.has_shares:
-        make = _by_seat(made, parallel, slots, bucket_bytes)
+        make = _by_seat(made, parallel, first, slots, bucket_bytes)
     else:
-        first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
         make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
     shards = StateShards(
         model=model,
@@ -156,7 +156,7 @@ def columns_of(
 
 
 def _by_seat(
-    made: Made, parallel: ParallelConfig, slots: Sequence[Slots], bucket_bytes: float | None
+    made: Made, parallel: ParallelConfig, first: FirstStates, slots: Sequence[Slots], bucket_bytes: float | None
 ) -> Callable[[Column], Share]:
     """Return a function that makes a column's sharded state; the optimizer still has all of the model's parameters.
 
@@ -177,7 +177,7 @@ def _by_seat(
     def make(column: Column) -> Share:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return kind(*made, column, slots, copies, bucket_bytes, parallel.wire, offload)
+        return kind(*made, column, first, slots, copies, bucket_bytes, parallel.wire, offload)
 
     return make
 
@@ -195,7 +195,7 @@ def _whole(
             for number, group in enumerate(optimizer.param_groups if has_state else ()):
                 optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
             first.forget()
-        return WholeShare(*made, memory, first, column, bucket_bytes)
+        return Share(*made, column, memory, first, bucket_bytes)
 
     return make
 

@@ -139,7 +139,7 @@ class Plan:
         state.compiled = compiled
         state.keep_recipe(Recipe(config.optimizer, self.total_steps, config.compile is True))
         if sketch is not None and not config.parallel.cell.holds_parts:
-            state.shards.share.begin_with(self._initial_weights)
+            state.shards.share.first_weights = self._initial_weights
         return state
 
     def _seed_weights(self) -> None:

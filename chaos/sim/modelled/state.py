@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from elastic_train.job import gradient_norm
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts
 from elastic_train.job.commit_pieces import CommitPieces
-from elastic_train.job.sharded.share import Share, WholeShare
+from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import Pending, StepFacts, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.gradient_sum import OfPart
@@ -84,13 +85,13 @@ class CutWeights:
         self._weights.parts = range(self.known_cell.size)
 
 
-class ModelledShare(WholeShare):
+class ModelledShare(Share):
     """A whole shard of the modelled weights, without moments."""
 
     def __init__(self, weights: Weights, column: Column, kept: State) -> None:
         """`kept` is the optimizer's state of the shard."""
         nothing = SimpleNamespace(param_groups=[], state={})
-        Share.__init__(self, weights, nothing, column)  # type: ignore[arg-type]  # all that is asked of them
+        super().__init__(weights, nothing, None, None, column, None, None)  # type: ignore[arg-type]  # never asked
         self._weights, self._kept = weights, kept
 
     def held(self) -> State:
@@ -104,7 +105,7 @@ class ModelledShare(WholeShare):
             fill(tree)
         self._take(tree, keeps_rates=keeps_rates)
 
-    def _take(self, tree: State, *, keeps_rates: bool) -> None:
+    def _take(self, tree: Mapping[str, Any], *, keeps_rates: bool) -> None:
         model = tree["model"]
         assert isinstance(model, dict), "as it was saved"
         self._weights.words, self._weights.counts = model["digest"].numpy().copy(), model["counts"].numpy().copy()

@@ -205,9 +205,9 @@ def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
     """Return the contents of a run: a view if one held run contains it, else a copy put together."""
     if _is_within(run, runs):
         return run_around(runs, run).cut(run)
-    found = share.new_run(run)
-    _keep(found, runs)
-    return found
+    joined = share.new_run(run)
+    _keep(joined, runs)
+    return joined
 
 
 def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:

@@ -38,9 +38,9 @@ class FlatModel:
                 what = f"'{tensor.names[0]}' on {parameter.device} and other parameters on {self._device}"
                 raise refused("parameters on several devices", what)
         self.weights: list[Tensor] = []
-        self.has_weights = all(one.untyped_storage().nbytes() >= one.nbytes for one, _, _ in self._places)
-        """True if the model had weights at the start."""
-        if not self.has_weights:
+        self.is_whole = all(one.untyped_storage().nbytes() >= one.nbytes for one, _, _ in self._places)
+        """True if the weights of the start are in memory, whole."""
+        if not self.is_whole:
             self.weights = [self.zeros(number, 0) for number in range(len(layout.flats))]
             self.renew()
             return
@@ -104,6 +104,7 @@ class FlatModel:
 
         Pending receives still write to the old memory, which also cannot be freed while NumPy refers to it.
         """
+        self.is_whole = False
         for number, old in enumerate(self.weights):
             numel = self._layout.flats[number].numel
             self.weights[number] = vector = torch.empty(numel, dtype=old.dtype, device=old.device)

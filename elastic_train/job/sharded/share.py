@@ -1,7 +1,7 @@
 """The part of the state that one rank holds: a whole copy of its column's part, or a shard of it.
 
-The ranks that hold the same part are a *column* (shard group); without cells, all ranks are one column. `Share` is the
-interface for `StateShards`, with defaults for weights that are whole on every rank of the column.
+The ranks that hold the same part are a *column* (shard group); without cells, all ranks are one column. `Share` is a
+whole copy; ZeRO-1, 2 and 3 (`zero1_share`, `zero2_share`, `zero3_share`) replace what differs for a shard.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Offloaded(NamedTuple):
 
 
 class Share:
-    """One rank's share of its column's part."""
+    """One rank's share of its column's part: all of it."""
 
-    is_whole = False
+    is_whole = True
     """True if every rank of the column holds the whole part, as the tensors that the model computes with."""
     is_shared_out = False
     """True if weights are sharded, so that no rank needs all of them."""
@@ -73,18 +73,35 @@ class Share:
     copies = 1
     """Number of groups of ranks that each hold everything once."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, column: Column) -> None:
-        self.model, self.optimizer, self.column = model, optimizer, column
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+        scaler: GradScaler,
+        column: Column,
+        memory: OptimizerMemory,
+        first: FirstStates,
+        bucket_bytes: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.scheduler, self.scaler = model, optimizer, scheduler, scaler
         self.layout, self.circle = column
+        self._memory, self._first, self._bucket_bytes = memory, first, bucket_bytes
+        self._named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
+        self._cuts = {name: one.cut for one in column.layout.tensors for name in one.names}
         self.retained = Retained()
         self.table: Table | None = None
         """Holdings of all ranks in the world in which this rank took its seat."""
-
-    def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Start a run with weights that come one by one, for a model built without weights."""
-        raise NotImplementedError("weights are whole")
+        self.first_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+        """Source of the initial weights, one by one, for a model built without weights."""
 
     # Taking a seat.
+
+    @property
+    def seated(self) -> Table:
+        """The table of the current seat; fails before the first one."""
+        assert self.table is not None, "no seat has been taken"
+        return self.table
 
     @property
     def runs(self) -> Sequence[HeldRun]:
@@ -96,7 +113,7 @@ class Share:
         return ()
 
     def new_run(self, run: Run) -> HeldRun:
-        """Return a new run to hold."""
+        """Return a new run to hold; its weights are the live ones if weights are whole."""
         raise NotImplementedError("nothing is held by seats")
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
@@ -119,143 +136,32 @@ class Share:
         """
         self.table = table
 
-    @property
-    def seated(self) -> Table:
-        """The table of the current seat; fails before the first one."""
-        assert self.table is not None, "no seat has been taken"
-        return self.table
-
-    def common(self) -> State:
-        """Return the state that is equal on all ranks of the column, for a rank that has none."""
-        raise NotImplementedError
-
-    def take_common(self, alike: State) -> Sequence[float] | None:
-        """Load another rank's result of `common`; return the update counts, as `sit` takes them."""
-        raise NotImplementedError
-
-    @property
-    def offloaded(self) -> Offloaded | None:
-        """Sizes of the state in host memory; None without offload."""
-        return None
+    # What is saved and handed over.
 
     def held(self) -> State:
         """Return the held state as a nested dict, parameters by full name, with the live tensors."""
-        raise NotImplementedError
-
-    def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
-        """Load state that `fill` reads into the pieces of a nested dict of whole tensors; gradients stay bound.
-
-        `cuts` has the parameters of which this rank's place holds only a part.
-        """
-        raise NotImplementedError
-
-    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
-        """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it.
-
-        Sharded weights are gathered for a turn, or for a step.
-        """
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop changing the model's parameters."""
-
-    def take_order(self, names: Sequence[str]) -> None:
-        """Set the order in which a pass runs the model's blocks."""
-
-    def agree_on_order(self, group: Group) -> None:
-        """Make all ranks gather blocks in the same order."""
-
-    def refresh(self, column: Group, *, everything: bool = False) -> None:
-        """Receive the weights that peers have updated; with `everything`, also frozen ones."""
-
-    def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
-        """Yield the items for forward passes outside a step; peers may have to take part."""
-        return items
-
-    def computing(self, ranks: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which some ranks of the column compute a lane outside a step's sum."""
-        return contextlib.nullcontext()
-
-    def averaged(self, column: Group) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which the model uses the averages of its weights."""
-        raise NotImplementedError
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights and buffers that are whole on every rank of the column, by name."""
-        return self.model.state_dict()
-
-    @cached_property
-    def _parameters(self) -> Sequence[nn.Parameter]:
-        """The model's parameters by the number of their tensor in the layout."""
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        return [named[one.names[0]] for one in self.layout.tensors]
-
-    def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
-        """Return the memory of elements [lo, hi) of a tensor that this rank has, in memory order."""
-        return in_memory_order(self._parameters[number].detach(), self.layout.tensors[number].cut)[lo:hi]
-
-    def make_whole(self, column: Group, num_ranks: int) -> None:
-        """Gather the whole weights on the first `num_ranks` ranks of the column."""
-
-    def measure(self) -> Tensor:
-        """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
-        raise NotImplementedError
-
-    def reduced(self) -> Iterator[Tensor]:
-        """Yield the reduced gradients of what this rank updates."""
-        raise NotImplementedError
-
-    def clip(self, limit: float, norm: float) -> None:
-        """Scale the reduced gradients so that their norm, now `norm`, is at most `limit`."""
-        if (factor := clip_factor(norm, limit)) != 1.0:
-            for gradient in self.reduced():
-                gradient.mul_(factor)
-
-    def tensors(self) -> Iterator[OfPart]:
-        """Yield the tensors held besides the model's own weights, each with its category of memory."""
-        raise NotImplementedError
-
-
-class WholeShare(Share):
-    """A whole copy of a column's part."""
-
-    is_whole = True
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LambdaLR,
-        scaler: GradScaler,
-        memory: OptimizerMemory,
-        first: FirstStates,
-        column: Column,
-        bucket_bytes: float | None = None,
-    ) -> None:
-        super().__init__(model, optimizer, column)
-        self.scheduler, self.scaler = scheduler, scaler
-        self._memory, self._first, self._bucket_bytes = memory, first, bucket_bytes
-        self._named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
-        self._cuts = {name: one.cut for one in column.layout.tensors for name in one.names}
-
-    def held(self) -> State:
         memory = tuple(self._memory_of_weights())
         if self._named is None or memory != self._named[0]:
             # Naming is the slowest part of a save at a step boundary, so names are cached while the tensors stay.
             self._named = (memory, get_model_state_dict(self.model), names_of(self.model))
-        return {
-            "model": dict(self._named[1]),
-            "optimizer": self._memory.tree(self._named[2]),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+        _, weights, names = self._named
+        return {"model": dict(weights), "optimizer": self._memory.tree(names), **self._plain()}
 
     def _memory_of_weights(self) -> Iterator[object]:
         """Yield the identity and address of every weight and buffer."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             yield id(tensor), tensor.data_ptr()
 
+    def _plain(self) -> State:
+        """Return the part of the state that a commit has as plain values."""
+        return {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict()}
+
     def take(self, fill: Callable[[State], None], cuts: Cuts, place: int, *, keeps_rates: bool) -> None:
+        """Load state that `fill` reads into the pieces of a nested dict of whole tensors; gradients stay bound.
+
+        `cuts` has the parameters of which this rank's place holds only a part. With `keeps_rates`, learning rate,
+        betas, decay and parameter groups stay as built: the configuration or the task may have changed since the save.
+        """
         tree: State = {"model": get_model_state_dict(self.model), "optimizer": {}, "scheduler": {}, "scaler": {}}
         if cuts:
             tree = self._filled_parts(tree, fill, cuts, place)
@@ -264,33 +170,45 @@ class WholeShare(Share):
         self._take(tree, keeps_rates=keeps_rates)
 
     def common(self) -> State:
+        """Return the state that is equal on all ranks of the column, for a rank that has none."""
         return self.held()
 
-    def take_common(self, alike: State) -> Sequence[float] | None:
+    def take_common(self, alike: Mapping[str, Any]) -> Sequence[float] | None:
+        """Load another rank's result of `common`; return the update counts, as `sit` takes them."""
         self._take(alike, keeps_rates=False)
         return None
 
-    def _take(self, tree: State, *, keeps_rates: bool) -> None:
-        bases = [float(base) for base in self.scheduler.base_lrs]
-        set_model_state_dict(self.model, tree["model"])  # type: ignore[arg-type]
-        self._take_optimizer(tree["optimizer"], keeps_rates=keeps_rates)  # type: ignore[arg-type]
-        self.scheduler.load_state_dict(tree["scheduler"])  # type: ignore[arg-type]
-        if tree["scaler"]:
-            self.scaler.load_state_dict(tree["scaler"])  # type: ignore[arg-type]
-        if keeps_rates:
-            set_rates(self.optimizer, self.scheduler, bases)
+    def _take(self, tree: Mapping[str, Any], *, keeps_rates: bool) -> None:
+        set_model_state_dict(self.model, tree["model"])
+        saved, names = tree["optimizer"], names_of(self.model)
+        state = regroup(saved, names, self.optimizer, self._first) if keeps_rates else saved["state"]
+        own = saved.get(OWN, {})
+        self._take_settings(saved["param_groups"], tree, own, names, state, keeps_rates=keeps_rates)
         self._named = None
 
-    def _take_optimizer(self, saved: Mapping[str, Any], *, keeps_rates: bool) -> None:
-        names = names_of(self.model)
+    def _take_settings(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        plain: Mapping[str, Any],
+        own: Mapping[str, Any],
+        names: Names,
+        state: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        keeps_rates: bool,
+    ) -> None:
+        """Load group settings (unless `keeps_rates`), moments, the optimizer's own values, and plain values."""
+        bases = [float(base) for base in self.scheduler.base_lrs]
+        if not keeps_rates:
+            for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
+        if state is not None:
+            self._memory.take_state(state, names)
+        self._memory.take_own(own, names)
+        self.scheduler.load_state_dict(plain["scheduler"])
+        if plain["scaler"]:
+            self.scaler.load_state_dict(plain["scaler"])
         if keeps_rates:
-            state = regroup(saved, names, self.optimizer, self._first)
-        else:
-            state = saved["state"]
-            for group, given in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({key: value for key, value in given.items() if key != "params"})
-        self._memory.take_state(state, names)
-        self._memory.take_own(saved.get(OWN, {}), names)
+            set_rates(self.optimizer, self.scheduler, bases)
 
     def _filled_parts(self, tree: State, fill: Callable[[State], None], cuts: Cuts, place: int) -> State:
         """Return this rank's state, filled from a commit's whole tensors or a peer's parts."""
@@ -322,13 +240,50 @@ class WholeShare(Share):
         self._first.forget()
         return {name: dict(state) for name, state in found.items() if state}
 
+    @property
+    def offloaded(self) -> Offloaded | None:
+        """Sizes of the state in host memory; None without offload."""
+        return None
+
+    def tensors(self) -> Iterator[OfPart]:
+        """Yield the tensors held besides the model's own weights, each with its category of memory."""
+        for kept in self.optimizer.state.values():
+            yield from (("optimizer", value) for value in kept.values() if isinstance(value, Tensor))
+
+    # Computing.
+
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
+        """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it.
+
+        Sharded weights are gathered for a turn, or for a step.
+        """
         made = [tree_of(kind, one.parameters, one.ranks, one.leaves) for one in trees]
         beside = [one if of.is_beside else one._replace(placed=()) for one, of in zip(made, trees, strict=True)]
         return TreeSum(beside, self._bucket_bytes)
 
+    def close(self) -> None:
+        """Stop changing the model's parameters."""
+
+    def take_order(self, names: Sequence[str]) -> None:
+        """Set the order in which a pass runs the model's blocks."""
+
+    def agree_on_order(self, group: Group) -> None:
+        """Make all ranks gather blocks in the same order."""
+
+    def refresh(self, column: Group, *, everything: bool = False) -> None:
+        """Receive the weights that peers have updated; with `everything`, also frozen ones."""
+
+    def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
+        """Yield the items for forward passes outside a step; peers may have to take part."""
+        return items
+
+    def computing(self, ranks: Collection[int]) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which some ranks of the column compute a lane outside a step's sum."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def averaged(self, column: Group) -> Iterator[None]:
+        """Use the averages of the weights in the model within the context; saved state is unaffected."""
         before = {one: one.data for one, kept in self.optimizer.state.items() if AVERAGE in kept}
         for parameter in before:
             parameter.data = self.optimizer.state[parameter][AVERAGE]
@@ -339,12 +294,38 @@ class WholeShare(Share):
                 parameter.data = weights
 
     def measure(self) -> Tensor:
+        """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
         named = self.model.named_parameters()
         return squares_of_tensors((one.grad, self._cuts[name]) for name, one in named if one.grad is not None)
 
     def reduced(self) -> Iterator[Tensor]:
+        """Return the reduced gradients of what this rank updates."""
         return (one.grad for one in self.model.parameters() if one.grad is not None)
 
-    def tensors(self) -> Iterator[OfPart]:
-        for kept in self.optimizer.state.values():
-            yield from (("optimizer", value) for value in kept.values() if isinstance(value, Tensor))
+    def clip(self, limit: float, norm: float) -> None:
+        """Scale the reduced gradients so that their norm, now `norm`, is at most `limit`."""
+        if (factor := clip_factor(norm, limit)) != 1.0:
+            for gradient in self.reduced():
+                gradient.mul_(factor)
+
+    # Weights.
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Return the weights and buffers that are whole on every rank of the column, by name."""
+        return self.model.state_dict()
+
+    @cached_property
+    def _parameters(self) -> Sequence[nn.Parameter]:
+        """The model's parameters by the number of their tensor in the layout."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        return [named[one.names[0]] for one in self.layout.tensors]
+
+    def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
+        """Return the memory of elements [lo, hi) of a tensor that this rank has, in memory order.
+
+        They lie in grains of one section that the rank has.
+        """
+        return in_memory_order(self._parameters[number].detach(), self.layout.tensors[number].cut)[lo:hi]
+
+    def make_whole(self, column: Group, num_ranks: int) -> None:
+        """Gather the whole weights on the first `num_ranks` ranks of the column."""

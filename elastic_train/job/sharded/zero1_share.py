@@ -25,7 +25,8 @@ from elastic_train.config.combinations import refused
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.state_parts import Cuts, filled_parts
-from elastic_train.job.optimizers.optimizer_memory import OWN
+from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
+from elastic_train.job.optimizers.parameter_groups import FirstStates
 from elastic_train.job.sharded.elementwise import Slots
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import (
@@ -40,7 +41,6 @@ from elastic_train.job.sharded.held_tree import (
     spans_of,
     tree_to_fill,
 )
-from elastic_train.job.sharded.settings import Settings
 from elastic_train.job.sharded.share import Offloaded, Share, Summed
 from elastic_train.job.sharded.shared_scaler import SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
@@ -61,6 +61,8 @@ T = TypeVar("T")
 class Zero1Share(Share):
     """A rank's shard of the moments, by its seat; `copies` groups of ranks each hold everything once."""
 
+    is_whole = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -68,19 +70,20 @@ class Zero1Share(Share):
         scheduler: LambdaLR,
         scaler: SharedScaler,
         column: Column,
+        first: FirstStates,
         slots: Sequence[Slots],
         copies: int,
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
         offload: Offload | None = None,
     ) -> None:
-        super().__init__(model, optimizer, column)
+        memory = OptimizerMemory(optimizer, {})  # its parameters stand for runs, and have no names
+        super().__init__(model, optimizer, scheduler, scaler, column, memory, first, bucket_bytes)
         self.copies = copies
-        self.flat, self._bucket_bytes, self._wire = FlatModel(model, self.layout), bucket_bytes, wire
+        self.flat, self._wire = FlatModel(model, self.layout), wire
         self.make_gradients()
-        self.settings = Settings(model, optimizer, scheduler, scaler)
         self._runs: list[HeldRun] = []
-        self._named: Mapping[str, TensorPieces] | None = None
+        self._pieces: Mapping[str, TensorPieces] | None = None
         self._names, self._slots = names_of(model, optimizer), slots
         """Per parameter group: the names of its parameters, and the optimizer's slots."""
         self._gradients: list[tuple[Tensor, Lengths]] = []
@@ -143,9 +146,9 @@ class Zero1Share(Share):
         num_updates: Sequence[float] | None = None,
         retained: Retained | None = None,
     ) -> None:
-        counts = self.settings.num_updates() if num_updates is None else list(num_updates)
+        counts = self._num_updates() if num_updates is None else list(num_updates)
         self.retained = retained or Retained()
-        self.table, self._runs, self._named = table, list(runs), None
+        self.table, self._runs, self._pieces = table, list(runs), None
         self.make_room()
         self.optimizer.state.clear()
         self._updated = []
@@ -168,11 +171,22 @@ class Zero1Share(Share):
         runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
         self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
 
-    def common(self) -> State:
-        return self.settings.all()
+    def _num_updates(self) -> list[float]:
+        """Return the number of updates of each parameter group."""
+        groups = self.optimizer.param_groups
+        states = [self.optimizer.state.get(group["params"][0], {}) if group["params"] else {} for group in groups]
+        return [float(state.get("step", 0.0)) for state in states]
 
-    def take_common(self, alike: State) -> Sequence[float] | None:
-        return self.settings.take_all(alike)
+    def common(self) -> State:
+        buffers, groups = dict(self.model.named_buffers()), list(map(settings_of, self.optimizer.param_groups))
+        found = {"groups": groups, "buffers": buffers, "num_updates": self._num_updates()}
+        return {**self._plain(), **found, OWN: self._memory.own({})}
+
+    def take_common(self, alike: Mapping[str, Any]) -> Sequence[float] | None:
+        self._take_settings(alike["groups"], alike, alike.get(OWN, {}), {}, keeps_rates=False)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(alike["buffers"][name])
+        return list(alike["num_updates"])
 
     def make_gradients(self) -> None:
         """Allocate the gradients that lanes are added to: whole ones."""
@@ -207,7 +221,7 @@ class Zero1Share(Share):
         if repeats == 1:
             return self.seating
         seats = [seat for seat in self.seating.seats for _ in range(repeats)]
-        return Seating(*self.column, seats, ranks.rank)
+        return Seating(self.layout, self.circle, seats, ranks.rank)
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
         self._share(column, self.seating.holdings if everything else self.seating.trained, self.flat.weights_at)
@@ -251,14 +265,14 @@ class Zero1Share(Share):
         self.settle()
         self._check_slots()
         named = self.pieces()
-        groups = zip(self._names, self._slots, self.settings.num_updates(), strict=True)
+        groups = zip(self._names, self._slots, self._num_updates(), strict=True)
         kept = {name: own.filled(named[name].moments, count) for names, own, count in groups for name in names}
         moments = {name: kept[name] for name in (place.names[0] for place in self.layout.tensors) if kept.get(name)}
-        named_groups = zip(self.settings.groups(), self._names, strict=True)
-        settings = [{**group, "params": list(names)} for group, names in named_groups]
-        own = self.settings.own()
+        named_groups = zip(self.optimizer.param_groups, self._names, strict=True)
+        settings = [{**settings_of(group), "params": list(names)} for group, names in named_groups]
+        own = self._memory.own({})
         optimizer = {"state": moments, "param_groups": settings, **({OWN: own} if own else {})}
-        return {"model": self.held_weights(), "optimizer": optimizer, **self.settings.plain()}
+        return {"model": self.held_weights(), "optimizer": optimizer, **self._plain()}
 
     def _check_slots(self) -> None:
         """Refuse state that the optimizer began to keep after its first steps: commits would lack it."""
@@ -289,23 +303,24 @@ class Zero1Share(Share):
                 one.moments[AVERAGE].copy_(one.weights)
         moments: Mapping[str, Mapping[str, object]] = tree["optimizer"]["state"]  # type: ignore[index]
         optimizer: Mapping[str, Any] = tree["optimizer"]  # type: ignore[assignment]
-        self.settings.take(optimizer["param_groups"], tree, optimizer.get(OWN, {}), keeps_rates=keeps_rates)
+        own = optimizer.get(OWN, {})
+        self._take_settings(optimizer["param_groups"], tree, own, {}, keeps_rates=keeps_rates)
         steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
         self.sit(self.seated, self.runs, [count_of(group) for group in steps])
 
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; cached until the seat changes."""
-        if self._named is None:
+        if self._pieces is None:
             spans = spans_of(self.layout, Held(self.seating.held, self.seating.sections_of(self.seating.rank)))
-            self._named = {}
+            self._pieces = {}
             for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.is_shared_out:
                     moments = self._moments_of(place.flat)
                     mine = spans.get(number, ())
                     pieces = pieces_of(self.layout, place, moments, mine, self.runs)
-                    self._named.update(dict.fromkeys(place.names, pieces))
-        return self._named
+                    self._pieces.update(dict.fromkeys(place.names, pieces))
+        return self._pieces
 
     @property
     def seating(self) -> Seating:

@@ -9,7 +9,7 @@ Frozen weights that commits do not hold, such as the base of adapters, come from
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from torch import Tensor
@@ -19,9 +19,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
-from elastic_train.job.sharded.shared_weights import (
-    gather_whole,
-)
+from elastic_train.job.sharded.shared_weights import gather_whole
 from elastic_train.job.sharded.zero2_share import Zero2Share
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
@@ -35,29 +33,22 @@ class Zero3Share(Zero2Share):
     """Weights are whole only before the first seat."""
 
     is_shared_out = True
-    _is_whole, _shows_averages, _by_unit = True, False, True
+    _shows_averages, _by_unit = False, True
     _units: UnitWeights | None = None
     _order: list[str] | None = None
-
-    _first: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-
-    def begin_with(self, weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Start a run with weights that come one by one, for a model built without weights."""
-        assert not self.flat.has_weights, "the model has weights"
-        self._is_whole, self._first = False, weights
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
         saved = set(self.model.state_dict()) if from_commit else set[str]()
         if all(not one.grains or not saved.isdisjoint(one.names) for one in self.layout.tensors):
             return
-        if self._first is not None:
-            fill(self.layout, runs, self._first())
-        elif from_commit and not self._is_whole:
+        if self.first_weights is not None:
+            fill(self.layout, runs, self.first_weights())
+        elif from_commit and not self.flat.is_whole:
             raise StateLostError(
                 "commits do not hold the frozen weights, and this process has a share of them alone: it ends, and "
                 "the next one builds the model with all of them"
             )
-        if self._first is not None and not from_commit:
+        if self.first_weights is not None and not from_commit:
             for one in runs:
                 if AVERAGE in one.moments:
                     one.moments[AVERAGE].copy_(one.weights)
@@ -78,13 +69,12 @@ class Zero3Share(Zero2Share):
         dtype = self.flat.weights[run.flat].dtype
         keeps = self.offload is not None and self.offload.with_weights
         memory = self.kept_zeros(run, dtype) if keeps else self.flat.zeros(run.flat, run.hi - run.lo)
-        return memory.copy_(self.flat.weights_at(run)) if self._is_whole else memory
+        return memory.copy_(self.flat.weights_at(run)) if self.flat.is_whole else memory
 
     def make_room(self) -> None:
         super().make_room()
-        if self._is_whole:
+        if self.flat.is_whole:
             self.flat.renew()
-            self._is_whole = False
 
     def close(self) -> None:
         if self._units is not None and self._units.close():
@@ -131,7 +121,7 @@ class Zero3Share(Zero2Share):
         self._units.end_pass()
 
     def weights(self) -> Mapping[str, Tensor]:
-        shared = set[str]() if self._is_whole else {name for place in self.layout.tensors for name in place.names}
+        shared = set[str]() if self.flat.is_whole else {name for place in self.layout.tensors for name in place.names}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in shared}
 
     def weights_at(self, number: int, lo: int, hi: int) -> Tensor:

@@ -37,7 +37,7 @@ def built(shape: DecoderShape = SHAPE, *, is_deferred: bool, copies: int = 1) ->
         sketch = Decoder(shape)
     model = without_memory(sketch, torch.device("cpu"))
     state = build_state(model, RECIPE, 50, "cpu", is_fp16=False, parallel=parallel)
-    gathered_of(state).begin_with(lambda: drawn_weights(shape))
+    gathered_of(state).first_weights = lambda: drawn_weights(shape)
     return state
 
 

@@ -140,7 +140,7 @@ def test_a_rank_never_has_more_than_its_share_of_a_folders_model(tmp_path: Path)
     def built(model: nn.Module, weights: FolderWeights | None) -> StateShards:
         shards = build_state(model, OptimizerConfig(), 50, "cpu", is_fp16=False, parallel=parallel).shards
         if weights is not None:
-            shards.share.begin_with(lambda: iter(weights))
+            shards.share.first_weights = lambda: iter(weights)
         return shards
 
     model = source.build(kind)
