@@ -47,8 +47,8 @@ class Training:
     def facts(self) -> CommitFacts:
         return CommitFacts(
             step=self.state.step,
-            cursor=self.state.cursor,
-            coverage=self.state.coverage,
+            cursor=self.state.reached.cursor,
+            coverage=self.state.reached.coverage,
             rng={},
             metrics={},
             config_digest="",

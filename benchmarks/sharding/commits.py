@@ -86,8 +86,8 @@ def _facts(job: Job) -> CommitFacts:
     state = job.state
     return CommitFacts(
         step=state.step,
-        cursor=state.cursor,
-        coverage=state.coverage,
+        cursor=state.reached.cursor,
+        coverage=state.reached.coverage,
         rng={},
         metrics={},
         config_digest="",

@@ -125,7 +125,7 @@ class Job:
         self._bind()
 
     def _bind(self) -> None:
-        self.state.shards.share.agree_on_order(self.group)
+        self.state.shards.agree_on_order(self.group)
         self.state.shards.trained_in = self.term
         self.gradients = self.state.shards.sum_of(self.group, self.work.num_lanes)
         self.lanes = self.state.shards.table.assigned(self.work.num_lanes)[self.group.rank]

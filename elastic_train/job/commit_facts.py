@@ -15,8 +15,8 @@ def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitF
     """Return the facts that a commit of the state records."""
     return CommitFacts(
         step=state.step,
-        cursor=state.cursor,
-        coverage=state.coverage,
+        cursor=state.reached.cursor,
+        coverage=state.reached.coverage,
         rng={"policy": "seed, step, lane", "seed": plan.config.run.seed},
         metrics=state.reached.validation,
         config_digest=plan.config.identity(),

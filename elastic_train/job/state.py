@@ -175,14 +175,6 @@ class AppliedState:
     def place(self) -> Place:
         return Place(self.reached.step, self.reached.term)
 
-    @property
-    def cursor(self) -> Cursor:
-        return self.reached.cursor
-
-    @property
-    def coverage(self) -> CoverageSums:
-        return self.reached.coverage
-
     def measure(self) -> Tensor:
         """Unscale the reduced gradients in place and return this rank's contribution to their norm, on the CPU.
         Call it once per step, before `apply`. The device has finished all gradients when it returns.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -55,11 +55,11 @@ class StateShards:
     hold: Callable[[Column], Share]
     gathers: bool = False
     """True if weights are sharded and gathered for each pass."""
+    order: list[str] = field(default_factory=list)
+    """Execution order of the blocks, once a pass has recorded it."""
     trained_in: int = 0
     """Term of the last world in which this rank trained."""
     _share: Share | None = None
-    _order: Sequence[str] | None = None
-    """Execution order of the blocks, once a pass has recorded it."""
     _sum: GradientSum | None = None
 
     def __post_init__(self) -> None:
@@ -122,8 +122,6 @@ class StateShards:
         if is_new:
             self.cut.take_place(mesh.place, weights)
             self._share = self.hold(self.parts.columns[self.part])
-            if self._order is not None and not self.keeps_whole:
-                self._share.take_order(self._order)
         self.cut.place = mesh.place
         if self.share.is_whole:
             self.share.sit(self.seated_at((), mesh.rank, mesh.size))
@@ -187,12 +185,12 @@ class StateShards:
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass before the first world, which records the execution order of the blocks."""
-        return recording_order(self.model, self._take_order) if self.gathers else contextlib.nullcontext()
+        self.order.clear()
+        return recording_order(self.model, self.order.extend) if self.gathers else contextlib.nullcontext()
 
-    def _take_order(self, names: list[str]) -> None:
-        self._order = names
-        if self._share is not None:
-            self._share.take_order(names)
+    def agree_on_order(self, group: Group) -> None:
+        """Make all ranks gather the blocks in the order of the first rank that has recorded one."""
+        self.share.agree_on_order(group, [] if self.keeps_whole else self.order)
 
     def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
         """Yield the items for forward passes outside a step; peers may have to take part."""

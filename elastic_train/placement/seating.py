@@ -54,7 +54,7 @@ class Seating:
     @cached_property
     def owned(self) -> list[Int64s]:
         """Trained grains whose sums each rank finishes, by rank; see `recut`."""
-        return list(map(self.layout.trained_of, self._spoken_for))
+        return list(map(self.layout.trained_of, self.all_owned))
 
     @cached_property
     def summed(self) -> list[Int64s]:
@@ -78,12 +78,9 @@ class Seating:
         kept = (seat.arcs for seat, is_marked in zip(self.seats, ranks, strict=True) if not is_marked)
         return Column(self.layout, self.circle).missing(kept) > 0
 
-    def all_owned(self) -> list[Int64s]:
-        """Return the grains that each rank owns, by rank, including frozen ones."""
-        return self._spoken_for
-
     @cached_property
-    def _spoken_for(self) -> list[Int64s]:
+    def all_owned(self) -> list[Int64s]:
+        """Grains that each rank owns, by rank, including frozen ones."""
         return owned_of(self.holdings, self.layout.span)
 
     def owned_runs(self) -> list[list[Run]]:

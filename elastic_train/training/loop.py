@@ -126,7 +126,7 @@ def _apply(session: Session, lanes: Sequence[LaneBatch], computed: Computed, sta
 def _facts_of(session: Session, computed: Computed) -> StepFacts:
     """Return the changes of a step besides the weights."""
     state, sums = session.state, computed.sums
-    cursor = session.plan.order.advance(state.cursor, session.plan.micro_batch)
+    cursor = session.plan.order.advance(state.reached.cursor, session.plan.micro_batch)
     account = state.reached.account.advance(state.step, session.holes, sums.num_left_out, sums.num_truncated)
     is_fast, term = session.reduction == "fast", session.world.term
     has_target = sums.mean is not None or not sums.coverage.count
@@ -136,12 +136,12 @@ def _facts_of(session: Session, computed: Computed) -> StepFacts:
 
 def _check_ends(session: Session, facts: StepFacts) -> None:
     """Raise CoverageError if an epoch that ends with this step, or a mixture's source, did not get each sample once."""
-    plan, state = session.plan, session.state
-    if facts.cursor.epoch > state.cursor.epoch:
-        check_epoch(state.cursor.epoch, plan.manifest.coverage, facts.account, state.coverage + facts.coverage)
+    plan, reached = session.plan, session.state.reached
+    if facts.cursor.epoch > reached.cursor.epoch:
+        check_epoch(reached.cursor.epoch, plan.manifest.coverage, facts.account, reached.coverage + facts.coverage)
     if isinstance(plan.order, Mixture):
-        sums = add_sources(state.reached.sources, facts.sources)
-        check_passes(plan.order, plan.wholes, state.cursor, facts.cursor, facts.account.holes, sums)
+        sums = add_sources(reached.sources, facts.sources)
+        check_passes(plan.order, plan.wholes, reached.cursor, facts.cursor, facts.account.holes, sums)
 
 
 def _catch_up(session: Session) -> None:

@@ -91,9 +91,9 @@ def result_of(plan: Plan, state: AppliedState, status: str, weights_sha256: str)
         step=state.step,
         weights_sha256=weights_sha256,
         metrics=dict(state.reached.validation),
-        coverage=state.coverage,
+        coverage=state.reached.coverage,
         num_samples=plan.manifest.num_rows,
-        epochs=plan.order.num_epochs(state.cursor),
+        epochs=plan.order.num_epochs(state.reached.cursor),
         holes=account.holes,
         num_left_out=account.left_out,
         num_truncated=account.truncated,
@@ -109,7 +109,7 @@ def source_results(plan: Plan, state: AppliedState) -> tuple[SourceResult, ...]:
     """Describe the training on each source of a mixture; empty for a single training set."""
     if not isinstance(plan.order, Mixture):
         return ()
-    passes, sums = plan.order.num_passes(state.cursor.offset).tolist(), state.reached.sources
+    passes, sums = plan.order.num_passes(state.reached.cursor.offset).tolist(), state.reached.sources
     return tuple(
         SourceResult(source.name, source.manifest.num_rows, source.share, applied.count, epochs)
         for source, epochs, applied in zip(plan.sources, passes, sums or [CoverageSums()] * len(passes), strict=True)

@@ -170,7 +170,7 @@ class Session:
             holes, repeats = self.holes, self.num_repeats
             self.watchdog.await_first()
             for lanes in self.watchdog.beating(
-                plan.feed.training(plan.order, self.lanes, state.cursor, num_left, holes)
+                plan.feed.training(plan.order, self.lanes, state.reached.cursor, num_left, holes)
             ):
                 yield lanes
                 if self.num_repeats != repeats:
@@ -339,7 +339,7 @@ class Session:
                     world=self.world.group.size,
                     term=self.world.term,
                     last_commit_step=head.step if (head := self.commits.head) else None,
-                    epoch=self.plan.order.num_epochs(state.cursor),
+                    epoch=self.plan.order.num_epochs(state.reached.cursor),
                     slowest=slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned), self.world.mesh.alike),
                 )
             )

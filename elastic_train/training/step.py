@@ -169,7 +169,7 @@ def _keep_ids(session: Session, lanes: Sequence[LaneBatch]) -> None:
     """Write the samples that this rank reads for the next step to the history."""
     ids = ranges_of(_ids_of(lanes))
     state, world = session.state, session.world
-    world.history.read(step=state.step + 1, epoch=state.cursor.epoch, ids=ids, world=world.group.size)
+    world.history.read(step=state.step + 1, epoch=state.reached.cursor.epoch, ids=ids, world=world.group.size)
 
 
 def _coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:

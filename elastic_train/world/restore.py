@@ -197,7 +197,7 @@ def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, kn
             found = replace(found, given_by=world.mesh.by_part[shards.part][taken.given_by])
         if state.reached.is_fast:
             level(world.holders, state)
-    shards.share.agree_on_order(world.group)
+    shards.agree_on_order(world.group)
     shards.trained_in = world.term
     return found
 
@@ -250,8 +250,8 @@ def _report(
         world.history.rollback(from_step=before[-1].hi, to_step=kept)
     world.history.restore(
         step=state.step,
-        epoch=state.cursor.epoch,
-        offset=state.cursor.offset,
+        epoch=state.reached.cursor.epoch,
+        offset=state.reached.cursor.offset,
         commit=head.key if head else None,
         given_by=found.given_by,
         applied_by=state.reached.term or None,

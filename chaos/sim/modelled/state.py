@@ -19,10 +19,8 @@ from torch import Tensor
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.training import CUT_DIMS, WORDS, Weights
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.core.order import Cursor
 from elastic_train.job import gradient_norm
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.cells.state_parts import Cuts
@@ -165,14 +163,6 @@ class ModelledState:
     @property
     def place(self) -> Place:
         return Place(self.reached.step, self.reached.term)
-
-    @property
-    def cursor(self) -> Cursor:
-        return self.reached.cursor
-
-    @property
-    def coverage(self) -> CoverageSums:
-        return self.reached.coverage
 
     def measure(self) -> Tensor:
         return gradient_norm.measured(self.shards.table, self.shards.share.measure())

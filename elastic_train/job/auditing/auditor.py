@@ -158,7 +158,7 @@ class Auditor:
         had = [(rank, value) for one in [*rounds, dict(enumerate(again))] for rank, value in one.items()]
         had = [one for one in had if one[1] != _NOTHING]
         wrong = [rank for place in range(size) for rank in others([one for one in had if one[0] % size == place])]
-        samples = self._plan.order.samples(self._state.cursor, lane, self._plan.micro_batch).ids.tolist()
+        samples = self._plan.order.samples(self._state.reached.cursor, lane, self._plan.micro_batch).ids.tolist()
         return WrongGradient(lane, tuple(samples), tuple(sorted(set(wrong))), len(wrong), len(had))
 
     def _compute(self, audit: Audit, holes: Sequence[Hole], replicas: Collection[int]) -> int:
@@ -180,7 +180,8 @@ class Auditor:
         plan, state, crews = self._plan, self._state, self._mesh.cell.expert
         number, batch = audit.owner % crews, None
         if self._mesh.owner % crews == number:
-            [[batch]] = plan.feed.training(plan.order, range(audit.lane, audit.lane + 1), state.cursor, 1, holes)
+            lanes, cursor = range(audit.lane, audit.lane + 1), state.reached.cursor
+            [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, holes)
         if not self._is_there(batch):
             return _NOTHING
         devices, lane = [plan.device] if plan.device.type == "cuda" else [], None

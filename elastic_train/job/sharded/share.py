@@ -264,11 +264,8 @@ class Share:
     def close(self) -> None:
         """Stop changing the model's parameters."""
 
-    def take_order(self, names: Sequence[str]) -> None:
-        """Set the order in which a pass runs the model's blocks."""
-
-    def agree_on_order(self, group: Group) -> None:
-        """Make all ranks gather blocks in the same order."""
+    def agree_on_order(self, group: Group, order: Sequence[str]) -> None:
+        """Make all ranks gather blocks in the same order; `order` is the one that this rank knows, if any."""
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
         """Receive the weights that peers have updated; with `everything`, also frozen ones."""

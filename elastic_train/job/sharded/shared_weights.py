@@ -115,7 +115,7 @@ def gather_whole(
     num_ranks: int = 1,
 ) -> None:
     """Gather the whole weights on the first `num_ranks` ranks, which must have memory for them."""
-    runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned())]
+    runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned)]
     mine, is_first = runs[group.rank], group.rank < num_ranks
     for run in mine if is_first else ():
         whole(run).copy_(held(run))

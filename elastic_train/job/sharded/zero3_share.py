@@ -35,7 +35,6 @@ class Zero3Share(Zero2Share):
     is_shared_out = True
     _shows_averages, _by_unit = False, True
     _units: UnitWeights | None = None
-    _order: list[str] | None = None
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
         saved = set(self.model.state_dict()) if from_commit else set[str]()
@@ -53,13 +52,9 @@ class Zero3Share(Zero2Share):
                 if AVERAGE in one.moments:
                     one.moments[AVERAGE].copy_(one.weights)
 
-    def take_order(self, names: Sequence[str]) -> None:
-        self._order = [name for name in names if name in self.flat.block_names]
-
-    def agree_on_order(self, group: Group) -> None:
-        """Use the block order of the first rank that has recorded one."""
-        known = [order for order in group.all_gather_objects(self._order) if order is not None]
-        self.flat.block_names = known[0] if known else self.flat.block_names
+    def agree_on_order(self, group: Group, order: Sequence[str]) -> None:
+        own = [name for name in order if name in self.flat.block_names]
+        self.flat.block_names = next(filter(None, group.all_gather_objects(own or None)), self.flat.block_names)
 
     def grains_of(self, seating: Seating) -> Int64s:
         return seating.held

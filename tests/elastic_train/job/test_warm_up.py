@@ -63,7 +63,7 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in state.model.parameters())
-    assert state.cursor == Cursor()
+    assert state.reached.cursor == Cursor()
     assert not state.optimizer.state
 
 

@@ -77,7 +77,7 @@ def check_seating(seating: Seating, brought: Sequence[Holder]) -> None:
         if taker == rank:
             assert seating.runs_at(rank, np.array(grains)) == oracle.runs_of(layout, grains, sections)
     spoken_for = oracle.owned_of(seating.holdings, span)
-    assert as_lists(seating.all_owned()) == spoken_for
+    assert as_lists(seating.all_owned) == spoken_for
     owned = [oracle.trained_of(layout, grains) for grains in spoken_for]
     assert as_lists(seating.owned) == owned
     assert seating.owned_runs() == [oracle.runs_of(layout, grains) for grains in owned]

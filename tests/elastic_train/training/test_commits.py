@@ -352,7 +352,7 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     session.leaving.return_value = [False]
     session.clock.lap.return_value = 0.0
     session.world.group.all_gather.return_value = torch.zeros(1, 1)
-    session.state.cursor.epoch = session.plan.order.advance.return_value.epoch = 0
+    session.state.reached.cursor.epoch = session.plan.order.advance.return_value.epoch = 0
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE
     assert session.commits.begin.call_count == num_commits

@@ -206,7 +206,7 @@ def test_a_step_whose_gradient_all_hold_is_applied_or_kept_and_recorded_before_i
     lost, session, computed = PeerLostError("connection reset by peer"), MagicMock(), MagicMock()
     computed.sums.is_unreadable, computed.wrong = False, ()
     session.leave.dropping = lambda batches: [[]]
-    session.plan.order.advance.return_value = session.state.cursor = Cursor(0, 8)
+    session.plan.order.advance.return_value = session.state.reached.cursor = Cursor(0, 8)
     session.state.reached.num_nonfinite = 0
     session.leaving.return_value = [False]
     calls = MagicMock()

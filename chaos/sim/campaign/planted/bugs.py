@@ -97,7 +97,7 @@ def steps_run_dry(self: Session) -> Iterator[Sequence[LaneBatch]]:
     """Feed two thirds of the job's steps, then end as if the job were complete."""
     plan, state = self.plan, self.state
     left = max(0, plan.total_steps * 2 // 3 - state.step)
-    return iter(plan.feed.training(plan.order, self.lanes, state.cursor, left)) if left else iter(())
+    return iter(plan.feed.training(plan.order, self.lanes, state.reached.cursor, left)) if left else iter(())
 
 
 def finish_without_commit(self: Commits) -> None:

@@ -104,7 +104,7 @@ def ranks(rank: int, size: int, kind: str) -> list[str]:
     torch.set_num_threads(1)
     group, state, found = meet("world", rank, size), build(kind, "parameters"), []
     take_first_seat(group, state.shards, newcomers(size))
-    shards_of(state).agree_on_order(group)
+    state.shards.agree_on_order(group)
     for step in range(STEPS):
         train(group, state, step + 1)
         found.append(fingerprint(group, state))
@@ -129,7 +129,7 @@ def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]
     """Return the state of one rank, which holds everything but gathers it nevertheless."""
     group, state = Group(0, 1, None, 60), build(kind, "parameters", known_order=known_order)
     take_first_seat(group, state.shards, newcomers(1))
-    shards_of(state).agree_on_order(group)
+    state.shards.agree_on_order(group)
     return group, state
 
 

@@ -243,8 +243,8 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
     """Commit the state of a rank that holds everything."""
     facts = CommitFacts(
         step=state.step,
-        cursor=state.cursor,
-        coverage=state.coverage,
+        cursor=state.reached.cursor,
+        coverage=state.reached.coverage,
         rng={},
         metrics={},
         config_digest="",
