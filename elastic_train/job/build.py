@@ -19,7 +19,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import Laid, describe_layout, layout_of, store_in_memory_order
-from elastic_train.job.optimizers.choice import choose
+from elastic_train.job.optimizers.choice import OptimizerChoice, choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
@@ -75,6 +75,40 @@ def build_state(
     store_in_memory_order(model, cell_plan.dims)
     recompute_blocks(model, parallel.recompute)
     choice = choose(config, device, is_fp16=is_fp16)
+    optimizer, scheduler = _optimizer_of(model, config, total_steps, groups, choice)
+    made = model, optimizer, scheduler, SharedScaler(device, enabled=is_fp16)
+    slots: list[Slots] = []
+    if parallel.has_shares or parallel.cell.holds_parts:
+        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
+    cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
+    parts = _parts_of(made, cut, parallel, numbers_of_atomic(slots), config.name)
+    outline = {
+        "the parameters": describe_layout(parts.layout),
+        "the list of parameter groups": describe_groups(model, optimizer),
+    }
+    first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
+    if parallel.has_shares:
+        if config.ema_decay is not None:
+            slots = [one.with_moment(AVERAGE) for one in slots]
+        make = _by_seat(made, parallel, first, slots, bucket_bytes)
+    else:
+        make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
+    gathers = parallel.shards == "parameters"
+    shards = StateShards(model=model, cell=parallel.cell, cut=cut, parts=parts, hold=make, gathers=gathers)
+    state = AppliedState(*made, config, shards, parts.layout, outline)
+    if config.ema_decay is not None:
+        keep_average(optimizer, config.ema_decay, lambda: state.num_updates)
+    return state
+
+
+def _optimizer_of(
+    model: nn.Module,
+    config: OptimizerConfig,
+    total_steps: int,
+    groups: Sequence[ParameterGroup],
+    choice: OptimizerChoice,
+) -> tuple[Optimizer, LambdaLR]:
+    """Return the optimizer of all parameters that are trained, and its schedule."""
     built = build_groups(model, groups, config, choice.settings_of(model))
     try:
         optimizer = choice.make(built)
@@ -82,46 +116,24 @@ def build_state(
         raise ConfigError(f"optimizer.name: '{config.name}' refuses the model's parameters: {error}") from error
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped first update is no mistake; torch would warn
-    scaler = SharedScaler(device, enabled=is_fp16)
-    slots: list[Slots] = []
-    if parallel.has_shares or parallel.cell.holds_parts:
-        slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
-    atomic = numbers_of_atomic(slots)
+    return optimizer, scheduler
+
+
+def _parts_of(
+    made: Made, cut: CutModel, parallel: ParallelConfig, atomic: Container[int], optimizer_name: str
+) -> Parts:
+    """Return the model's parts; refuse to cut a parameter that the optimizer updates as a whole (group in `atomic`)."""
+    model, optimizer, *_ = made
     units = unit_names(model) if parallel.has_shares else []
-    layout = layout_of(model, optimizer, cell_plan.dims, lambda name: unit_of(name, units), atomic=atomic)
-    outline = {
-        "the parameters": describe_layout(layout),
-        "the list of parameter groups": describe_groups(model, optimizer),
-    }
-    if config.ema_decay is not None:
-        slots = [one.with_moment(AVERAGE) for one in slots]
-    cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
-    _check_stays_whole(cut, optimizer, atomic, config.name)
+    layout = layout_of(model, optimizer, cut.plan.dims, lambda name: unit_of(name, units), atomic=atomic)
+    for tensor in layout.tensors:
+        name = tensor.names[0]
+        if tensor.is_atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
+            what = f"optimizer.name: {optimizer_name}, which updates '{name}' as a whole"
+            raise refused("optimizers like Muon", what)
     places = range(0, parallel.cell.size, parallel.cell.context)
-    parts = Parts(
-        layout,
-        columns_of(model, optimizer, cut, parallel, units, atomic),
-        {name: [one.run(place)[0] for place in places] for name, one in cut.cuts.items()},
-        cut.outline.keys(),
-    )
-    made = model, optimizer, scheduler, scaler
-    first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
-    if parallel.has_shares:
-        make = _by_seat(made, parallel, first, slots, bucket_bytes)
-    else:
-        make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
-    shards = StateShards(
-        model=model,
-        cell=parallel.cell,
-        cut=cut,
-        parts=parts,
-        hold=make,
-        gathers=parallel.shards == "parameters",
-    )
-    state = AppliedState(model, optimizer, scheduler, scaler, config, shards, layout, outline)
-    if config.ema_decay is not None:
-        keep_average(optimizer, config.ema_decay, lambda: state.num_updates)
-    return state
+    starts = {name: [one.run(place)[0] for place in places] for name, one in cut.cuts.items()}
+    return Parts(layout, columns_of(model, optimizer, cut, parallel, units, atomic), starts, cut.outline.keys())
 
 
 def columns_of(
@@ -163,10 +175,8 @@ def _by_seat(
     Sharding removes parameters from the groups, so they are put back before each call: a rank may change its column.
     """
     model, optimizer, *_ = made
-    kind, copies = (
-        BY_SEAT.get(parallel.shards, Zero1Share),
-        parallel.copies if parallel.shards != "none" else EVERYWHERE,
-    )
+    kind = BY_SEAT.get(parallel.shards, Zero1Share)
+    copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
     if kind.is_shared_out:
         _check_state_is_whole(model)
     offload = None
@@ -198,15 +208,6 @@ def _whole(
         return Share(*made, column, memory, first, bucket_bytes)
 
     return make
-
-
-def _check_stays_whole(cut: CutModel, optimizer: Optimizer, atomic: Container[int], optimizer_name: str) -> None:
-    """Refuse to cut a parameter that the optimizer updates as a whole."""
-    groups = {id(one): number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
-    for name, one in cut.model.named_parameters():
-        if groups.get(id(one)) in atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
-            what = f"optimizer.name: {optimizer_name}, which updates '{name}' as a whole"
-            raise refused("optimizers like Muon", what)
 
 
 def _check_state_is_whole(model: nn.Module) -> None:
