@@ -14,7 +14,7 @@ from benchmarks.figures import Effort
 from elastic_train.placement.deal import sum_chunks
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, num_elements, runs_of
-from elastic_train.placement.recut import Holder, Recut, owned_of, plan_recut
+from elastic_train.placement.recut import Recut, owned_of, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_cells
 
@@ -103,8 +103,8 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
     layout, circle = columns[0]
     me = min(1, len(seats) - 1)
     seating = Seating(layout, circle, seats, me)
-    brought = [Holder() if seat is None else Holder((1, 1), grains_in(circle, seat.arcs)) for seat in had]
-    plan = plan_recut(brought, seating.holdings, layout.span)
+    have = [grains_in(circle, () if seat is None else seat.arcs) for seat in had]
+    plan = plan_recut(have, seating.holdings, layout.span)
     for giver, taker, grains in plan.transfers:
         if me in (giver, taker):
             seating.runs_at(taker, grains)

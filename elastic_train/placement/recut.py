@@ -1,8 +1,8 @@
 """Plan the transfers by which the ranks of a new world come to hold the grains of their seats.
 
-Every rank computes the same plan from each rank's grains and step. Only grains at the furthest step count. A rank keeps
-a grain it has; every other one it needs is sent by one of its holders. Loads are as even as possible: the sum of
-squares of the amounts sent is minimal, up to rounding to whole grains, and so is the largest amount.
+Every rank computes the same plan from what each rank has and wants. A rank keeps a grain it has; every other one it
+needs is sent by one of its holders. Loads are as even as possible: the sum of squares of the amounts sent is minimal,
+up to rounding to whole grains, and so is the largest amount.
 
 One holder of each grain is its *owner*: it finishes the gradient's sum and writes the grain to commits. Ownership is as
 even as whole grains allow. With copies, a rank owns about its share of one copy, and the only cost of copies is sending
@@ -18,21 +18,9 @@ import numpy as np
 
 from elastic_train.core.arrays import Int64s
 
-Progress = tuple[int, int]
-"""A step, and the term that applied it: ranks with the same progress have equal bits of whatever both hold."""
-
 _PASSES = 32
 """Limit for the passes that balance the loads; each reduces the sum of squares, and few are needed."""
-
-
 _NONE: Int64s = np.empty(0, dtype=np.int64)
-
-
-class Holder(NamedTuple):
-    """The grains that a rank has when it enters a world, ascending, and its progress."""
-
-    reached: Progress = (0, 0)
-    grains: Int64s = _NONE
 
 
 class Transfer(NamedTuple):
@@ -49,7 +37,6 @@ class Recut(NamedTuple):
     If any grain is lost, there are no transfers: the state must come from a commit.
     """
 
-    reached: Progress
     transfers: tuple[Transfer, ...] = ()
     lost: Int64s = _NONE
 
@@ -62,18 +49,15 @@ class _Kind(NamedTuple):
     takers: tuple[int, ...]
 
 
-def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> Recut:
-    """Plan the transfers from `had` to `wants`, both by rank.
+def plan_recut(have: Sequence[Int64s], wants: Sequence[Int64s], spans: Int64s) -> Recut:
+    """Plan the transfers that turn `have` into `wants`: grains by rank, ascending.
 
-    `spans` has the elements of every grain, shape (grains,). A rank without state has an empty `Holder`. A grain is
-    lost if a rank wants it and none holds it at the furthest step of any holder.
+    `spans` has the elements of every grain, shape (grains,). A grain is lost if a rank wants it and none has it.
     """
-    furthest = max((holder.reached for holder in had if holder.grains.size), default=(0, 0))
-    has = [holder.grains if holder.reached == furthest else _NONE for holder in had]
-    kinds = _kinds(has, wants, spans.size)
+    kinds = _kinds(have, wants, spans.size)
     lost = [kind.grains for kind in kinds if not kind.holders]
     if lost:
-        return Recut(furthest, lost=np.sort(np.concatenate(lost)))
+        return Recut(lost=np.sort(np.concatenate(lost)))
     wanted = [(kind, taker) for kind in kinds for taker in kind.takers]
     given = _even_out([kind.holders for kind, _ in wanted], [int(spans[kind.grains].sum()) for kind, _ in wanted])
     parts: dict[tuple[int, int], list[Int64s]] = {}
@@ -81,7 +65,7 @@ def plan_recut(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) ->
         for giver, part in _deal(kind.grains, spans, shares):
             parts.setdefault((giver, taker), []).append(part)
     transfers = (Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
-    return Recut(furthest, tuple(transfers))
+    return Recut(tuple(transfers))
 
 
 def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
@@ -91,14 +75,13 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | 
     own grains. Raises LookupError if a grain has no holder among them.
     """
     may = range(len(holdings)) if owners is None else owners
-    none = np.empty(0, dtype=np.int64)
-    had = [Holder((0, 0), grains if rank in may else none) for rank, grains in enumerate(holdings)]
+    have = [grains if rank in may else _NONE for rank, grains in enumerate(holdings)]
     # An imaginary rank that wants everything is served by the holders as evenly as possible.
-    wants = [none] * len(holdings) + [np.arange(spans.size, dtype=np.int64)]
-    plan = plan_recut([*had, Holder()], wants, spans)
+    wants = [_NONE] * len(holdings) + [np.arange(spans.size, dtype=np.int64)]
+    plan = plan_recut([*have, _NONE], wants, spans)
     if plan.lost.size:
         raise LookupError(f"{plan.lost.size} of {spans.size} grains have no holder among the ranks {list(may)}")
-    owned = [none] * len(holdings)
+    owned = [_NONE] * len(holdings)
     for transfer in plan.transfers:
         owned[transfer.giver] = transfer.grains
     return owned

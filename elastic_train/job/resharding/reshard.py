@@ -33,7 +33,7 @@ from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.placement.domains import paths_of_cells
 from elastic_train.placement.holdings import Run, grains_in
-from elastic_train.placement.recut import Holder, Recut, plan_recut
+from elastic_train.placement.recut import Recut, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
 from elastic_train.placement.table import Table
@@ -150,8 +150,8 @@ def _seats_of(brought: Sequence[PeerState], furthest: Place | None) -> list[Seat
 
 def _plan_of(brought: Sequence[PeerState], share: Share, furthest: Place, seating: Seating) -> Recut:
     """Return the transfer plan, the same on all ranks."""
-    had = [_holder(share, one, furthest) for one in brought]
-    return plan_recut(had, seating.holdings, share.layout.span)
+    have = [_held_by(share, one, furthest) for one in brought]
+    return plan_recut(have, seating.holdings, share.layout.span)
 
 
 def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
@@ -228,10 +228,9 @@ def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
     return {rank: torch.tensor(found) for rank, found in sums.items()}
 
 
-def _holder(share: Share, one: PeerState, furthest: Place) -> Holder:
-    if one.place != furthest or one.seat is None:
-        return Holder()
-    return Holder(furthest, grains_in(share.circle, all_arcs_of(one)))
+def _held_by(share: Share, one: PeerState, furthest: Place) -> Int64s:
+    """Return the grains that a rank has at the furthest step; those of another step would mix two models."""
+    return grains_in(share.circle, all_arcs_of(one) if one.place == furthest else ())
 
 
 def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:

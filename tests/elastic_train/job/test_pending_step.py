@@ -155,7 +155,7 @@ def test_what_somebody_lacks_nobody_has_applied(
 def whole(places: list[Place], cell: Cell) -> Place:
     """Return the furthest step at which all of the state is held, given each rank's step."""
     columns = [Column(Layout((), ())) for _ in range(cell.num_parts)]
-    shards: Any = SimpleNamespace(columns=columns, column_of=lambda rank: cell.holder_of(rank)[0])
+    shards: Any = SimpleNamespace(parts=SimpleNamespace(columns=columns), cell=cell)
     kept, _ = leave_out_unfinished(shards, [PeerState(place, None, ()) for place in places])
     return max(one.place for one in kept)
 

@@ -15,7 +15,6 @@ from elastic_train.placement.arcs import Arc
 from elastic_train.placement.domains import Groups, Path
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Circle, Run
-from elastic_train.placement.recut import Holder
 
 Given = dict[tuple[int, int], list[int]]
 """The numbers of grains by sender and receiver."""
@@ -72,10 +71,9 @@ def side_by_side(layout: Layout, grains: Sequence[int], held: Sequence[Run]) -> 
     return found
 
 
-def plan(had: Sequence[Holder], wants: Sequence[Int64s], spans: Int64s) -> tuple[list[int], Given]:
+def plan(have: Sequence[Int64s], wants: Sequence[Int64s], spans: Int64s) -> tuple[list[int], Given]:
     """Return the lost grains, or which rank sends which grains to which rank."""
-    furthest = max((holder.reached for holder in had if holder.grains.size), default=None)
-    has = [set(holder.grains.tolist()) if holder.reached == furthest else set() for holder in had]
+    has = [set(grains.tolist()) for grains in have]
     sets = [*has, *(set(grains.tolist()) for grains in wants)]
     kinds: dict[int, list[int]] = defaultdict(list)
     for grain in range(spans.size):
@@ -124,7 +122,7 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s) -> list[list[int]]:
     """Return the grains that each rank owns: what it would send to a rank that has nothing and wants everything."""
     nothing = np.empty(0, dtype=np.int64)
     wants = [*[nothing] * len(holdings), np.arange(spans.size)]
-    _, given = plan([*(Holder((0, 0), grains) for grains in holdings), Holder()], wants, spans)
+    _, given = plan([*holdings, nothing], wants, spans)
     return [given.get((rank, len(holdings)), []) for rank in range(len(holdings))]
 
 

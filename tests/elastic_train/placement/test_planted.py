@@ -12,7 +12,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import GRAIN, Layout, Listed, Tensor, lay_out
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.recut import Holder, Recut, Transfer, plan_recut
+from elastic_train.placement.recut import Recut, Transfer, plan_recut
 from elastic_train.placement.seats import Seat, seats_of
 from tests.elastic_train.placement.laws import (
     blocks,
@@ -91,32 +91,32 @@ def test_groups_that_ignore_nodes_are_caught() -> None:
 
 
 def plan_with(transfers: Sequence[Transfer], plan: Recut) -> Recut:
-    return Recut(plan.reached, tuple(transfers), plan.lost)
+    return Recut(tuple(transfers), plan.lost)
 
 
-def test_a_neighbour_that_is_one_step_behind_is_caught() -> None:
-    """The plan takes grains from a rank at the previous step, because it has them as well."""
-    had = [Holder((7, 1), EVERYTHING), Holder((6, 1), EVERYTHING), Holder()]
+def test_a_sender_without_the_grains_is_caught() -> None:
+    """The plan takes grains from a rank that has them at another step only."""
+    had = [EVERYTHING, EVERYTHING[:0], EVERYTHING[:0]]
     wants: list[Int64s] = [EVERYTHING] * 3
     plan = plan_recut(had, wants, LAYOUT.span)
     check_recut(had, wants, plan)
     wrong = [
         Transfer(1, to, grains) if to == 2 else Transfer(giver, to, grains) for giver, to, grains in plan.transfers
     ]
-    with pytest.raises(AssertionError, match="live holder at the furthest step"):
+    with pytest.raises(AssertionError, match="a rank that has them"):
         check_recut(had, wants, plan_with(wrong, plan))
 
 
-def test_a_survivor_that_is_one_step_behind_and_keeps_its_grains_is_caught() -> None:
-    """It has them at another step: the model would mix two steps."""
-    had = [Holder((7, 1), EVERYTHING), Holder((6, 1), EVERYTHING)]
+def test_a_rank_that_gets_nothing_of_what_it_wants_is_caught() -> None:
+    """It may have the grains at another step: the model would mix two steps."""
+    had = [EVERYTHING, EVERYTHING[:0]]
     plan = plan_recut(had, [EVERYTHING] * 2, LAYOUT.span)
     with pytest.raises(AssertionError, match="exactly what is missing"):
         check_recut(had, [EVERYTHING] * 2, plan_with([], plan))
 
 
 def test_a_grain_that_is_sent_twice_is_caught() -> None:
-    had = [Holder((7, 1), EVERYTHING), Holder((7, 1), EVERYTHING), Holder()]
+    had = [EVERYTHING, EVERYTHING, EVERYTHING[:0]]
     wants: list[Int64s] = [EVERYTHING] * 3
     plan = plan_recut(had, wants, LAYOUT.span)
     wrong = [*plan.transfers, Transfer(0, 2, plan.transfers[1].grains[:1])]
@@ -125,17 +125,17 @@ def test_a_grain_that_is_sent_twice_is_caught() -> None:
 
 
 def test_a_grain_that_is_sent_to_one_who_has_it_is_caught() -> None:
-    had = [Holder((7, 1), EVERYTHING), Holder((7, 1), EVERYTHING)]
+    had = [EVERYTHING, EVERYTHING]
     plan = plan_recut(had, [EVERYTHING] * 2, LAYOUT.span)
     with pytest.raises(AssertionError, match="exactly what is missing, once"):
         check_recut(had, [EVERYTHING] * 2, plan_with([Transfer(0, 1, EVERYTHING[:1])], plan))
 
 
 def test_a_loss_that_is_passed_over_is_caught() -> None:
-    had = [Holder((7, 1), EVERYTHING[:5]), Holder()]
+    had = [EVERYTHING[:5], EVERYTHING[:0]]
     wants = [EVERYTHING, EVERYTHING[:0]]
     with pytest.raises(AssertionError, match="lost"):
-        check_recut(had, wants, Recut((7, 1)))
+        check_recut(had, wants, Recut())
 
 
 def test_a_leaf_that_reaches_the_neighbours_grains_is_caught() -> None:

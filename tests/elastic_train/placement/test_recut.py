@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_train.core.arrays import Int64s
 from elastic_train.placement.domains import Path
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.recut import Holder, Recut, Transfer, plan_recut
+from elastic_train.placement.recut import Recut, Transfer, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of
 from tests.elastic_train.placement.laws import blocks, check_apart, check_balance, check_partition, check_recut
@@ -22,7 +22,7 @@ CIRCLE = circle_of(LAYOUT)
 NOTHING = np.empty(0, dtype=np.int64)
 
 
-def plan_of(had: list[Holder], wants: list[Int64s]) -> Recut:
+def plan_of(had: list[Int64s], wants: list[Int64s]) -> Recut:
     plan = plan_recut(had, wants, LAYOUT.span)
     check_recut(had, wants, plan)
     return plan
@@ -37,31 +37,28 @@ def num_given(plan: Recut, rank: int) -> int:
 
 
 grains = st.sets(st.integers(0, LAYOUT.num_grains - 1)).map(lambda some: np.array(sorted(some), dtype=np.int64))
-places = st.tuples(st.integers(6, 7), st.integers(1, 2))
-holders = st.builds(Holder, places, grains)
 
 
-@given(st.lists(st.tuples(holders, grains), min_size=1, max_size=7))
-def test_any_holdings_are_recut_to_any_others(world: list[tuple[Holder, Int64s]]) -> None:
-    """Each grain comes once, from a live holder at the furthest step; and every rank computes the same plan."""
-    had, wants = [holder for holder, _ in world], [want for _, want in world]
-    if any(holder.grains.size for holder in had):
-        plan, again = plan_of(had, wants), plan_recut(had, wants, LAYOUT.span)
-        assert [(t.giver, t.taker, t.grains.tolist()) for t in plan.transfers] == [
-            (t.giver, t.taker, t.grains.tolist()) for t in again.transfers
-        ]
+@given(st.lists(st.tuples(grains, grains), min_size=1, max_size=7))
+def test_any_holdings_are_recut_to_any_others(world: list[tuple[Int64s, Int64s]]) -> None:
+    """Each grain comes once, from a rank that has it; and every rank computes the same plan."""
+    had, wants = [own for own, _ in world], [want for _, want in world]
+    plan, again = plan_of(had, wants), plan_recut(had, wants, LAYOUT.span)
+    assert [(t.giver, t.taker, t.grains.tolist()) for t in plan.transfers] == [
+        (t.giver, t.taker, t.grains.tolist()) for t in again.transfers
+    ]
 
 
-@given(st.lists(st.tuples(holders, grains), min_size=1, max_size=6))
+@given(st.lists(st.tuples(grains, grains), min_size=1, max_size=6))
 def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_taker(
-    world: list[tuple[Holder, Int64s]],
+    world: list[tuple[Int64s, Int64s]],
 ) -> None:
     """No set of senders could be relieved: compared with the bound of every set of ranks that are sole holders."""
-    had, wants = [holder for holder, _ in world], [want for _, want in world]
+    had, wants = [own for own, _ in world], [want for _, want in world]
     plan = plan_recut(had, wants, LAYOUT.span)
     if plan.lost.size or not plan.transfers:
         return
-    has = [set(holder.grains.tolist()) if holder.reached == plan.reached else set() for holder in had]
+    has = [set(own.tolist()) for own in had]
     missing = [grain for rank, want in enumerate(wants) for grain in want.tolist() if grain not in has[rank]]
     owners = [frozenset(rank for rank, own in enumerate(has) if grain in own) for grain in missing]
     least = max(
@@ -92,12 +89,12 @@ def test_every_single_and_double_loss(size: int, copies: int, width: int) -> Non
             continue
         seats = seats_of([paths[rank] for rank in stay], copies, [before[rank] for rank in stay])
         wants = all_held(CIRCLE, seats)
-        plan = plan_of([Holder((5, 1), holdings[rank]) for rank in stay], wants)
+        plan = plan_of([holdings[rank] for rank in stay], wants)
         nodes = {paths[rank] for rank in lost}
         if len(nodes) < copies <= len(set(paths)):
             assert not plan.lost.size
-        # A survivor that is a step behind counts as lost, and gets its entire holding.
-        behind = [Holder((5 - (rank == stay[0]), 1), holdings[rank]) for rank in stay]
+        # A survivor that is a step behind has nothing of the furthest one, and gets its entire holding.
+        behind = [holdings[rank] if rank != stay[0] else NOTHING for rank in stay]
         late = plan_of(behind, wants)
         if not late.lost.size and len(stay) > 1:
             assert num_received(late, 0) == wants[0].size
@@ -111,7 +108,7 @@ def test_a_rank_that_replaces_a_lost_one_gets_its_holding_and_nothing_else_moves
     for lost in range(size):
         stay = [rank for rank in range(size) if rank != lost]
         seats = seats_of([()] * size, copies, [before[rank] for rank in stay] + [None])
-        had = [Holder((5, 1), holdings[rank]) for rank in stay] + [Holder()]
+        had = [holdings[rank] for rank in stay] + [NOTHING]
         plan = plan_of(had, all_held(CIRCLE, seats))
         if copies == 1:
             assert plan.lost.tolist() == holdings[lost].tolist()
@@ -124,48 +121,30 @@ def test_a_rank_that_replaces_a_lost_one_gets_its_holding_and_nothing_else_moves
 def test_a_joiner_gets_its_share_from_all_that_hold_it(size: int, copies: int) -> None:
     """A world that grows loses nothing, whatever `copies` is."""
     before = seats_of([()] * size, copies)
-    had = [Holder((5, 1), own) for own in all_held(CIRCLE, before)]
+    had = all_held(CIRCLE, before)
     seats = seats_of([()] * (size + 1), copies, [*before, None])
-    plan = plan_of([*had, Holder()], all_held(CIRCLE, seats))
+    plan = plan_of([*had, NOTHING], all_held(CIRCLE, seats))
     assert not plan.lost.size and num_received(plan, size) == all_held(CIRCLE, seats)[size].size
 
 
 def test_loads_are_even_where_copies_allow() -> None:
     """Four ranks hold everything; one that holds nothing gets a quarter from each."""
     everything = np.arange(LAYOUT.num_grains)
-    plan = plan_of([Holder((1, 1), everything)] * 4 + [Holder()], [everything] * 5)
+    plan = plan_of([everything] * 4 + [NOTHING], [everything] * 5)
     assert [(t.giver, t.taker, t.grains.size) for t in plan.transfers] == [(giver, 4, 18) for giver in range(4)]
 
 
 def test_a_sole_holder_is_spared_what_others_can_send() -> None:
     """Rank 0 alone has the first half, which both others need; all of the second half comes from rank 1."""
     half, everything = np.arange(36), np.arange(72)
-    plan = plan_of([Holder((1, 1), everything), Holder((1, 1), np.arange(36, 72)), Holder()], [everything] * 3)
+    plan = plan_of([everything, np.arange(36, 72), NOTHING], [everything] * 3)
     assert num_given(plan, 0) == 72 and num_given(plan, 1) == 36
     assert all(t.grains.max() < half.size for t in plan.transfers if t.giver == 0)
 
 
-def test_what_only_a_rank_of_an_earlier_step_holds_is_lost() -> None:
-    """Its grains belong to another step: using them would mix two models."""
-    had = [Holder((7, 1), np.arange(0, 40)), Holder((6, 1), np.arange(72))]
-    plan = plan_of(had, [np.arange(72), np.arange(72)])
-    assert plan.lost.tolist() == list(range(40, 72)) and plan.reached == (7, 1)
-
-
-def test_the_same_step_of_an_older_term_counts_for_nothing() -> None:
-    """A rank that was frozen may have applied a step that others have recomputed."""
-    plan = plan_of([Holder((7, 2), np.arange(72)), Holder((7, 1), np.arange(72))], [NOTHING, np.arange(72)])
-    assert num_received(plan, 1) == 72
-
-
-def test_a_rank_without_a_state_does_not_decide_what_is_furthest() -> None:
-    plan = plan_of([Holder((9, 9), NOTHING), Holder((7, 1), np.arange(72))], [np.arange(72), NOTHING])
-    assert plan.reached == (7, 1) and num_received(plan, 0) == 72
-
-
 def test_of_many_ranks_each_is_told_apart() -> None:
     """There are more ranks than a machine word has bits."""
-    had = [Holder((1, 1), np.array([rank])) for rank in range(72)]
+    had = [np.array([rank]) for rank in range(72)]
     plan = plan_of(had, [np.array([(rank + 1) % 72]) for rank in range(72)])
     expected = [Transfer((rank + 1) % 72, rank, np.array([(rank + 1) % 72])) for rank in range(72)]
     assert sorted((t.giver, t.taker, t.grains.tolist()) for t in plan.transfers) == sorted(
@@ -189,7 +168,7 @@ def recut_without(lost: int, seats: list[Seat], holdings: list[Int64s], copies: 
     stay = [rank for rank in range(len(seats)) if rank != lost]
     after = seats_of([()] * len(stay), copies, [seats[rank] for rank in stay])
     wants = all_held(CIRCLE, after)
-    plan = plan_of([Holder((5, 1), holdings[rank]) for rank in stay], wants)
+    plan = plan_of([holdings[rank] for rank in stay], wants)
     assert not plan.lost.size
     check_partition(after, wants, LAYOUT.num_grains, copies)
     check_balance(CIRCLE, LAYOUT, after, wants)
@@ -198,7 +177,7 @@ def recut_without(lost: int, seats: list[Seat], holdings: list[Int64s], copies: 
 
 
 def test_a_model_without_tensors_has_nothing_to_recut() -> None:
-    plan = plan_recut([Holder()], [NOTHING], np.empty(0, dtype=np.int64))
+    plan = plan_recut([NOTHING], [NOTHING], np.empty(0, dtype=np.int64))
     assert plan.transfers == () and not plan.lost.size
 
 
@@ -211,7 +190,7 @@ def test_a_fault_while_seats_are_taken_is_recut_from_what_everybody_holds() -> N
     after = seats_of([()] * 4, 2, list(mixed))
     wants = all_held(CIRCLE, after)
     check_partition(after, wants, LAYOUT.num_grains, 2)
-    plan = plan_of([Holder((5, 1), grains) for grains in held_now], wants)
+    plan = plan_of(held_now, wants)
     assert not plan.lost.size
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.core.arrays import Int64s
 from elastic_train.placement.deal import sum_chunks
 from elastic_train.placement.domains import Path, are_apart
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import column_of, grains_in, grains_side_by_side, runs_of
-from elastic_train.placement.recut import Holder, plan_recut
+from elastic_train.placement.recut import plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_holders
 from tests.elastic_train.placement import oracle
@@ -41,13 +42,13 @@ def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies:
         retained = data.draw(st.integers(0, len(seats) - 1))
         arcs = [() if seat is None else seat.arcs for seat in had]
         arcs[rank] += arcs[retained]
-        brought = [Holder((3, 1), np.array(oracle.grains_in(circle, some), dtype=np.int64)) for some in arcs]
-        for some, holder in zip(arcs, brought, strict=True):
-            assert grains_in(circle, some).tolist() == holder.grains.tolist()
+        brought = [np.array(oracle.grains_in(circle, some), dtype=np.int64) for some in arcs]
+        for some, grains in zip(arcs, brought, strict=True):
+            assert grains_in(circle, some).tolist() == grains.tolist()
         check_seating(Seating(layout, circle, seats, rank), brought)
         # Experts: two ranks have each seat.
         twice = [seat for seat in seats for _ in range(2)]
-        check_seating(Seating(layout, circle, twice, 2 * rank), [holder for holder in brought for _ in range(2)])
+        check_seating(Seating(layout, circle, twice, 2 * rank), [grains for grains in brought for _ in range(2)])
         staying = [number for number in range(len(seats)) if data.draw(st.integers(0, 3)) or len(seats) == 1]
         left = [arcs for number, arcs in enumerate(seat.arcs for seat in seats) if number in staying]
         missing = layout.num_grains - len(oracle.grains_in(circle, [arc for arcs in left for arc in arcs]))
@@ -60,7 +61,7 @@ def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies:
         had = [*mixed, *[None] * data.draw(st.integers(0, 2))] or [None]
 
 
-def check_seating(seating: Seating, brought: Sequence[Holder]) -> None:
+def check_seating(seating: Seating, brought: Sequence[Int64s]) -> None:
     """Check everything that a rank computes from its seating and from the peers' states."""
     layout, circle, seats, rank, span = seating.layout, seating.circle, seating.seats, seating.rank, seating.layout.span
     held = [oracle.grains_in(circle, seat.arcs) for seat in seats]

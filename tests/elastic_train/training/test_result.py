@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from elastic_train.checkpoint.commits.improvement import Improvement
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.order import Cursor
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.job.state import TrainProgress
@@ -49,12 +49,12 @@ class Ended:
                 rank=0, size=1, all_gather=lambda row: row.unsqueeze(0), close=lambda: self.acts.append("group closed")
             ),
             history=SimpleNamespace(end=lambda **_: self.acts.append("history ended")),
+            holders=None,
             term=3,
             check_newest=lambda: self.check_newest(),
             announce=lambda text: self.acts.append(text),
         )
-        reached = TrainProgress(step=14)
-        cursor = SimpleNamespace(epoch=1)
+        reached = TrainProgress(step=14, cursor=Cursor(epoch=1))
         shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
         self.state = SimpleNamespace(
             model=nn.Linear(2, 1),
@@ -62,9 +62,7 @@ class Ended:
             layout=SimpleNamespace(dims={}),
             compiled=None,
             step=14,
-            coverage=CoverageSums(),
             reached=reached,
-            cursor=cursor,
         )
         self.worlds = SimpleNamespace(
             is_live=is_live,
