@@ -6,7 +6,6 @@ column. A column holds its part whole or in shards. A step is complete if every 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -53,9 +52,9 @@ def gather_peer_states(
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
-    table, norm, retained = shards.seated, _bits(state.reached.norm), _encoded_arcs(shards.share.retained.arcs)
+    table, retained = shards.seated, _encoded_arcs(shards.share.retained.arcs)
     seat = _encoded(None if table is None else table.seat)
-    mine = [*state.place, seat, list(path), pending, shards.trained_in, norm, may_hold, retained]
+    mine = [*state.place, seat, list(path), pending, shards.trained_in, state.reached.norm, may_hold, retained]
     brought = _read(group.all_gather_objects(mine))
     parts = [shards.cell.holder_of(rank)[0] for rank in range(len(brought))]
     able = {parts[rank] for rank, one in enumerate(brought) if one.may_hold}
@@ -72,9 +71,7 @@ def by_column(shards: StateShards, brought: Sequence[PeerState]) -> list[list[Pe
 def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
     """Decode the gathered states."""
     return [
-        PeerState(
-            Place(step, term), _decoded(seat), tuple(path), pending, trained_in, _float(norm), may, _arcs(retained)
-        )
+        PeerState(Place(step, term), _decoded(seat), tuple(path), pending, trained_in, norm, may, _arcs(retained))
         for step, term, seat, path, pending, trained_in, norm, may, retained in told
     ]
 
@@ -135,12 +132,3 @@ def _decoded(fields: list[Any] | None) -> Seat | None:
         return None
     group, slot, size, place, base, num_base, arcs = fields
     return Seat(group, slot, size, place, base, num_base, _arcs(arcs))
-
-
-def _bits(value: float) -> int:
-    """Return a float's bits, so that NaN is transmitted, too."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
