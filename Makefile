@@ -12,7 +12,6 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc)
 OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
 WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
-ALONE = $(shell grep -rl --include='test_*.py' 'mark.alone' tests)
 
 .PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak check docs release image format bench clean
 
@@ -35,13 +34,9 @@ setup: .venv/.installed
 demo: setup
 	@$(RUN) -m chaos.demo
 
-# Both passes run, and either fails the target; so does one that finds no tests (pytest's code 5).
 test: setup
-	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, in two passes"
-	@echo "test: pass 1 of 2, on every core"
-	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not alone and not hunt"; code=$$?; \
-	echo "test: pass 2 of 2, one at a time: what measures time and needs a quiet machine"; \
-	$(PYTEST) -m "alone and not long and not deploy and not hunt" $(ALONE) && exit $$code
+	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, on every core"
+	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not hunt"
 
 # What is proven in memory, or of one case in several, each time, and of all of them here.
 hunts: setup
@@ -51,7 +46,7 @@ hunts: setup
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it fifty jobs in virtual time"
 	@simulated=$$(mktemp); $(RUN) -m chaos.cli sim --seeds 50 --json > $$simulated & simulation=$$!; \
-	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not hunt and not slow"; code=$$?; \
+	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not slow"; code=$$?; \
 	wait $$simulation || code=1; cat $$simulated; rm -f $$simulated; exit $$code
 
 test-long: test
@@ -79,7 +74,7 @@ test-torch: setup
 	@test -n "$(TORCH)" || { echo "test-torch: which torch? make test-torch TORCH=2.9.1"; exit 2; }
 	@test -e $(TORCH_ENV)/.installed || $(MAKE) -s $(TORCH_ENV)/.installed
 	@$(TORCH_ENV)/bin/python -c 'import torch; print("test-torch:", torch.__version__)'
-	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not alone and not hunt and not slow"
+	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not slow"
 	@$(WITH_TORCH) tests/elastic_train/training/live/test_live_mixture.py -k killed
 
 $(TORCH_ENV)/.installed:

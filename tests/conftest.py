@@ -32,6 +32,7 @@ from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
 
 if TYPE_CHECKING:
     from chaos.services.freezing_disk import FreezingDisk
+    from chaos.services.network.namespace import Cable
 
 ROOT = Path(__file__).parent.parent
 CLASSES = 4
@@ -145,6 +146,18 @@ def disk(tmp_path: Path) -> Iterator[FreezingDisk]:
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def laid() -> Iterator[Cable]:
+    """A cable to a network namespace; skips where none can be made."""
+    from chaos.services.network.namespace import NoNamespacesError, cable
+
+    try:
+        with cable() as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
 @dataclass(frozen=True)
 class Finished:
     """The outcome of a started command."""
@@ -246,7 +259,7 @@ def environ_of(**own: str) -> dict[str, str]:
 def assert_slow(started: str) -> None:
     """Fail a quick test that starts something slow; if it is started once, only the first test that needs it fails."""
     marks = {mark.name for item in RUNNING for mark in item.iter_markers()}
-    assert not RUNNING or marks & {"slow", "long", "alone", "deploy"}, (
+    assert not RUNNING or marks & {"slow", "long", "deploy"}, (
         f"{RUNNING[0].nodeid} is to be a quick test, and starts {started}: mark it slow"
     )
 

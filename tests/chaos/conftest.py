@@ -1,7 +1,8 @@
-"""Fixtures for a judge that examines a thousand variants of one run."""
+"""One recorded run, and a judge that examines a thousand variants of it."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,19 @@ from typing import Any
 import pytest
 
 from chaos.judge.evidence import stored_weights
+from tests.chaos.recorded import record
+
+
+@pytest.fixture(scope="session")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A healthy run with two faults and three terms, one of which lost steps; with its reference."""
+    return record(tmp_path_factory.mktemp("recorded") / "run")
+
+
+@pytest.fixture
+def folder(healthy: Path, tmp_path: Path) -> Path:
+    """A copy of the healthy run, to be damaged."""
+    return Path(shutil.copytree(healthy, tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")

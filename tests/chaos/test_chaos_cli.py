@@ -15,12 +15,6 @@ from chaos.planted.catalogue import PLANTED
 from chaos.real.runs import clear
 from chaos.real.slurm.run import BESIDE
 from elastic_train.errors import ConfigError
-from tests.chaos.recorded import record
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record(tmp_path_factory.mktemp("recorded") / "run")
 
 
 def leave(arguments: list[str]) -> int | str | None:
@@ -79,12 +73,11 @@ def test_of_two_jobs_both_have_a_verdict(healthy: Path, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("name", ["witness-swap", "no-faults"])
-def test_what_is_false_or_unknown_is_not_valid(healthy: Path, tmp_path: Path, name: str) -> None:
+def test_what_is_false_or_unknown_is_not_valid(folder: Path, name: str) -> None:
     """A broken invariant, and one that nothing tested, exit with 1."""
-    shutil.copytree(healthy, tmp_path / "run")
-    next(planted for planted in PLANTED if planted.name == name).plant(tmp_path / "run" / "faulted")
-    assert leave(["check", str(tmp_path / "run")]) == 1
-    assert json.loads((tmp_path / "run" / "verdict.json").read_text())["valid"] is False
+    next(planted for planted in PLANTED if planted.name == name).plant(folder / "faulted")
+    assert leave(["check", str(folder)]) == 1
+    assert json.loads((folder / "verdict.json").read_text())["valid"] is False
 
 
 def test_mistakes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

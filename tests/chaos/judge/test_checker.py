@@ -31,17 +31,11 @@ from chaos.planted.damage import harmless_kill
 from chaos.planted.edits import edit
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
-from tests.chaos.recorded import digest_at, metrics_at, record, samples_until
+from tests.chaos.recorded import digest_at, metrics_at, samples_until
 
 pytestmark = pytest.mark.usefixtures("weights_loaded_once")
 
 ALL = {*INVARIANTS, *COMPARED, "sums", "claims", "deliverable", "causes", "witness", "tracking"}
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A healthy run with faults, and its reference."""
-    return record(tmp_path_factory.mktemp("recorded") / "run")
 
 
 def truths(folder: Path) -> dict[str, str]:
@@ -57,11 +51,8 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
-def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path, planted: Planted) -> None:
+def test_a_planted_bug_is_caught_by_its_invariant(folder: Path, planted: Planted) -> None:
     """Damage as a bug would cause it makes the named invariant false or unknown as expected, with a reason."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy / "faulted", folder / "faulted")
-    (folder / "reference").symlink_to(healthy / "reference")
     planted.plant(folder / "faulted")
     verdict = examine(folder)
     found = {finding.invariant: finding for finding in verdict.findings}
@@ -70,12 +61,7 @@ def test_a_planted_bug_is_caught_by_its_invariant(healthy: Path, tmp_path: Path,
     assert not verdict.is_valid
 
 
-def test_a_kill_that_lost_nothing_is_seen_where_a_survivor_had_committed_as_it_left(
-    healthy: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(healthy / "faulted", folder / "faulted")
-    (folder / "reference").symlink_to(healthy / "reference")
+def test_a_kill_that_lost_nothing_is_seen_where_a_survivor_had_committed_as_it_left(folder: Path) -> None:
     run = collect(folder / "faulted")
     killed = next(number(line, "t") for line in run.of("fault") if line.get("is_drawn"))
     kept = next(line["step"] for line in run.of("restore") if number(line, "t") > killed)
@@ -155,13 +141,11 @@ def test_a_check_that_raises_is_unknown(error: type[Exception]) -> None:
     assert error.__name__ in found.why
 
 
-def test_every_invariant_can_be_unknown(healthy: Path, tmp_path: Path) -> None:
+def test_every_invariant_can_be_unknown(folder: Path) -> None:
     """History lines with nothing but their operation prove nothing, neither for nor against.
 
     Required evidence that is missing (the witness's counts) is reported.
     """
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     for part in ("faulted", "reference"):
         edit(folder / part, lambda line: {"op": line["op"]})
         (folder / part / "result.json").write_text("{}")
@@ -183,10 +167,8 @@ def test_a_missing_reference_run_is_reported(healthy: Path, tmp_path: Path) -> N
     assert verdict.is_valid and COMPARED.keys().isdisjoint(finding.invariant for finding in verdict.findings)
 
 
-def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path: Path) -> None:
+def test_a_draft_left_by_a_killed_process_is_not_a_leak(folder: Path) -> None:
     """A process killed during a write cannot clean up; any other process has to."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     (kill, _) = collect(folder / "faulted").of("fault")
     at = kill["t"]
     assert isinstance(at, float)
@@ -199,19 +181,15 @@ def test_a_draft_left_by_a_killed_process_is_not_a_leak(healthy: Path, tmp_path:
         assert truths(folder)["cleanliness"] == truth
 
 
-def test_a_torn_last_line_is_passed_over(healthy: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_passed_over(folder: Path) -> None:
     """If a process died while writing, its history loses only that line."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     for path in (folder / "faulted" / "history").glob("00000001-*"):
         path.write_bytes(path.read_bytes() + b'{"op": "step", "t": 1.5, "te')
     assert set(truths(folder).values()) == {"true"}
 
 
-def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_may_lack_the_last_lines_of_its_term(folder: Path) -> None:
     """Lines not yet written by a killed rank leave a gap, but only in its term's last quarter second."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000001-00001-*"))[0]
     lines = path.read_text().splitlines()
     ended_at = json.loads(lines[-1])["t"]
@@ -224,10 +202,8 @@ def test_a_killed_rank_may_lack_the_last_lines_of_its_term(healthy: Path, tmp_pa
     assert seen == {True, False}
 
 
-def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(healthy: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(folder: Path) -> None:
     """Its histories waited for the frozen writes; a gap in the middle, or without that fault, is a missing lane."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     histories = folder / "faulted" / "history"
     path = sorted(histories.glob("00000001-00001-*"))[0]
     lines = path.read_text().splitlines()
@@ -244,10 +220,8 @@ def test_a_rank_killed_while_a_file_system_was_frozen_lacks_all_lines_since(heal
     assert truths(folder)["partition"] == "false"
 
 
-def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
+def test_a_long_history_in_parts_is_one(healthy: Path, folder: Path) -> None:
     """The parts of a process's history are joined, and lines that a part repeats count once."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     for path in (folder / "faulted" / "history").glob("[0-9]*.jsonl"):
         lines = path.read_text().splitlines(keepends=True)
         again = [json.dumps({**json.loads(line), "again": True}) + "\n" for line in lines[:2]]
@@ -260,10 +234,8 @@ def test_a_long_history_in_parts_is_one(healthy: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["old terms", "the first part of a long history"])
-def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Path, what: str) -> None:
+def test_a_run_that_deleted_histories_is_not_accused(folder: Path, what: str) -> None:
     """Statements that need histories are unknown, with the reason; results and commits still prove theirs."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     history = folder / "faulted" / "history"
     for path in history.glob("00000001-*.jsonl"):
         if what == "old terms":
@@ -278,10 +250,8 @@ def test_a_run_that_deleted_histories_is_not_accused(healthy: Path, tmp_path: Pa
     assert {x.truth for x in others} == {"unknown"} and all("were deleted" in x.why for x in others)
 
 
-def test_a_commit_no_history_records_is_part_of_the_chain(healthy: Path, tmp_path: Path) -> None:
+def test_a_commit_no_history_records_is_part_of_the_chain(folder: Path) -> None:
     """A record without a line in any history is part of the chain if its publisher had died."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     path = sorted((folder / "faulted" / "history").glob("00000002-00000-*"))[0]
     *before, commit, end = path.read_text().splitlines()
     assert '"commit", "t"' in commit and '"end"' in end
@@ -388,25 +358,23 @@ def test_coverage_distinguishes_repeats_from_skips(
     assert coverage_counts(collect(tmp_path / "run")) == counts
 
 
-def test_a_soak_may_end_before_its_failpoints_are_reached(healthy: Path, tmp_path: Path) -> None:
+def test_a_soak_may_end_before_its_failpoints_are_reached(folder: Path) -> None:
     """Its histories show when it recovered: many failpoints are never reached, and that is not a finding."""
-    shutil.copytree(healthy, tmp_path / "run")
     missed = {"op": "missed", "t": 1.0, "kind": "kill", "point": "form", "node": 1}
-    (tmp_path / "run" / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
-    assert truths(tmp_path / "run")["faults"] == "true"
+    (folder / "faulted" / "history" / "missed.jsonl").write_text(json.dumps(missed) + "\n")
+    assert truths(folder)["faults"] == "true"
 
 
-def test_a_fault_without_an_effect_counts_for_nothing(healthy: Path, tmp_path: Path) -> None:
+def test_a_fault_without_an_effect_counts_for_nothing(folder: Path) -> None:
     """It is reported as missed, not as survived; nor does it explain later events."""
-    shutil.copytree(healthy, tmp_path / "run")
     edit(
-        tmp_path / "run" / "faulted",
+        folder / "faulted",
         lambda line: {**line, "op": "missed", "why": "nothing showed"} if _is_effect_of(line, 1) else line,
     )
-    found = {finding.invariant: finding for finding in examine(tmp_path / "run").findings}
+    found = {finding.invariant: finding for finding in examine(folder).findings}
     assert found["faults"].why.startswith("1 faults of 1 kinds") and "1 missed" in found["faults"].why
     assert found["deaths"].truth == "unknown" and "no fault since term 1 explains it" in found["deaths"].why
-    fields = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    fields = json.loads((folder / "verdict.json").read_text())
     assert fields["missed_by_kind"] == {"kill_node": 1} and fields["faults_by_kind"] == {"start_node": 1}
 
 

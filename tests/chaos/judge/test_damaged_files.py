@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from chaos.judge.verdict import examine
-from tests.chaos.recorded import record
 
 pytestmark = pytest.mark.usefixtures("weights_loaded_once")
 
@@ -31,11 +29,6 @@ TIMES = {"t", "joined_at", "sealed_at", "started_at", "created_at"}
 """Times are compared with the tolerance of a process's duration and of clock differences."""
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return record(tmp_path_factory.mktemp("damaged") / "run")
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "faulted").rglob("*") if path.is_file())
 
@@ -52,9 +45,7 @@ def verdict_on(folder: Path, path: Path, content: bytes | None) -> tuple[bool, l
 
 
 @pytest.mark.parametrize("how", WHOLE_FILE)
-def test_no_file_can_be_damaged_unseen(healthy: Path, tmp_path: Path, how: str) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
+def test_no_file_can_be_damaged_unseen(folder: Path, how: str) -> None:
     believed = []
     for path in files_of(folder):
         before = path.read_bytes()
@@ -65,9 +56,7 @@ def test_no_file_can_be_damaged_unseen(healthy: Path, tmp_path: Path, how: str) 
     assert believed == []
 
 
-def test_a_folder_in_place_of_any_file_is_no_evidence(healthy: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
+def test_a_folder_in_place_of_any_file_is_no_evidence(folder: Path) -> None:
     believed = []
     for path in files_of(folder):
         before = path.read_bytes()
@@ -128,10 +117,8 @@ repeats."""
 
 
 @pytest.mark.slow
-def test_no_line_of_a_history_can_be_changed_unseen(healthy: Path, tmp_path: Path) -> None:
+def test_no_line_of_a_history_can_be_changed_unseen(folder: Path) -> None:
     """One key removed, or one number changed, in the first line of each operation in each history."""
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
     believed = []
     for path in sorted((folder / "faulted" / "history").iterdir()):
         lines = [json.loads(text) for text in path.read_text().splitlines()]
@@ -146,9 +133,7 @@ def test_no_line_of_a_history_can_be_changed_unseen(healthy: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.yaml", "manifest.json", "tracked.json", "commits"])
-def test_no_value_can_be_changed_unseen(healthy: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(healthy, folder)
+def test_no_value_can_be_changed_unseen(folder: Path, name: str) -> None:
     path = folder / "faulted" / name
     path = sorted(path.iterdir())[0] if path.is_dir() else path
     read, write = (yaml.safe_load, yaml.safe_dump) if name.endswith("yaml") else (json.loads, json.dumps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,18 +11,9 @@ import pytest
 from chaos.real.acts.effects import Effect
 from chaos.real.acts.network import ACTS
 from chaos.scenario.schedule import Due
-from chaos.services.network.namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
-
-
-@pytest.fixture
-def laid() -> Iterator[Cable]:
-    try:
-        with cable() as laid:
-            yield laid
-    except NoNamespacesError as error:
-        pytest.skip(str(error))
 
 
 def strike(kind: str, laid: Cable) -> Effect:

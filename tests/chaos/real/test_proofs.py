@@ -22,7 +22,7 @@ from chaos.scenario.schedule import Due
 from chaos.services import neighbours
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.freezing_disk import FreezingDisk
-from chaos.services.network.namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous.process_table import stat_of
 from tests.conftest import PATIENCE_S
@@ -98,19 +98,18 @@ def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Pa
 
 @BITES
 @pytest.mark.xdist_group("network")
-def test_a_node_has_to_know_itself_by_a_loopback_address(monkeypatch: pytest.MonkeyPatch, *, bites: bool) -> None:
+def test_a_node_has_to_know_itself_by_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch, laid: Cable, *, bites: bool
+) -> None:
     """The machine's name must resolve to it in the node's own mounts while the fault lasts."""
     if not bites:
         monkeypatch.setattr(Cable, "misname", lambda laid: None)
-    try:
-        with cable() as laid, sleeping(*laid.command([])) as process:
-            done = network.hosts_file(job(node(process), cable=laid), Due("hosts_file", 0, None, 0.0, for_s=1.0))
-            assert done is not None
-            assert (done.proof() is not None) == bites
-            undo(done)
-            assert done.proof() is None
-    except NoNamespacesError as error:
-        pytest.skip(str(error))
+    with sleeping(*laid.command([])) as process:
+        done = network.hosts_file(job(node(process), cable=laid), Due("hosts_file", 0, None, 0.0, for_s=1.0))
+        assert done is not None
+        assert (done.proof() is not None) == bites
+        undo(done)
+        assert done.proof() is None
 
 
 @BITES

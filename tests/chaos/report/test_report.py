@@ -76,12 +76,6 @@ class Page(HTMLParser):
         return sum(int(item.attributes.get(attribute, 0)) for where, item in self.elements if where == section)
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two faults and three terms, one of which lost steps; with its reference."""
-    return record(tmp_path_factory.mktemp("recorded") / "run")
-
-
 def judged(folder: Path) -> Verdict:
     return weigh(collect(folder / "faulted"), collect(folder / "reference"))
 
@@ -210,13 +204,12 @@ def test_a_dead_branch_that_others_passed_over_cuts_nothing_off() -> None:
     ]
 
 
-def test_text_from_a_run_cannot_become_markup(healthy: Path, tmp_path: Path) -> None:
+def test_text_from_a_run_cannot_become_markup(folder: Path) -> None:
     """Names are shown literally, in text, titles and attributes."""
-    shutil.copytree(healthy, tmp_path / "run")
     evil = "</title><script>alert(1)</script><img src=x onerror='x'>\"'"
-    rewrite(tmp_path / "run", "chaos.jsonl", {"name": evil}, "scenario")
-    rewrite(tmp_path / "run", "chaos.jsonl", {"kind": evil}, "fault")
-    page = Page(render(judged(tmp_path / "run")))
+    rewrite(folder, "chaos.jsonl", {"name": evil}, "scenario")
+    rewrite(folder, "chaos.jsonl", {"kind": evil}, "fault")
+    page = Page(render(judged(folder)))
     assert not {"script", "img"} & {element.tag for _, element in page.elements}
     assert evil in page.find("", "h1")[0].text
     assert evil in page.find("cells", "th")[7].text
@@ -283,9 +276,8 @@ def test_processes_are_drawn_in_their_nodes_lanes() -> None:
     )
 
 
-def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> None:
+def test_cells_that_were_never_hit_are_listed(healthy: Path, folder: Path) -> None:
     """Acts that the executor supports but did not do are listed as never; without its list only done ones are known."""
-    shutil.copytree(healthy, tmp_path / "run")
     reader = Reader(collect(healthy / "faulted"))
     assert not moments_grid(reader, story_of(reader)).is_listed
     fields = {
@@ -293,11 +285,11 @@ def test_cells_that_were_never_hit_are_listed(healthy: Path, tmp_path: Path) -> 
         "points": ["commit", "form"],
         "point_kinds": ["kill"],
     }
-    rewrite(tmp_path / "run", "chaos.jsonl", fields, "scenario")
-    path = tmp_path / "run" / "faulted" / "history" / "chaos.jsonl"
+    rewrite(folder, "chaos.jsonl", fields, "scenario")
+    path = folder / "faulted" / "history" / "chaos.jsonl"
     fault = {"op": "fault", "t": 1_800_000_002.0, "kind": "kill@commit", "node": 0, "seen_step": 1, "pids": [1]}
     path.write_text(path.read_text() + json.dumps(fault) + "\n")
-    reader = Reader(collect(tmp_path / "run" / "faulted"))
+    reader = Reader(collect(folder / "faulted"))
     moments, points = moments_grid(reader, story_of(reader)), points_grid(reader, story_of(reader))
     assert dict(moments.hits) == {("kill_node", "computing"): 1, ("start_node", "computing"): 1}
     assert ("freeze_node", "computing") in moments.never

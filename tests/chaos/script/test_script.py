@@ -170,23 +170,21 @@ PLANTED: dict[str, tuple[Callable[[Line], Line | None], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_bugs_are_found(healthy: Path, tmp_path: Path, name: str) -> None:
+def test_planted_bugs_are_found(folder: Path, name: str) -> None:
     """Each is caught by its invariant, with a reason; and no such run is valid."""
     change, invariant, truth, words = PLANTED[name]
-    shutil.copytree(healthy, tmp_path / "run")
-    edit(tmp_path / "run" / "faulted", change)
-    assert truths(tmp_path / "run")[invariant] == truth, why(tmp_path / "run", invariant)
-    assert words in why(tmp_path / "run", invariant)
-    assert not examine(tmp_path / "run").is_valid
+    edit(folder / "faulted", change)
+    assert truths(folder)[invariant] == truth, why(folder, invariant)
+    assert words in why(folder, invariant)
+    assert not examine(folder).is_valid
 
 
-def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, tmp_path: Path) -> None:
+def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, folder: Path, tmp_path: Path) -> None:
     """Rows that count twice even without faults are listed as well; a last epoch cut short in both is not a skip."""
-    shutil.copytree(healthy, tmp_path / "run")
     pad = rows(lambda ids: [*ids, ids[0]], 30)
-    edit(tmp_path / "run" / "faulted", pad)
-    edit(tmp_path / "run" / "reference", lambda line: pad({**line, "term": 2}) if "term" in line else line)
-    assert why(tmp_path / "run", "coverage").endswith(
+    edit(folder / "faulted", pad)
+    edit(folder / "reference", lambda line: pad({**line, "term": 2}) if "term" in line else line)
+    assert why(folder, "coverage").endswith(
         "in all 1 rows repeated, 0 skipped; without faults 1 rows repeated, 0 skipped"
     )
     shutil.copytree(healthy, tmp_path / "short")
@@ -200,27 +198,25 @@ def test_a_reference_shows_what_faults_did_not_cause(healthy: Path, tmp_path: Pa
     assert truths(tmp_path / "short")["coverage"] == "false"
 
 
-def test_a_fault_without_a_restart_has_no_next_world(healthy: Path, tmp_path: Path) -> None:
+def test_a_fault_without_a_restart_has_no_next_world(folder: Path) -> None:
     """A freeze that all survived has no next world: only the other faults' restarts are required and timed."""
-    shutil.copytree(healthy, tmp_path / "run")
-    folder = tmp_path / "run" / "faulted"
-    before = judging.restarts(collect(folder))
+    faulted = folder / "faulted"
+    before = judging.restarts(collect(faulted))
     froze = {"op": "fault", "t": 4e9, "kind": "freeze_worker", "node": 0, "for_s": 1.0, "pids": []}
-    (folder / "history" / "froze.jsonl").write_text(json.dumps(froze) + "\n")
-    assert judging.restarts(collect(folder)) == before
-    edit(folder, lambda line: None if line.get("kind") == "kill_worker" else line)
-    assert judging.restarts(collect(folder)) == "no new world had to be started: 1 faults may be ridden out"
+    (faulted / "history" / "froze.jsonl").write_text(json.dumps(froze) + "\n")
+    assert judging.restarts(collect(faulted)) == before
+    edit(faulted, lambda line: None if line.get("kind") == "kill_worker" else line)
+    assert judging.restarts(collect(faulted)) == "no new world had to be started: 1 faults may be ridden out"
 
 
-def test_epochs_that_begin_at_one_are_drawn(healthy: Path, tmp_path: Path) -> None:
+def test_epochs_that_begin_at_one_are_drawn(folder: Path) -> None:
     """A script may number its epochs freely; each has a strip under its own number."""
-    shutil.copytree(healthy, tmp_path / "run")
     for part in ("faulted", "reference"):
         edit(
-            tmp_path / "run" / part,
+            folder / part,
             lambda line: {**line, "epoch": int(str(line["epoch"])) + 1} if "epoch" in line else line,
         )
-    drawn = str(coverage_figure(collect(tmp_path / "run" / "faulted")))
+    drawn = str(coverage_figure(collect(folder / "faulted")))
     assert [f"epoch {epoch}<" in drawn for epoch in range(5)] == [False, True, True, True, False]
 
 
@@ -246,16 +242,15 @@ def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert any("before kill_node" in text for text in said)
 
 
-def test_script_output_is_shown_verbatim(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_output_is_shown_verbatim(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in a library's error are not markup, neither in a log's end nor in a verdict."""
-    shutil.copytree(healthy, tmp_path / "run")
     stuck = "[/w:7] Read error"
     edit(
-        tmp_path / "run" / "faulted",
+        folder / "faulted",
         lambda line: {**line, "op": "stuck", "why": stuck} if line["op"] == "clean" else line,
     )
     with pytest.raises(SystemExit):
-        main(["check", str(tmp_path / "run")])
+        main(["check", str(folder)])
     assert "[/w:7]" in capsys.readouterr().out
     command = [sys.executable, "-c", "import sys; sys.exit('[/w:7] Read error')"]
     with pytest.raises(SystemExit):

@@ -60,7 +60,7 @@ def test_a_job_of_cells_is_valid_and_the_same_when_it_is_repeated(seed: int, dra
     assert simulate(draw.case(seed)).digest == outcome.digest
 
 
-@pytest.mark.parametrize("seed", [40, 46, 51])
+@pytest.mark.parametrize("seed", [40, pytest.param(46, marks=pytest.mark.hunt), 51])
 def test_what_cells_over_several_nodes_have_brought_to_light_is_mended(seed: int) -> None:
     """Forgotten places while nobody could write; a frozen stage; an end that had to be repeated."""
     assert simulate(IN_STAGES.case(seed)).violations == ()

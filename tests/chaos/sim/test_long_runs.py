@@ -117,14 +117,14 @@ def test_files_may_be_damaged_again_and_again() -> None:
 
 def test_the_digest_does_not_depend_on_processes_or_pauses(tmp_path: Path) -> None:
     """Seeds on one process, on two, and in two runs with a torn line in between give the same digest."""
-    whole = run_campaign(Campaign(range(60, 66)), is_quiet=True).fields()
-    two = run_campaign(Campaign(range(60, 66), processes=2), is_quiet=True).fields()
+    whole = run_campaign(Campaign(range(60, 63)), is_quiet=True).fields()
+    two = run_campaign(Campaign(range(60, 63), processes=2), is_quiet=True).fields()
     ledger = tmp_path / "ledger.jsonl"
-    run_campaign(Campaign(range(60, 63), ledger=ledger), is_quiet=True)
+    run_campaign(Campaign(range(60, 62), ledger=ledger), is_quiet=True)
     ledger.write_text(ledger.read_text()[:-9])
-    resumed = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
-    again = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
-    assert (resumed.num_run, again.num_run) == (4, 0)
+    resumed = run_campaign(Campaign(range(60, 63), ledger=ledger), is_quiet=True)
+    again = run_campaign(Campaign(range(60, 63), ledger=ledger), is_quiet=True)
+    assert (resumed.num_run, again.num_run) == (2, 0)
     for other in (two, resumed.fields(), again.fields()):
         assert {**other, "runs_per_s": 0} == {**whole, "runs_per_s": 0}
 

@@ -82,7 +82,7 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [None, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(None, marks=pytest.mark.hunt), 2])  # both import all for themselves
 def test_what_calibrate_writes_is_what_a_plan_reckons_with(
     num_ranks: int | None, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.services.etcd_cluster import EtcdCluster
-from chaos.services.network.namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.namespace import Cable
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
-
-
-@pytest.fixture
-def laid() -> Iterator[Cable]:
-    try:
-        with cable() as laid:
-            yield laid
-    except NoNamespacesError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("recovery", ["live", "restart"])
@@ -38,16 +28,8 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
         job = ["elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
-        job += [
-            "--endpoint",
-            endpoint,
-            "--id",
-            tmp_path.name,
-            "--recovery",
-            recovery,
-            "--peer-timeout-s",
-            f"{PATIENCE_S}",
-        ]
+        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--recovery", recovery]
+        job += ["--peer-timeout-s", f"{PATIENCE_S}"]
         nodes = [
             begin_at("-", hosts, [*job, "--local-addr", laid.address("nodes")]),
             begin_at(laid.namespace, hosts, job),

@@ -214,15 +214,11 @@ def test_a_nodes_own_variables_change_no_key_but_its_failure_domain(
     assert "ELASTIC_TRAIN__MAX_STEPS, ELASTIC_TRAIN__MONITORING__OTLP, ELASTIC_TRAIN__RUN__DIR of" in caplog.text
 
 
-def test_an_address_with_a_password_reaches_the_launcher_and_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nodes get it as a variable: here the launcher says of another one in its place what is wrong with it."""
+def test_an_address_with_a_password_reaches_the_launcher_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes get it as a variable, and give it to their launchers as one, as the test above shows."""
     traces = CONFIG.monitoring.model_copy(update={"otlp": "http://me:planted@host:4318"})
     secret = CONFIG.model_copy(update={"monitoring": traces})
     _, cluster = ended(monkeypatch, [0], config=secret)
     _, text, _, left_out = cluster.given
     assert left_out == {"ELASTIC_TRAIN__MONITORING__OTLP": "http://me:planted@host:4318"}
     assert "planted" not in text
-    code, _ = on_ray.Node().run(str(tmp_path / "run"), text, [], {"ELASTIC_TRAIN__MONITORING__OTPL": "x"})
-    assert code == 2 and "ELASTIC_TRAIN__MONITORING__OTPL" in capfd.readouterr().err

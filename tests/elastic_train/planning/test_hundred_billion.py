@@ -30,10 +30,10 @@ from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.training.jobs import config
 
-pytestmark = pytest.mark.slow
-SIZES = {"vocabulary": 32_000, "dim": 10_240, "depth": 96, "heads": 80, "kv_heads": 8, "hidden": 27_648, "tied": False}
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("hundred billion")]  # one model is read
+SIZES = {"vocabulary": 32_000, "dim": 20_480, "depth": 24, "heads": 160, "kv_heads": 8, "hidden": 55_296, "tied": False}
 PARALLEL = ParallelConfig(tensor=8, pipeline=8)
-LANES, STAGE_BLOCKS = 16, 12
+LANES, STAGE_BLOCKS = 16, 3
 
 
 @pytest.fixture(scope="module")

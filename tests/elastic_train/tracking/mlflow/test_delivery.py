@@ -116,23 +116,11 @@ def test_the_furthest_steps_in_mlflow_are_read_in_one_call(
         assert sync(tmp_path).num_sent == 0
 
 
-def test_a_new_database_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
-    """While another process holds the lock beside a database, it is not opened; afterwards it is."""
-    opening = threading.Thread(target=mlflow_run.connect, args=(f"sqlite:///{tmp_path}/mlflow.db",))
-    with (tmp_path / "mlflow.db.lock").open("w") as lock:
-        assert locked_by(lock.fileno(), 0)
-        with (tmp_path / "mlflow.db.lock").open("w") as other:
-            assert not locked_by(other.fileno(), 0)
-        opening.start()
-        opening.join(0.2)
-        assert opening.is_alive()
-        assert not (tmp_path / "mlflow.db").exists()
-    opening.join(PATIENCE_S)
-    assert (tmp_path / "mlflow.db").exists()
+def test_a_new_database_appears_as_a_whole_and_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """A process killed while MLflow builds its tables leaves no database, and the next one makes it.
 
-
-def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
-    """A process killed while MLflow builds its tables leaves no database, and the next one makes it."""
+    While another process holds the lock beside it, it is not opened; afterwards it is.
+    """
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     program = (
         "import os, signal, sqlalchemy.event; from sqlalchemy.engine import Engine\n"
@@ -143,6 +131,16 @@ def test_a_new_database_appears_as_a_whole(tmp_path: Path) -> None:
     )
     assert run_source(program).returncode == -signal.SIGKILL
     assert not (tmp_path / "mlflow.db").exists()
+    opening = threading.Thread(target=mlflow_run.connect, args=(uri,))
+    with (tmp_path / "mlflow.db.lock").open("w") as lock:
+        assert locked_by(lock.fileno(), 0)
+        with (tmp_path / "mlflow.db.lock").open("w") as other:
+            assert not locked_by(other.fileno(), 0)
+        opening.start()
+        opening.join(0.2)
+        assert opening.is_alive()
+        assert not (tmp_path / "mlflow.db").exists()
+    opening.join(PATIENCE_S)
     assert mlflow_run.connect(uri).search_experiments()
 
 
