@@ -117,12 +117,12 @@ check: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
-	@$(BIN)/python -m release.limits --check
-	@$(BIN)/python -m release.words
+	@$(BIN)/python -m tests.release.limits --check
+	@$(BIN)/python -m tests.release.words
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 release: setup
-	@$(BIN)/python -m release $(DIST)
+	@$(BIN)/python -m tests.release $(DIST)
 
 # What deploy/Containerfile builds from; then: buildah build --format docker -f deploy/Containerfile -t elastic-train build/image
 image: setup

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from release.mutants import mutants_of, mutated, recording, replace_functions
+from tests.release.mutants import mutants_of, mutated, recording, replace_functions
 
 SOURCE = '''"""Text 1."""
 LIMIT = 1

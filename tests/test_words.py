@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from release.words import EVERYWHERE, in_code, in_text
+from tests.release.words import EVERYWHERE, in_code, in_text
 
 PATH = Path("elastic_train/a.py")
 

@@ -2,7 +2,7 @@
 
 A *feature* is a setting other than its default, such as `tensor` for `parallel.tensor` above 1. A *trait* is a fact
 about the configuration, task, model, optimizer or device that some features do not work with. The schema asks with what
-the configuration says; a plan and a start add the traits that they find; `release.limits` writes the page of limits.
+the configuration says, plan and start add the traits that they find; `tests.release.limits` writes docs/limits.md.
 A trait that only a trial or a first step finds is refused where it is found, in the same words (`refused`).
 """
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from release.__main__ import is_told
 from tests.conftest import ROOT
 from tests.deploy.pages import command
+from tests.release.__main__ import is_told
 
 pytestmark = pytest.mark.deploy
 UNDECLARED = {"| huey"}

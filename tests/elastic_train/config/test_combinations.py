@@ -24,7 +24,7 @@ from elastic_train.config.combinations import (
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.layouts import Layout
-from release import limits
+from tests.release import limits
 
 SET: Mapping[Feature, Mapping[str, Any]] = {
     "tensor": {"parallel.tensor": 2},
@@ -167,7 +167,7 @@ def test_a_configuration_says_what_its_own_values_rule_out(keys: Mapping[str, An
 
 def test_the_page_of_limits_has_the_lists_of_the_table() -> None:
     page = limits.PAGE.read_text()
-    assert limits.with_lists(page) == page, "run python -m release.limits"
+    assert limits.with_lists(page) == page, "run python -m tests.release.limits"
     assert limits.with_lists(page.replace("tied embeddings", "")) == page
 
 

@@ -1,4 +1,4 @@
-"""Make a release in a folder: `python -m release dist`, or `make release`.
+"""Make a release in a folder: `python -m tests.release dist`, or `make release`.
 
 The source distribution, and the wheel made of that alone, both the same bytes whoever makes them; a bill of materials
 (CycloneDX) of all that the package and its extras need as it is installed here, without development's; a table of their
@@ -21,7 +21,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Count the mutants of the product's core that tests kill: `python -m release.mutants --count 200 --seed 0`.
+"""Count the mutants of the product's core that tests kill: `python -m tests.release.mutants --count 200 --seed 0`.
 
 A mutant is a function with one operator, constant, condition, call or result changed; texts and types stay. A stage
 runs its checks once without a mutant and records which statements each executes. Then a fork for each mutant replaces
@@ -272,7 +272,7 @@ def main(count: int, seed: int, only: str, results: Path, is_json: bool) -> None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m release.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.release.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
     parser.add_argument("--only", default="", help="folder or module of all mutants")

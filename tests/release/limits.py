@@ -1,4 +1,4 @@
-"""Write the unsupported combinations into docs/limits.md, from the table that refuses them: `python -m release.limits`.
+"""Write the unsupported combinations into docs/limits.md from the table that refuses them: `tests.release.limits`.
 
 With --check nothing is written; the exit code is 1 if the page is not up to date.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic_train.config.combinations import FEATURES, RULES, SIZES, Feature, Trait
 
-PAGE = Path(__file__).parent.parent / "docs" / "limits.md"
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
 BEGIN, END = "<!-- from elastic_train/config/combinations.py -->\n", "<!-- to here -->\n"
 
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     if (current := with_lists(page)) == page:
         return
     if "--check" in arguments:
-        sys.exit(f"{PAGE.name}: its lists of combinations are not those of the code: run python -m release.limits")
+        sys.exit(f"{PAGE.name}: its lists are not those of the code: run python -m tests.release.limits")
     PAGE.write_text(current)
 
 

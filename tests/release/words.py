@@ -1,4 +1,4 @@
-"""Refuse phrases that readers have to decode: `python -m release.words`, part of `make check`.
+"""Refuse phrases that readers have to decode: `python -m tests.release.words`, part of `make check`.
 
 Messages (all text in the code except docstrings) have stricter rules than docstrings, comments and pages. Each phrase
 has a replacement. Tests are not checked.
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("elastic_train", "rendezvous", "chaos", "benchmarks", "release")
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("elastic_train", "rendezvous", "chaos", "benchmarks", "tests/release")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 EVERYWHERE = {
     r"\bbef(?:all|alls|ell|allen)\b": "happens to, affects, hits",
