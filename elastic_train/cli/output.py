@@ -1,4 +1,4 @@
-"""What commands share: the types of their flags, and how they print text, JSON and tables."""
+"""The types of flags that commands share, and their output as text, JSON and tables."""
 
 from __future__ import annotations
 

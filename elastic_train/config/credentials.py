@@ -28,7 +28,7 @@ def without_password(text: str) -> str:
 
 
 def has_password(text: str) -> bool:
-    """Whether a text is a URL with a password in it; that of a user alone, as hdfs has them, is none."""
+    """Return True if a text is a URL with a password in it; a user alone, as in URLs of hdfs, is no password."""
     try:
         return ":" in urlsplit(text).netloc.rpartition("@")[0]
     except ValueError:
@@ -36,7 +36,7 @@ def has_password(text: str) -> bool:
 
 
 def is_left_out(text: str) -> bool:
-    """Whether a URL is what `without_password` has left of another."""
+    """Return True if `without_password` has made a URL out of another."""
     return f"://{LEFT_OUT}@" in text
 
 

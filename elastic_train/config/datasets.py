@@ -1,4 +1,4 @@
-"""Where samples come from: one training set, or a mixture of several; the validation set; how they are read."""
+"""The section `data`: one training set or a mixture of several, the validation set, and how they are read."""
 
 from __future__ import annotations
 

@@ -82,13 +82,13 @@ class ParallelConfig(Section):
 
     @property
     def virtual_stages(self) -> int:
-        """How many chunks of the model each stage has, where there are several stages."""
+        """Number of chunks of the model on each stage, if there are several stages."""
         kind, _, number = self.schedule.partition(":")
         return 1 if kind != "interleaved" else int(number or 2)
 
     @property
     def has_shares(self) -> bool:
-        """Whether ranks hold runs of the state by their seats, be it that each holds all of it."""
+        """True if each rank holds the runs of the state that its seat gives it, which may be all of them."""
         return self.shards != "none" or self.has_offload
 
     @property
@@ -132,23 +132,23 @@ class ParallelConfig(Section):
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks of the model each stage of a pipeline has."""
+        """Number of chunks of the model on each stage of a pipeline."""
         return self.virtual_stages if self.pipeline > 1 else 1
 
     @property
     def num_pieces(self) -> int:
-        """How many pieces a model runs in, on all stages together."""
+        """Number of pieces that a model runs in, on all stages together."""
         return self.pipeline * self.num_chunks
 
     @property
     def set_degrees(self) -> str:
-        """What of the configuration makes a replica one of several ranks; that of `tensor` where nothing does."""
+        """The keys that make a replica several ranks, with their values; that of `tensor` if none does."""
         found = [f"parallel.{key}: {degree}" for key, degree in self.degrees.items() if degree > 1]
         return " and ".join(found or [f"parallel.tensor: {self.tensor}"])
 
     @property
     def token_multiple(self) -> int:
-        """What divides the number of tokens of each part of a row: tensor ranks share them out with `sequence`."""
+        """Divisor of the number of tokens of each part of a row: with `sequence`, tensor ranks share them."""
         return self.tensor if self.sequence else 1
 
     @property

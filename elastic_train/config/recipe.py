@@ -110,7 +110,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_own_schedule(self) -> bool:
-        """Whether the schedule is a function of the user's."""
+        """True if the schedule is the user's own function."""
         return ":" in self.schedule and not self.schedule.startswith("wsd:")
 
     @property

@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and how it takes paths and numbers.
+"""The base class of all sections of the configuration, and its checks of paths and numbers.
 
 pydantic would make a number of the text '010', and true of 'yes' or 1. Here a value of another type is refused, with
 what was probably meant.

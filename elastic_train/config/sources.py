@@ -1,4 +1,4 @@
-"""Where a configuration's values come from, and every mistake in them reported at once, with its place.
+"""Read a configuration's values from their sources, and report every mistake at once, with its place.
 
 Later over earlier: the YAML file, the environment (`ELASTIC_TRAIN__BATCH__MICRO_BATCH=8`), the command line
 (`--batch.micro-batch 8`; the last of a key's values counts, and that is said), or a program's own values. An unknown

@@ -17,7 +17,7 @@ from tests.conftest import run_ranks
 
 
 def test_every_figure_is_explained() -> None:
-    """What --help prints names each."""
+    """The output of --help names each figure."""
     explained = set(re.findall(r"`([a-z0-9_.]+)`", cells.__doc__ or ""))
     assert set(cells.figures()) <= explained
 

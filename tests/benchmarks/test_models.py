@@ -30,7 +30,7 @@ NUM_STEPS = 4
 
 
 def test_every_figure_is_explained() -> None:
-    """What --help prints has a paragraph for each, and for nothing else."""
+    """The output of --help has a paragraph for each figure, and for nothing else."""
     paragraph = (models.__doc__ or "").split("\n\n")[1]
     assert [line.split()[0] for line in paragraph.splitlines() if line[:1] != " "] == list(models.FIGURES)
 

@@ -34,7 +34,7 @@ with_ranks = pytest.mark.xdist_group("measuring ranks")  # one process imports w
 
 
 def test_every_figure_is_explained() -> None:
-    """What --help prints has a paragraph for each, and for nothing else."""
+    """The output of --help has a paragraph for each figure, and for nothing else."""
     explained = [line.split()[0] for line in (sharding.__doc__ or "").splitlines() if line[:1].islower()]
     assert explained == list(sharding.FIGURES)
 
@@ -42,7 +42,7 @@ def test_every_figure_is_explained() -> None:
 @pytest.mark.slow
 @with_ranks
 def test_the_peer_takes_the_same_steps() -> None:
-    """What `fully_shard` is timed at is the same training: two steps lead to the same weights, but for rounding."""
+    """`fully_shard` is timed on the same training: two steps give the same weights up to rounding."""
     for apart, moved in run(weights_apart, 2):
         assert moved > 0 and apart < 0.01 * moved
 

@@ -1,4 +1,4 @@
-"""How the benchmark of slowed processes judges what was said: the rank and what is slow of it, and nothing else."""
+"""The benchmark of slowed processes accepts the slow rank and its slow phase, and nothing else."""
 
 from __future__ import annotations
 

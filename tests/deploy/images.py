@@ -148,7 +148,7 @@ class Images:
 
     @property
     def rights(self) -> list[str]:
-        """What the page runs it with but for its folder, and what pods of deploy/kubernetes have, too."""
+        """Return the rights of the page's command, without its folder, which pods of deploy/kubernetes also have."""
         _, (_, _, *page) = command("containers.md", "podman run")
         rights = ["--user", "1000:1000", "--cap-drop", "all", "--security-opt", "no-new-privileges"]
         return [*page[: page.index("--volume")], *rights, "--env", "OMP_NUM_THREADS=1", "--volume", self.volume]

@@ -53,7 +53,7 @@ def test_a_node_without_power_is_down_and_its_job_requeued(slurm: SlurmCluster, 
 
 
 def test_nothing_is_left_when_it_is_closed(slurm: SlurmCluster) -> None:
-    """What a machine without power ran is gone, whatever it was."""
+    """All processes of a machine that lost power are gone."""
     asleep = "987654.25"
     subprocess.Popen(slurm.machines["n1"].inside("setsid", "-f", "sleep", asleep)).wait()
     running = ["pgrep", "-f", f"^sleep {asleep}"]

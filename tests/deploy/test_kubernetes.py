@@ -160,7 +160,7 @@ def test_exit_codes_mean_in_a_cluster_what_they_mean_to_us(name: str) -> None:
 
 
 def test_names_agree_across_documents() -> None:
-    """What is mounted, selected or met exists under that name."""
+    """Every mounted, selected or addressed object exists under that name."""
     etcd, job = rendered("etcd"), rendered("indexed-job")
     secrets = {doc["spec"].get("secretName") for doc in etcd if doc["kind"] == "Certificate"}
     pod = pod_of("indexed-job")

@@ -1,4 +1,4 @@
-"""What deploy/slurm makes of the nodes' exit codes, on a real Slurm; its launcher ends as a table says."""
+"""The scripts of deploy/slurm handle the nodes' exit codes on a real Slurm; a table sets each launcher's end."""
 
 from __future__ import annotations
 

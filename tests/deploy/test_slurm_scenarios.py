@@ -31,7 +31,7 @@ STEPS = 200
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What is left of a scenario: its folder, its faults, and the verdict on each of its jobs."""
+    """The remains of a scenario: its folder, its faults, and the verdict on each of its jobs."""
 
     folder: Path
     due: Sequence[Due]

@@ -1,1 +1,1 @@
-"""Where jobs run: is a node fit for one, and how a cluster starts, shows and ends it."""
+"""Commands for clusters: examine a node, and start, show and end a job."""

@@ -1,4 +1,4 @@
-"""Which etcd a command means: a flag, or the variables that a launcher would read."""
+"""Find the etcd of a command: by a flag, or by the variables that a launcher would read."""
 
 from __future__ import annotations
 

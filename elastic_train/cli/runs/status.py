@@ -23,7 +23,7 @@ CODES = {"done": 0, "resumable": Preempted.exit_code, "failed": CommitError.exit
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a run stands: `step` is the one that it is done with, or that training would go on from."""
+    """The state of a run: `step` is its last step, or the one from which training would continue."""
 
     state: str
     step: int | None

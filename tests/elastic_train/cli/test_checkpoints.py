@@ -87,7 +87,7 @@ def test_an_empty_run_is_reported_as_empty(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_run_folder_leads_to_its_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the commits are elsewhere, the run's resolved configuration says where."""
+    """The run's resolved configuration names the place of commits that are elsewhere."""
     (tmp_path / "run").mkdir()
     url = f"memory://{tmp_path.name}"
     (tmp_path / "run" / "config.yaml").write_text(f"checkpoint: {{url: {url}}}")

@@ -139,7 +139,7 @@ def test_numbers_are_parsed_the_same_in_every_source(tmp_path: Path, text: str) 
 
 
 def test_python_only_number_syntax_stays_text(tmp_path: Path) -> None:
-    """What Python takes for a number need not be one."""
+    """Text that Python alone reads as a number stays text."""
     assert load(tmp_path, GOOD, arguments=("--run.name", "nan")).run.name == "nan"
     assert load(tmp_path, GOOD, arguments=("--run.name", "1e5-b")).run.name == "1e5-b"
     assert load(tmp_path, GOOD, arguments=("--run.name", "infinity")).run.name == "infinity"
@@ -251,7 +251,7 @@ def take_to_the_letter(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["a: b", "&a b", "*x", "!tag", "- a", "runs/trial #1", " x ", "2026-11-28", "é"])
 def test_a_text_of_no_known_type_is_taken_to_the_letter(tmp_path: Path, text: str) -> None:
-    """What is no number, boolean, null, quoted text, list or mapping."""
+    """Such a text is no number, boolean, null, quoted text, list or mapping."""
     environ = {"ELASTIC_TRAIN__TASK__PARAMS__B": text}
     params = load(tmp_path, GOOD, environ=environ, arguments=("--task.params.a", text)).task.params
     assert params == {"a": text, "b": text}

@@ -1,4 +1,4 @@
-"""Where a step's time goes: marks that tile it, and the rank that the others wait for."""
+"""The phases of a step: marks that tile its time, and the rank that the others wait for."""
 
 from __future__ import annotations
 

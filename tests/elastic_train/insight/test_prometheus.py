@@ -90,7 +90,7 @@ def test_rules_and_dashboard_ask_for_what_a_page_has() -> None:
 
 
 def test_each_alert_leads_to_its_section_of_the_runbook() -> None:
-    """Which says what it means, what to look at and what to do; and there is no section without an alert."""
+    """Each section has a meaning, what to look at and what to do; no section is without an alert."""
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
     assert [*sections] == [rule["alert"] for rule in RULES]
     for rule in RULES:

@@ -1,4 +1,4 @@
-"""What a job on Ray makes of how its nodes end. Ray is a twin in memory here; the real one is in tests/deploy."""
+"""A job on Ray reacts to the ends of its nodes. Ray is a twin in memory here; tests/deploy has the real one."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_would_end_the_same_way_again_ends_the_job(monkeypatch: pytest.Monk
 
 
 def test_nodes_are_replaced_so_often_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What left as asked, or with a machine that was taken away, does not count; 0 replaces none."""
+    """A node that left as asked, or with a machine that was taken away, does not count; 0 replaces none."""
     found, cluster = ended(monkeypatch, [75, Preempted, 1, 1, 1, ActorLost, 1], most_failures=3)
     assert found == (1, None) and len(cluster.actors) == 7
     assert len(ended(monkeypatch, [1, 76], most_failures=0)[1].actors) == 2

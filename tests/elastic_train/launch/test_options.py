@@ -1,4 +1,4 @@
-"""What the launcher takes from flags, Kubernetes and Slurm."""
+"""The launcher reads its options from flags, Kubernetes and Slurm."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_an_end_that_the_process_itself_cannot_report_is_reported(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda number: number.name)
 def test_a_request_to_the_parent_reaches_the_child(tmp_path: Path, number: signal.Signals) -> None:
-    """Which has not begun yet, and so ends with 75; also one that came before it listened."""
+    """The child has not begun yet and ends with 75; so does a request that came before it listened."""
     parent = begin(signal.pause, tmp_path / "said")
     eventually(lambda: bool(children_of(parent.pid)), "the child is there")
     os.kill(parent.pid, number)

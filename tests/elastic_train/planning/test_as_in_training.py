@@ -1,4 +1,4 @@
-"""What a plan reckons is what training holds and sends: beside its own seats, trees and steps."""
+"""A plan computes what training holds and sends, compared with its own seats, trees and steps."""
 
 from __future__ import annotations
 

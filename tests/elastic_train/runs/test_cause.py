@@ -232,7 +232,7 @@ STUCK = (93, "the last 3 worlds got no further than step 3", "NoProgressError")
 def test_a_run_that_stopped_has_one_cause(
     left: Left, ends: Callable[[Left], object], do: str, rank: int | None, phrase: str
 ) -> None:
-    """What was survived is not the cause, and neither is what only followed from it."""
+    """A fault that the run survived is not the cause, nor is a consequence of the cause."""
     ends(left)
     cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
     assert (cause.do, cause.rank) == (do, rank)

@@ -1,4 +1,4 @@
-"""What a report says of the memory of ranks, and of those that have run out of it."""
+"""A report shows the memory of ranks, and the ranks that ran out of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_only_the_ends_of_histories_are_read(tmp_path: Path, monkeypatch: pytest
 
 
 def test_tables_page_and_json_show_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is nothing on every rank has no column."""
+    """A kind of memory that no rank uses has no column."""
     run = str(measured(tmp_path).folder)
     with pytest.raises(SystemExit):
         main(["report", run])

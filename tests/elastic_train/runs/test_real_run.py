@@ -1,4 +1,4 @@
-"""What training leaves is what the report reads: a real job of two ranks."""
+"""The report reads the files of a real job of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How runs scale: known seconds, alpha and beta come out as they went in, and what limits has a name."""
+"""The scaling of runs: known seconds, alpha and beta are recovered, and the limiting part is named."""
 
 from __future__ import annotations
 

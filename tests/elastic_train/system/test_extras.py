@@ -95,7 +95,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Run:
-    """What each line did, the modules that were imported, and the files that were there at the end."""
+    """The outcome of each line, the imported modules, and the files at the end."""
 
     lines: dict[str, Done]
     modules: list[str]

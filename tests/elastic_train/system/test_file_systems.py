@@ -1,4 +1,4 @@
-"""Which file system a path is on, and what is said of it before commits go there."""
+"""The file system of a path is found, and its dangers for commits are reported."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ SMAPS = Path("/proc/self/smaps")
 
 
 def is_asked_for(address: int) -> bool:
-    """Whether the kernel was asked for huge pages at an address; it has granted them or not (it may find none free)."""
+    """Return True if the kernel was asked for huge pages at an address, granted or not."""
     lo = hi = 0
     for line in SMAPS.read_text().splitlines():
         first, *flags = line.split()

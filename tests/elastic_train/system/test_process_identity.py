@@ -1,4 +1,4 @@
-"""Which process runs, among those of all machines and times, and what it holds."""
+"""A process is identified among those of all machines and times, with the files that it holds."""
 
 from __future__ import annotations
 

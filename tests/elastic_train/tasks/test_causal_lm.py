@@ -175,7 +175,7 @@ def test_rows_that_the_model_cannot_take_are_refused_before_training(
     ],
 )
 def test_rows_that_are_met_later_are_named(tmp_path: Path, columns: dict[str, pa.Array], message: str) -> None:
-    """Where nothing was known of them before."""
+    """The manifest did not know them before."""
     good = {name: lists([1, 2], [3]) for name in columns}
     task = prepared(described(tmp_path / "rows", good))
     with pytest.raises(DataError, match=message):
@@ -183,7 +183,7 @@ def test_rows_that_are_met_later_are_named(tmp_path: Path, columns: dict[str, pa
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path: Path) -> None:
-    """What the manifest says is taken at its word, and rows need not be looked at."""
+    """The manifest is trusted, so rows are not read."""
     manifest = described(tmp_path / "rows", {"input_ids": TOKENS}, vocabulary_size=41)
     with pytest.raises(ConfigError, match="its tokenizer has 41 token ids, the model takes 40: make"):
         prepared(manifest)

@@ -1,4 +1,4 @@
-"""What of a task's source is compared: its modules and what they import from beside them, loaded or not."""
+"""A task's source is its modules and what they import from the same folder, loaded or not."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_single_file_counts_with_the_files_beside_it(tmp_path: Path, monkeypat
 
 
 def test_of_installed_packages_only_the_task_s_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed beside it is known by its version."""
+    """Other installed packages are identified by their versions."""
     folder = tmp_path / "site-packages"
     write(folder, {"pack3/__init__.py": "import other3\nimport pack3.part\nclass Mine: ...\n", "pack3/part.py": ""})
     write(folder, {"other3.py": ""})
@@ -151,6 +151,6 @@ def test_whether_a_task_imports_a_package_is_read_from_its_files(
 
 
 def test_of_a_task_of_this_package_or_of_none_nothing_is_found() -> None:
-    """What its tasks need follows from their parameters."""
+    """The parameters of the package's own tasks say what they need."""
     assert not task_imports("elastic_train.tasks.sequence_classifier:SequenceClassifier", "transformers")
     assert not task_imports("no_such_module_4:Task", "transformers")

@@ -86,7 +86,7 @@ def test_one_thread_hangs_however_many_files_there_are(fifo: Path) -> None:
 
 
 def test_a_look_that_hangs_is_given_up_once(fifo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a folder does not say in time is unknown, and while it hangs nobody waits again."""
+    """An answer that is late is unknown, and while the folder hangs nobody waits again."""
     monkeypatch.setattr(background_files, "ANSWER_S", 0.05)
     files, looks = BackgroundFiles(), list[int]()
 
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_for_a_while_costs_its_lines(
 
 @pytest.mark.slow
 def test_a_kill_costs_the_lines_of_the_last_moment(tmp_path: Path) -> None:
-    """What was appended a moment before a SIGKILL is in the file, whole."""
+    """Lines that were appended a moment before a SIGKILL are whole in the file."""
     program = (
         "import sys; from pathlib import Path\n"
         "from elastic_train.tracking.background_files import BackgroundFiles\n"

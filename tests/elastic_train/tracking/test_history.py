@@ -76,7 +76,7 @@ def test_every_operation_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", [b'{"op": "step", "t', b"12", b'"a"', b"\xff\xfe{", b"[]", b'{"t": 1}'])
 def test_a_torn_line_is_passed_over(tmp_path: Path, torn: bytes) -> None:
-    """What is no whole line of ours is not read, and hides no other line."""
+    """A torn or foreign line is not read, and hides no other line."""
     write_all(tmp_path)
     (path,) = (tmp_path / "history").iterdir()
     path.write_bytes(torn + b"\n" + path.read_bytes() + torn)
@@ -133,7 +133,7 @@ def test_a_term_that_began_right_after_knows_the_last_steps(tmp_path: Path) -> N
 
 
 def test_ids_are_in_the_file_before_the_step_goes_on(tmp_path: Path) -> None:
-    """What a rank gives to a step is known of it even if it dies in that step's reduction."""
+    """The ids of a step are in the file even if the rank dies in that step's reduction."""
     history = History(BackgroundFiles(), tmp_path, 1, 0)
     for number in range(1, 100):
         history.read(step=number, epoch=0, ids=((0, 3),), world=2)
@@ -176,7 +176,7 @@ def test_a_history_that_could_not_be_opened_at_first_says_how_it_began(
 
 
 def test_terms_that_ended_while_they_validated_are_counted(tmp_path: Path) -> None:
-    """What was written after a validation has begun says that it was over."""
+    """A line that was written after a validation began shows that it was over."""
     for term, is_over in enumerate((False, False, True, False), 1):
         history = History(Unqueued(), tmp_path, term, 0)
         for number in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Which lines of a run's metrics hold: those of the branch that the newest term continues."""
+"""The valid lines of a run's metrics are those of the branch that the newest term continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see: a line now and then, a panel on a terminal, the last status at the end."""
+"""Progress is a line now and then, a panel on a terminal, and the last status at the end."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the flags say."""
+    """The values of the flags."""
 
     etcd: str | None
     run_id: str | None

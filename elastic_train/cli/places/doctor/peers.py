@@ -38,7 +38,7 @@ _WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Self:
-    """What this node says of itself; `word` names the store that it sees, if it could be found out."""
+    """This node's record of itself; `word` names the store that it sees, if that is known."""
 
     address: str
     versions: Mapping[str, str]
@@ -48,7 +48,7 @@ class Self:
 
 
 class Meeting:
-    """What one doctor tells all others, and knows of them: their records, by round and name."""
+    """One doctor's exchange with all others: their records, by round and name."""
 
     def __init__(self, store: Store, run_id: str, own: str, clock: Callable[[], float]) -> None:
         self.own, self.clock = own, clock

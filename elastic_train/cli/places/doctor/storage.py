@@ -1,4 +1,4 @@
-"""Where a job's commits and metrics go, as this node reaches it: by the same questions that a job asks of it."""
+"""Examine the store and the tracker of a job from this node, with the same requests as a job."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _UNITS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 @dataclass(frozen=True, slots=True)
 class KubernetesJob:
-    """What is to be rendered; `kind` is a folder of `deploy/kubernetes`."""
+    """A job to be rendered; `kind` is a folder of `deploy/kubernetes`."""
 
     config: Config
     kind: str

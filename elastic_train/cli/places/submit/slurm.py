@@ -28,7 +28,7 @@ _ID = re.compile("[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """What is to be submitted; with `is_array` as an array of one-node jobs.
+    """A job to be submitted; with `is_array` as an array of one-node jobs.
 
     Its nodes, etcd and name are those of `flags`, which its launchers are given.
     """

@@ -106,7 +106,7 @@ def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done
 
 
 def test_nodes_wait_for_the_first_one_for_a_bounded_time(slurm: Slurm) -> None:
-    """Where nothing can say that it is done, they waited for ever."""
+    """Without a sign that the first node is done, they would wait for ever."""
     assert slurm.end("1 1 1", NO_SCANCEL="1", WAIT_S="1") == (1, False)
 
 

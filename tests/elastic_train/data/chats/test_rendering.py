@@ -78,7 +78,7 @@ def test_prefixes_and_a_mask_agree(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_is_written_otherwise_later_is_not_learned(tmp_path: Path) -> None:
-    """What a template leaves out of earlier turns is nowhere in the text; the last turn is learned whole."""
+    """Words that a template drops from earlier turns are not learned; the last turn is learned whole."""
     tokenizer = tokenizer_with(tmp_path, REASONING)
     turns = [("user", "a"), ("assistant", "<think>b</think>c"), ("user", "d"), ("assistant", "<think>e</think>f")]
     text, found = targets(tokenizer, *turns)

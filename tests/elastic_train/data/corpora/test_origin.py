@@ -28,7 +28,7 @@ ENDED_PID = 2**22 + 1  # above the largest pid there can be
 
 
 def test_a_filled_folder_is_finished(tmp_path: Path) -> None:
-    """What the block wrote is there with its origin, and nothing else is beside it."""
+    """The folder has the block's files and their origin, and nothing else."""
     with filled(tmp_path / "deep" / "out", ORIGIN) as partial:
         (partial / "x").write_text("1")
         assert not (tmp_path / "deep" / "out").exists()

@@ -112,7 +112,7 @@ class FlippingOnce:
 def test_a_flip_on_the_way_is_read_again(
     tmp_path: Path, source: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What differs once, and not when it is read from the storage itself, is used, and a warning says where it was."""
+    """Bytes that differ once, but not when read again from the storage, are used with a warning."""
     folder = write_rows(tmp_path / "rows", 20, num_files=1)
     url = str(folder)
     if source is RemoteSource:

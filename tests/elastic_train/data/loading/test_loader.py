@@ -358,7 +358,7 @@ def test_a_worker_that_ends_too_soon_is_an_error_that_says_how(
 
 
 def test_a_script_without_a_guard_trains_in_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What imports a script to become its worker ends where the script trains; any other process goes on."""
+    """A worker that imports the script ends where the script trains; any other process continues."""
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     refuse_unguarded()

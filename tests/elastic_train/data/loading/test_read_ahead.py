@@ -189,7 +189,7 @@ def test_read_ahead_of_small_rows_is_bounded(tmp_path: Path) -> None:
 
 
 def test_damage_is_raised_with_the_files_name(tmp_path: Path) -> None:
-    """What fails in a thread is raised to the caller, after the steps that were complete."""
+    """An error in a thread is raised to the caller, after the complete steps."""
     manifest = load_manifest(str(write_rows(tmp_path / "rows", 60)))
     (tmp_path / "rows" / "part-0.parquet").unlink()
     order = Order(manifest.group_rows, num_lanes=3, seed=1, block_row_groups=1, is_shuffled=False)

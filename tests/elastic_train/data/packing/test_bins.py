@@ -55,7 +55,7 @@ def test_every_document_is_in_the_rows_exactly_once(sizes: list[int], length: in
 
 @given(SIZES, st.integers(1, 17), st.integers(1, 5))
 def test_no_more_rows_are_open_than_allowed(sizes: list[int], length: int, num_open: int) -> None:
-    """What is neither closed nor there yet is what memory holds."""
+    """Memory holds the open rows only."""
     bins, closed = BestFit(length, num_open), 0
     for number, tokens in enumerate(documents_of(sizes)):
         closed += sum(row.used for row in bins.add(number, tokens))

@@ -1,4 +1,4 @@
-"""Where bytes come from: near ranges are read as one, failures are retried, late ranges asked for twice."""
+"""Near ranges are read as one, failures are retried, and late ranges are requested twice."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_an_arrow_file_is_read_as_a_stream_is(tmp_path: Path) -> None:
 
 
 def test_types_can_be_named(tmp_path: Path) -> None:
-    """Where the first rows show another one, or none."""
+    """A named type overrides that of the first rows."""
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"n": None})] * 30 + [json.dumps({"n": 0.5})]))
     with pytest.raises(ConfigError, match=r"row 31: .*--types score=float64"):
         list(read_files([tmp_path / "a.jsonl"]))

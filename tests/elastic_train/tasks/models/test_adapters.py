@@ -1,4 +1,4 @@
-"""Which adapters there are, and what is refused before training, with what can be had instead."""
+"""The kinds of adapters, and those that are refused before training, with an alternative."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def classifier(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def images(folder: Path, num_classes: int) -> Kind:
-    """What a task for images makes of a folder, with so many classes."""
+    """Return the model that a task for images makes of a folder, with this number of classes."""
     names = {number: str(number) for number in range(num_classes)}
     config = Source.of({"path": str(folder)}).load_config(id2label=names, label2id={})
     return Kind("AutoModelForImageClassification", config, draws_head=True, attention=None)

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mlflow")]  # one databa
 
 
 def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:
-    """What a rollback may still change is not in MLflow; a commit sends it, and so does the end of a failed run."""
+    """Values that a rollback may change are not in MLflow; a commit or the end of a failed run sends them."""
     tracker = start(tmp_path, uri)
     for step in range(1, 11):
         tracker.log(step, {"loss": 1.0})

@@ -1,4 +1,4 @@
-"""What a job is given in confidence is in nothing that it leaves, and its user of etcd needs its own prefix alone."""
+"""A job's secrets are in none of its files, and its user of etcd needs its own prefix only."""
 
 from __future__ import annotations
 
