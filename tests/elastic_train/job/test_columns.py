@@ -6,9 +6,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from elastic_train.core.mesh import Cell
+import pytest
+
+from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
 from elastic_train.job.resharding.pending_step import _all_left
+from elastic_train.job.resharding.placing import redundancy_of
 from elastic_train.job.resharding.reshard import _plan_of
 from elastic_train.job.state_shards import Place
 from elastic_train.placement.grains import Layout
@@ -27,6 +30,28 @@ def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it(
     pending = PeerState(Place(5, 1), None, (), pending=2, trained_in=2)
     assert _all_left(TWO, [retained, pending], [0, 1], 2) == []
     assert _all_left(TWO, [pending, pending], [0, 1], 2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "cell", "held", "copies", "cost"),
+    [
+        (3, Cell(), "whole", 3, None),
+        (1, Cell(), "optimizer", 1, "the optimizer's state is held once: "),
+        (3, Cell(), "state", 2, "the state is held 2 times: "),
+        (2, Cell(tensor=2), "optimizer", 1, "2 ranks make one cell, the only holder of the state: "),
+        (4, Cell(tensor=2), "whole", 2, "2 cells of 2 ranks: a fault that leaves each part "),
+        (4, Cell(tensor=2), "state", 1, "2 cells of 2 ranks, over which the state of each place is held once: "),
+        (8, Cell(tensor=2, context=2), "state", 2, "2 cells of 4 ranks, over which the state of each part is held 2 "),
+        (4, Cell(context=2), "state", 2, "2 cells of 2 ranks, over which the state is held 2 times: "),
+        (4, Cell(context=2), "whole", 4, "2 cells of 2 ranks, which compute each row together: "),
+        (4, Cell(tensor=2, context=2), "whole", 2, "4 ranks make one cell, and 2 hold each part of the state: "),
+    ],
+)
+def test_a_world_says_what_a_fault_costs(size: int, cell: Cell, held: str, copies: int, cost: str | None) -> None:
+    share = SimpleNamespace(is_whole=held == "whole", is_shared_out=held == "state")
+    shards: Any = SimpleNamespace(share=share, table=SimpleNamespace(num_copies=copies))
+    said = redundancy_of(Mesh(0, size, cell), shards)
+    assert said == cost if cost is None else (said or "").startswith(cost)
 
 
 def test_a_column_without_anybody_at_a_step_has_lost_it() -> None:

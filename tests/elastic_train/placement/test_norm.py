@@ -204,6 +204,10 @@ def test_a_gradient_that_is_not_finite_has_no_finite_norm(bad: float) -> None:
     assert not math.isfinite(total_norm(squares_of_tensors([(values, None)]).numpy()))
 
 
+def test_a_norm_above_the_largest_number_is_infinite() -> None:
+    assert total_norm(np.array([1e308, 1e308])) == math.inf
+
+
 def test_between_two_norms_nothing_of_the_room_is_held() -> None:
     """This holds for scattered rows and copied runs: a rank's share of a small model may be smaller than the buffer."""
     vectors = [in_memory_order(gradient, cut) for gradient, cut in cut_gradients()]

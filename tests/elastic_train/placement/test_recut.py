@@ -69,6 +69,12 @@ def test_the_largest_load_is_the_smallest_possible_to_within_a_grain_for_each_ta
     assert max(num_given(plan, rank) for rank in range(len(had))) <= least + len(had)
 
 
+def test_without_any_holder_all_is_lost_and_no_step_is_reached() -> None:
+    wants = [np.arange(LAYOUT.num_grains)]
+    plan = plan_recut([Holder()], wants, LAYOUT.span)
+    assert plan.reached == (0, 0) and plan.lost.tolist() == wants[0].tolist()
+
+
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("width", [1, 2, 3])

@@ -18,6 +18,12 @@ def named(*names: str) -> list[Path]:
     return [("", name) for name in names]
 
 
+def test_a_cell_is_in_a_domain_of_every_width() -> None:
+    """Cells 0 and 1 share a rack at one place, 1 and 2 a node at the other: names are first cells, linked in turn."""
+    places = [[("a", "a0"), ("b", "b0")], [("a", "a1"), ("c", "c0")], [("d", "d0"), ("c", "c0")], [("e", "e0")] * 2]
+    assert paths_of_cells(places) == [("0", "0"), ("0", "1"), ("0", "1"), ("3", "3")]
+
+
 @given(nodes, st.integers(1, 3))
 def test_cells_of_one_rank_have_the_seats_of_ranks(of_ranks: list[int], copies: int) -> None:
     paths = [(f"rack{node // 2}", f"node{node}") for node in of_ranks]

@@ -135,7 +135,8 @@ def test_a_job_that_was_fenced_off_by_another_ends(tmp_path: Path) -> None:
         first.publish(1, "commits/1")
     second.claim()
     with pytest.raises(
-        OtherJobError, match=r"run id 'second'.* has claimed term 3 .*above term 2 of this job"
+        OtherJobError,
+        match=r"run id 'second'.* has claimed term 3 at 20\d\d-\d\d-\d\d .* UTC, above term 2 of this job",
     ) as ended:
         first.publish(2, "commits/2")
     assert ended.value.exit_code == 2

@@ -16,7 +16,7 @@ from elastic_train.checkpoint.commits.pins_and_holds import (
     pinned,
     unpin,
 )
-from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.commits.reader import commit_keys, strays_from
 from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import KeyMissing
@@ -136,6 +136,14 @@ def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
     with pytest.raises(KeyMissing), holding(store, commits[0].key):
         pass
     assert store.list("holds/") == []
+
+
+def test_a_lineage_strays_from_a_commit_that_its_world_did_not_know(local_store: Store) -> None:
+    """One that continues the commit, or has steps of a newer term, does not."""
+    first, second = commit_steps(local_store, 1, 2)
+    (newer,) = commit_steps(local_store, 3)
+    assert not strays_from(second.intervals, first) and not strays_from(newer.intervals, second)
+    assert strays_from(first.intervals, newer) and not strays_from(newer.intervals, newer)
 
 
 def test_a_hold_expires(local_store: Store) -> None:
