@@ -13,14 +13,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.errors import ChaosError
-from chaos.services.network.packet_relay import Relay
+from chaos.services.network.packet_relay import Impairment, Relay
 from rendezvous.process_table import is_alive, pids
 
+_OUTSIDE = ("nodes", "etcd")
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
@@ -93,11 +94,16 @@ class Cable:
 
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
         """Lose or delay part of the packets between the inside node and other nodes; etcd is not affected."""
+        self.impair(Impairment(loss, delay_s), ("nodes",))
+
+    def impair(self, impairment: Impairment, whose: Sequence[str] = _OUTSIDE) -> None:
+        """Impair the packets between the inside node and these addresses."""
         assert self.relay is not None, "it was laid"
-        self.relay.loss, self.relay.delay_s = loss, delay_s
+        self.relay.impairment = impairment
         outside, inside = self.relay.ends
-        _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table)
-        _ip("-n", self.namespace, "route", "replace", self.address("nodes"), "dev", inside)
+        for each in whose:
+            _ip("route", "replace", self.address("inside"), "dev", outside, "table", self._table(each))
+            _ip("-n", self.namespace, "route", "replace", self.address(each), "dev", inside)
 
     def misname(self) -> None:
         """Map this machine's name to a loopback address in the inside hosts file, as Debian's installer does."""
@@ -120,12 +126,12 @@ class Cable:
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
             ("-n", self.namespace, "addr", "del", f"{self.address('nodes')}/32", "dev", "lo"),
-            ("route", "flush", "table", self._table),
-            ("-n", self.namespace, "route", "del", self.address("nodes")),
+            *(("route", "flush", "table", self._table(whose)) for whose in _OUTSIDE),
+            *(("-n", self.namespace, "route", "del", self.address(whose)) for whose in _OUTSIDE),
         ):
             subprocess.run(["ip", *undo], capture_output=True, check=False)  # may not exist
         if self.relay is not None:
-            self.relay.loss = self.relay.delay_s = 0.0
+            self.relay.impairment = Impairment()
 
     def command(self, command: list[str]) -> list[str]:
         """Return `command` wrapped to run inside the namespace."""
@@ -141,13 +147,12 @@ class Cable:
         """The hosts file inside; iproute2 mounts it as /etc/hosts."""
         return Path("/etc/netns") / self.namespace / "hosts"
 
-    @property
-    def _table(self) -> str:
-        """Routing table of the route through the relay."""
-        return str(_FIRST_TABLE + self.number)
+    def _table(self, whose: str) -> str:
+        """Routing table of an outside address for the route through the relay."""
+        return str(_FIRST_TABLE + _MOST * _OUTSIDE.index(whose) + self.number)
 
-    def _between(self) -> tuple[str, ...]:
-        return ("from", self.address("nodes"), "to", self.address("inside"))
+    def _between(self, whose: str = "nodes") -> tuple[str, ...]:
+        return ("from", self.address(whose), "to", self.address("inside"))
 
 
 @contextlib.contextmanager
@@ -192,7 +197,7 @@ def _take_away_left() -> None:
 def _take_away(laid: Cable) -> None:
     for undo in (
         ("rule", "del", *laid._between(), "blackhole"),
-        ("rule", "del", *laid._between(), "lookup", laid._table),
+        *(("rule", "del", *laid._between(whose), "lookup", laid._table(whose)) for whose in _OUTSIDE),
         ("link", "del", laid.outside),
         ("netns", "del", laid.namespace),
     ):
@@ -217,7 +222,10 @@ def _lay(laid: Cable) -> None:
         _ip("link", "set", inside, "netns", name)
         _ip("link", "set", outside, "up")
         _ip("-n", name, "link", "set", inside, "up")
-        _ip("rule", "add", *laid._between(), "lookup", laid._table)  # empty until packets are to be lost
+        for whose in _OUTSIDE:
+            _ip(
+                "rule", "add", *laid._between(whose), "lookup", laid._table(whose)
+            )  # empty until packets are to be lost
 
 
 def _ip(*arguments: str) -> None:

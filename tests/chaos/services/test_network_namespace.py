@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
+from chaos.services.network.packet_relay import Impairment
 from tests.conftest import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one left behind, at a time
@@ -146,3 +147,23 @@ def test_a_cut_off_node_reaches_only_etcd(laid: Cable, connect: object, spoil: o
     laid.mend()
     cut.join(PATIENCE_S)
     assert not cut.is_alive()
+
+
+def test_etcds_packets_can_be_impaired_too(laid: Cable, connect: object) -> None:
+    """By a delay with jitter, both ways."""
+    assert callable(connect)
+    if laid.relay is None:
+        pytest.skip("no TUN interfaces here")
+    etcd = connect("etcd")
+    laid.impair(Impairment(delay_s=0.5, jitter_s=0.1))
+    assert seconds_of(etcd) >= 1.0
+
+
+def test_bandwidth_limits_each_direction(laid: Cable, connect: object) -> None:
+    """Bytes that are sent and received take their share of a second."""
+    assert callable(connect)
+    if laid.relay is None:
+        pytest.skip("no TUN interfaces here")
+    nodes = connect("nodes")
+    laid.impair(Impairment(bytes_per_s=100_000.0))
+    assert seconds_of(nodes, 100_000) >= 1.0
