@@ -101,6 +101,6 @@ def test_a_rank_never_has_more_than_its_share_and_a_block() -> None:
 
 def test_weights_that_do_not_come_are_named() -> None:
     state = built(is_deferred=True)
-    gathered_of(state)._first = lambda: (pair for pair in drawn_weights(SHAPE) if pair[0] != "norm.weight")
+    gathered_of(state).first_weights = lambda: (pair for pair in drawn_weights(SHAPE) if pair[0] != "norm.weight")
     with pytest.raises(ConfigError, match=r"gives no 'norm.weight'"):
         seated(state)
