@@ -29,7 +29,8 @@ STEPS = 30
 def write_job(folder: Path, rows: Path, device: str, *, steps: int = STEPS, **keys: object) -> str:
     """Write a job for a device that ranks share; `keys` are those of its configuration."""
     path = Path(write_config(folder, rows, steps, lane_ms=0.0))
-    tree = yaml.safe_load(path.read_text()) | {"device": device, "hang_timeout_s": 60.0}
+    asked = "auto" if device == "cpu" else device  # a CPU by name is refused with offload
+    tree = yaml.safe_load(path.read_text()) | {"device": asked, "hang_timeout_s": 60.0}
     tree["parallel"] = {"transport": "gloo", **keys.pop("parallel", {})}  # type: ignore[dict-item]
     path.write_text(yaml.safe_dump(tree | keys))
     return str(path)
