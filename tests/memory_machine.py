@@ -202,12 +202,24 @@ class Machine:
             for rank in left:
                 if self._waits[rank][1]():  # type: ignore[index]
                     return rank
+            if self._run_devices(left):
+                continue
             has_thread = any(self._waits[rank][0].startswith("a call") for rank in left)  # type: ignore[index]
             if not has_thread or time.monotonic() > deadline:
                 return None
             with self.changed:
                 self.changed.wait(0.001)
         return left[0]
+
+    def _run_devices(self, left: list[int]) -> bool:
+        """Run the devices' next operations, whose ranks wait for something else; return True if one has ended."""
+        have_ended = False
+        for rank in (*left, *left):  # an operation begins in the first round, and may end in the second
+            queue = self.queues[rank]
+            while queue and queue[0].ends():
+                queue.popleft()
+                have_ended = True
+        return have_ended
 
 
 def _taken() -> threading.Lock:

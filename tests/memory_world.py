@@ -210,11 +210,12 @@ class Asked:
     def _is_done(self) -> bool:
         """Run the operations that the device can run; return True if this one is done."""
         queue = self.device.queue
-        while queue and queue[0]._ends():
+        while queue and queue[0].ends():
             queue.popleft()
         return self.is_done
 
-    def _ends(self) -> bool:
+    def ends(self) -> bool:
+        """Begin the operation, unless begun; return True once it is done."""
         if self._works is None and not self._is_broken:
             try:
                 self._works = self._start()
