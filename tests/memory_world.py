@@ -97,10 +97,13 @@ class MemoryWork:
         self._backend, self._why, self.is_done, self._peers = backend, why, is_done, peers
 
     def wait(self) -> None:
-        hub = self._backend.hub
-        self._backend.machine.wait(self._why, lambda: self.is_done() or bool(self._peers & hub.gone))
+        self._backend.machine.wait(self._why, lambda: self.is_done() or bool(self.missed()))
         if not self.is_done():
-            raise RuntimeError(f"connection reset by peer {sorted(self._peers & hub.gone)}")
+            raise RuntimeError(f"connection reset by peer {sorted(self.missed())}")
+
+    def missed(self) -> set[int]:
+        """Return the ranks that take part in the operation and are gone."""
+        return self._peers & self._backend.hub.gone
 
 
 class MemoryBackend:
@@ -202,10 +205,14 @@ class Asked:
         queue = self.device.queue
         self.device.backend.machine.wait(
             f"{self._kind} of {self.device.backend.hub.name}",
-            lambda: self._is_done() or bool(queue[0].device.backend.hub.gone),
+            lambda: self._is_done() or queue[0].is_stuck(),
         )
         if not self.is_done:
             raise RuntimeError("the device is held up by an operation that misses a peer")
+
+    def is_stuck(self) -> bool:
+        """Return True if a peer of the operation is gone; others may have ended after their own part in it."""
+        return self._is_broken or any(not work.is_done() and work.missed() for work in self._works or ())
 
     def _is_done(self) -> bool:
         """Run the operations that the device can run; return True if this one is done."""

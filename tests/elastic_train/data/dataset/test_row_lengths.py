@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.cli.datasets import lengths_
+from elastic_train.cli.datasets import verify_
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.keyed_random import mix64_array
 from elastic_train.core.lanes import owned_lanes
@@ -210,7 +210,7 @@ def test_lengths_that_cannot_be_used_are_refused(tmp_path: Path, capsys: pytest.
     for column in ("kind", "size"):
         with pytest.raises(ConfigError, match=f"column '{column}' is"):
             make_lengths(manifest, column)
-    assert lengths_(str(folder)) == 0
+    assert verify_(str(folder), add_lengths="input_ids") == 0
     assert "lengths of 60 rows, from 'input_ids'" in capsys.readouterr().out
     content = (folder / NAME).read_bytes()
     (folder / NAME).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
