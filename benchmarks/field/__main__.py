@@ -3,7 +3,7 @@
     python -m benchmarks.field [--parts FILE] [--write docs/benchmarks.md]
 
 All systems are drawn with the same failures (`published.yaml` has the rates, the assumptions and the sources), over
-`days` days, `draws` times: median and 5 to 95 %. Seconds count from a failure until its lost work was repeated.
+`days` days, `draws` times: medians, and 5 to 95 % of the seconds. Seconds count from a failure until its lost work was repeated.
 FILE is the output of `python -m benchmarks.scale --json`. *Extrapolated* continues the fit `a + b * ranks` far beyond
 what was measured; *as measured* keeps the parts of the largest world. Restart and saves have the defaults of
 `elastic-train plan`. Others are assumed to need the same time at every size and never to save.
@@ -46,11 +46,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A row of the table; without `build` it is not simulated."""
+    """A row of the table."""
 
     name: str
     basis: str
-    build: Build | None
+    build: Build
 
 
 class Field:
@@ -75,8 +75,12 @@ class Field:
         yield System("ours, live, extrapolated", "a + b · ranks", self._live)
         yield System("ours, restart from commits", f"{PLANNED.restart_s:g} s to start, assumed", self._restart)
         for other in self.others:
-            build = self._other(other["down_s"]) if "down_s" in other else None
-            yield System(f"[{other['name']}]({other['source']})", other["says"], build)
+            if "down_s" in other:
+                yield System(f"[{other['name']}]({other['source']})", other["says"], self._other(other["down_s"]))
+
+    def only_published(self) -> Iterator[Mapping[str, str]]:
+        """Yield the systems that publish no seconds from which their goodput could be drawn."""
+        yield from ({**other, "also": f", {other['says']}"} for other in self.others if "down_s" not in other)
 
     def lives(self, case: Case, build: Build) -> list[Life]:
         """Draw the lives of a system; every system has the same failures until their costs differ."""
@@ -121,28 +125,29 @@ def section(field: Field) -> str:
     head += [f"%, {case.ranks:,}, every {case.hours:.3g} h" for case in cases]
     lines = [_line(head), "|" + "---|" * len(head)]
     for system in field.systems():
-        lives = {case: field.lives(case, system.build) for case in cases} if system.build else {}
+        lives = {case: field.lives(case, system.build) for case in cases}
         costs = [
             [s for case in lives if case.ranks == size for life in lives[case] for s in life.recovery_s]
             for size in sizes
         ]
-        shares = [[100 * life.goodput for life in lives.get(case, ())] for case in cases]
-        cells = [*(_spread(each, ".0f") for each in costs), *(_spread(each, ".2f") for each in shares)]
+        shares = [[100 * life.goodput for life in lives[case]] for case in cases]
+        cells = [*(_spread(each) for each in costs), *(f"{np.median(each):.2f}" for each in shares)]
         lines.append(_line([system.name, system.basis, *cells]))
-    rates = ", ".join(f"[{rate['name']}]({rate['source']})" for rate in field.rates)
-    return "\n".join([f"Parts: {field.parts.described}. Failures of {rates}.", "", *lines])
+    rates, others = (
+        sep.join(f"[{one['name']}]({one['source']}){one.get('also', '')}" for one in some)
+        for sep, some in ((", ", field.rates), ("; ", field.only_published()))
+    )
+    return "\n".join([f"Parts: {field.parts.described}. Failures of {rates}. Only published: {others}.", "", *lines])
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _spread(values: Sequence[float], form: str) -> str:
+def _spread(seconds: Sequence[float]) -> str:
     """Return the median and the 5th to 95th percentile."""
-    if not values:
-        return "–"
-    low, middle, high = (format(float(value), form) for value in np.percentile(values, (5, 50, 95)))
-    return f"{middle} ({low}–{high})"
+    low, middle, high = np.percentile(seconds, (5, 50, 95))
+    return f"{middle:.0f} ({low:.0f}–{high:.0f})"
 
 
 def main() -> None:
