@@ -3,7 +3,9 @@
     python -m benchmarks.field [--parts FILE] [--write docs/benchmarks.md]
 
 All systems are drawn with the same failures (`published.yaml` has the rates, the assumptions and the sources), over
-`days` days, `draws` times: medians, and 5 to 95 % of the seconds. Seconds count from a failure until its lost work was repeated.
+`days` days, `draws` times: medians, and 5 to 95 % of the seconds. Seconds count from a failure until its lost work was
+repeated.
+
 FILE is the output of `python -m benchmarks.scale --json`. *Extrapolated* continues the fit `a + b * ranks` far beyond
 what was measured; *as measured* keeps the parts of the largest world. Restart and saves have the defaults of
 `elastic-train plan`. Others are assumed to need the same time at every size and never to save.
