@@ -127,9 +127,13 @@ def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training set of 331 rows (a prime) and a validation set of 101."""
-    folder = tmp_path_factory.mktemp("rows")
-    write_rows(folder / "train", 331, seed=1)
-    write_rows(folder / "validation", 101, seed=2)
+    return write_sets(tmp_path_factory.mktemp("rows"), 331, 101)
+
+
+def write_sets(folder: Path, num_train: int, num_validation: int) -> Path:
+    """Write a training and a validation set into a folder, and return it."""
+    write_rows(folder / "train", num_train, seed=1)
+    write_rows(folder / "validation", num_validation, seed=2)
     return folder
 
 

@@ -210,7 +210,8 @@ class Config(Section):
     processes outlive, end the job only after this time as well. null: never."""
     hang_timeout_s: PositiveFloat | None = None
     """Dump stacks and exit when a rank has made no progress for this many seconds. null: learn the limit from the
-    rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes)."""
+    rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes); before it, a rank
+    may be idle for ten times as long, at least ten minutes (null: half an hour)."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
         "give_up_after_worlds": Old(int | None, 20, "is now give_up_after: 'N worlds'", _give_up_after),

@@ -11,9 +11,18 @@ import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ByteSize, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from elastic_train.config import yaml12
 
@@ -39,6 +48,14 @@ class Old(NamedTuple):
     now: Callable[[Mapping[str, Any]], Mapping[str, object]] | None = None
 
 
+def _check_old(name: str, old: Old, value: object) -> None:
+    """Raise ValueError unless an old key's value is of its type."""
+    try:
+        TypeAdapter[object](cast(Any, old.kind)).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name} {old.why}, and its value is wrong: {error.errors()[0]['msg']}") from None
+
+
 class Section(BaseModel):
     """Frozen, with no other keys than its fields; a field's docstring is its key's meaning.
 
@@ -59,8 +76,11 @@ class Section(BaseModel):
         if not isinstance(section, Mapping) or cls.OLD.keys().isdisjoint(section):
             return section
         today = {name: value for name, value in section.items() if name not in cls.OLD}
-        for name, old in cls.OLD.items():
-            if name in section and section[name] != old.default:
+        given = {name: old for name, old in cls.OLD.items() if name in section}
+        for name, old in given.items():
+            _check_old(name, old, section[name])
+        for name, old in given.items():
+            if section[name] != old.default:
                 _warn(f"configuration: {name} {old.why}")
                 today |= old.now(section) if old.now is not None else {}
         return today

@@ -2,16 +2,20 @@
 
 import math
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.config import schema as configuration
 from elastic_train.config import section, sources, yaml12
 from elastic_train.config.checkpoints import CheckpointConfig
+from elastic_train.config.monitoring import MonitoringConfig
+from elastic_train.config.recipe import ValidationConfig
 from elastic_train.config.schema import Config, nearest_key
 from elastic_train.errors import ConfigError
 
@@ -498,6 +502,18 @@ def test_the_patience_with_worlds_is_one_key(tmp_path: Path) -> None:
     assert (over.give_up_after_worlds, over.give_up_after_s) == (4, 60.0)
     assert load(tmp_path, {**GOOD, "give_up_after_worlds": None}).give_up_after_worlds is None
     assert load(tmp_path, GOOD).give_up_after_s == 1800.0
+
+
+@pytest.mark.parametrize("wrong", ["x", [1], {"a": 1}, 1.5])
+@pytest.mark.parametrize("kind", [CheckpointConfig, ValidationConfig, MonitoringConfig], ids=lambda one: one.__name__)
+def test_an_old_key_with_a_wrong_value_is_refused_by_its_name(kind: type[section.Section], wrong: object) -> None:
+    """No conversion to the new key sees a value that is not of the old key's type."""
+    for name, old in kind.OLD.items():
+        try:
+            TypeAdapter(old.kind).validate_python(wrong)
+        except ValidationError:
+            with pytest.raises(ValidationError, match=f"{name} {re.escape(old.why)}, and its value is wrong"):
+                kind.model_validate({name: wrong})
 
 
 def test_an_old_key_counts_over_the_new_one_of_a_file(tmp_path: Path) -> None:
