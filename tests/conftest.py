@@ -52,6 +52,8 @@ ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 """The line that marks every test of a module as slow."""
 RUNNING: list[pytest.Item] = []
 """The running test, if there is one."""
+UNFINISHED: dict[str, float] = {}
+"""When each test that runs in any process was started, by its id, in seconds of the monotonic clock."""
 
 
 def pytest_configure() -> None:
@@ -93,6 +95,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Skip the five garbage collections at the end of pytest in the process that only gathers the others' reports."""
     if getattr(session.config.option, "dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
         gc.freeze()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    UNFINISHED[nodeid] = time.monotonic()
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    UNFINISHED.pop(nodeid, None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that were running when the run was interrupted, such as by CI's time limit."""
+    for nodeid, started in UNFINISHED.items():
+        terminalreporter.write_line(f"NOT FINISHED {nodeid}, started {time.monotonic() - started:.0f} s ago")
 
 
 @pytest.hookimpl(tryfirst=True)
