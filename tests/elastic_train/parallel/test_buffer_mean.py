@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.lanes import contiguous, owned_lanes
@@ -19,8 +15,9 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import make_sum
 from elastic_train.parallel.group import Group
-from tests.conftest import run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 LANES = (4, 5, 7)
 EMPTY = 1  # a lane that has no sample in some steps
@@ -106,24 +103,15 @@ def alone(num_lanes: int = 4, make: Callable[[], nn.Module] = Net, steps: int = 
     return train(Group(0, 1, None, 60), num_lanes, make, steps)
 
 
-def ranks(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    digests = {str(num_lanes): weights_digest(train(group, num_lanes), {}) for num_lanes in LANES}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(digests))
-    group.barrier()
-    os._exit(0)
+def ranks(rank: int, size: int) -> list[str]:
+    group = group_of("world", rank, size)
+    return [weights_digest(train(group, num_lanes), {}) for num_lanes in LANES]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_buffers_do_not_depend_on_the_world_size(tmp_path: Path, size: int) -> None:
+def test_buffers_do_not_depend_on_the_world_size(size: int) -> None:
     """For every number of lanes, W ranks end with the weights and buffers of one, empty lanes included."""
-    torch.set_num_threads(1)
-    expected = {str(num_lanes): weights_digest(alone(num_lanes), {}) for num_lanes in LANES}
-    run_ranks(ranks, size, str(tmp_path))
-    for rank in range(size):
-        assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
+    assert in_memory(ranks, size) == [[weights_digest(alone(num_lanes), {}) for num_lanes in LANES]] * size
 
 
 def test_a_steps_buffers_are_the_mean_of_its_lanes() -> None:

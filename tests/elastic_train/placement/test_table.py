@@ -108,6 +108,15 @@ def is_missed(table: Table, leaving: Sequence[bool]) -> bool:
 
 
 @given(tables())
+def test_a_rank_holds_everything_or_nothing_as_its_grains_say(table: Table) -> None:
+    part, number = table.cell.holder_of(table.rank)
+    held = None if table.is_whole else table.seating(part).holdings[number]
+    is_all = held is None or len(held) == table.parts.columns[part].layout.num_grains
+    assert table.holds_all is (is_all and table.cell.size == 1)
+    assert table.holds_nothing is (held is not None and not len(held))
+
+
+@given(tables())
 def test_what_parts_have_measured_counts_once(table: Table) -> None:
     """This includes grains of the tensor that is whole in every part."""
     parts = table.parts

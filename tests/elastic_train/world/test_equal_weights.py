@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
@@ -26,9 +24,8 @@ from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.world.equal_weights import level
-from tests.conftest import run_ranks
-
-pytestmark = pytest.mark.slow
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 TERM = 3
 
@@ -63,10 +60,9 @@ def come_together(group: Group, state: AppliedState) -> int | None:
     return take_state(group, state, state.shards, brought).given_by
 
 
-def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
-    """Begin at different steps, hand over, take one more step, and write the outcome to a file."""
-    tree_transfer.CHUNK_BYTES = 1000  # many chunks, shared and cut
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def ranks(rank: int, size: int, optimizer: str) -> dict[str, object]:
+    """Begin at different steps, hand over, take one more step, and return the outcome."""
+    group = group_of("world", rank, size)
     state = trained([0, 4, 3, 4][rank], optimizer)
     given_by = come_together(group, state)
     place_gradients(list(state.model.parameters()))
@@ -80,23 +76,22 @@ def ranks(rank: int, size: int, folder: str, optimizer: str) -> None:
     }
     buffers = {name: value.tolist() for name, value in state.model.state_dict().items() if "running" in name}
     rate = state.scheduler.get_last_lr()
-    (Path(folder) / f"{rank}.json").write_text(json.dumps({**outcome, "buffers": buffers, "rate": rate}))
-    group.close()
+    return {**outcome, "buffers": buffers, "rate": rate}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_all_ranks_continue_from_the_furthest_state(tmp_path: Path, optimizer: str) -> None:
+def test_all_ranks_continue_from_the_furthest_state(optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of the furthest ranks."""
-    run_ranks(ranks, 4, str(tmp_path), optimizer)
-    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    with mock.patch.object(tree_transfer, "CHUNK_BYTES", 1000):  # many chunks, shared and cut
+        outcomes = [one for one in in_memory(ranks, 4, optimizer) if one is not None]
     assert [one.pop("given_by") for one in outcomes] == [1, None, 3, None]
     assert outcomes[1:] == outcomes[:1] * 3
     assert (outcomes[0]["step"], outcomes[0]["term"]) == (5, TERM)
 
 
-def damaging(rank: int, size: int, folder: str) -> None:
-    """Flip a bit in rank 1's hand-over; each rank writes the state that it holds afterwards."""
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def damaging(rank: int, size: int) -> tuple[str, bool]:
+    """Flip a bit in rank 1's hand-over; return the error, and True if the rank holds its state afterwards."""
+    group = group_of("world", rank, size)
     state = trained(2 * rank)
     before = weights_digest(state.model, state.layout.dims)
     if rank == 0:
@@ -113,22 +108,17 @@ def damaging(rank: int, size: int, folder: str) -> None:
         come_together(group, state)
     except PeerLostError as error:
         message = str(error)
-    kept = weights_digest(state.model, state.layout.dims) == before and state.step == 2 * rank
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([message, kept]))
-    group.close()
+    return message, weights_digest(state.model, state.layout.dims) == before and state.step == 2 * rank
 
 
-def test_a_damaged_state_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_damaged_state_is_not_taken_over() -> None:
     """The receiver reports the wrong bit and keeps its previous state."""
-    run_ranks(damaging, 2, str(tmp_path))
-    message, kept = json.loads((tmp_path / "0.json").read_text())
-    assert message == "the state that rank 1 handed over arrived damaged"
-    assert kept
+    assert in_memory(damaging, 2)[0] == ("the state that rank 1 handed over arrived damaged", True)
 
 
-def drifting(rank: int, size: int, folder: str) -> None:
-    """Two of four ranks hold the same step with different last bits; all write their state afterwards."""
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def drifting(rank: int, size: int) -> list[object]:
+    """Two of four ranks hold the same step with different last bits; return each rank's state afterwards."""
+    group = group_of("world", rank, size)
     state = trained(3)
     before = weights_digest(state.model, state.layout.dims)
     if rank in (1, 3):
@@ -140,12 +130,10 @@ def drifting(rank: int, size: int, folder: str) -> None:
     moments = next(iter(state.optimizer.state.values()))
     same = weights_digest(state.model, state.layout.dims) == before and state.step == 3
     again = level(group, state)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([others, same, moments["exp_avg"].sum().item().hex(), again]))
-    group.close()
+    return [others, same, moments["exp_avg"].sum().item().hex(), again]
 
 
-def test_ranks_that_drifted_take_rank_0s_state(tmp_path: Path) -> None:
+def test_ranks_that_drifted_take_rank_0s_state() -> None:
     """Weights and moments; once they are equal, nothing is sent."""
-    run_ranks(drifting, 4, str(tmp_path))
-    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    outcomes = [one for one in in_memory(drifting, 4) if one is not None]
     assert outcomes == [[[1, 3], True, outcomes[0][2], []]] * 4

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -13,7 +10,6 @@ import pytest
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config, keys
@@ -24,7 +20,6 @@ from elastic_train.job.gradient_norm import name_others
 from elastic_train.job.plan import Plan
 from elastic_train.parallel.attention.choice import Choice
 from elastic_train.parallel.devices.autotuned import TUNED
-from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import Column
 from elastic_train.placement.table import Parts, Table
@@ -40,9 +35,8 @@ from elastic_train.world.uniformity import (
     job_of,
     kernels_of,
 )
-from tests.conftest import run_ranks
-
-pytestmark = pytest.mark.slow
+from tests.memory_machine import in_memory, rank_here
+from tests.memory_world import group_of
 
 
 def plan_with(
@@ -100,21 +94,18 @@ OUTLINES = {
 }
 
 
-def compare(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def compare(rank: int, size: int) -> list[str]:
+    group = group_of("world", rank, size)
     try:
         check_alike(group, PLANS[rank], OUTLINES.get(rank, OUTLINE), MODELS.get(rank, MODELS[0]))
-        problems: list[str] = []
     except ConfigError as error:
-        problems = list(error.problems)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(problems))
-    group.close()
+        return list(error.problems)
+    return []
 
 
-def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) -> None:
+def test_a_rank_that_differs_from_rank_0_learns_in_which_keys() -> None:
     """Paths may differ between nodes; every other relevant key is named with both values."""
-    run_ranks(compare, len(PLANS), str(tmp_path))
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(len(PLANS))]
+    found = [problems for problems in in_memory(compare, len(PLANS)) if problems is not None]
     assert found[:2] == [[], []]
     assert [problem.partition(" is ")[0] for problem in found[2]] == [
         "optimizer.clip_norm",
@@ -152,23 +143,26 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys(tmp_path: Path) ->
         )
 
 
-def compare_kernels(rank: int, size: int, folder: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    facts = {"device": "AVX512", "torch": "2", "numpy": "2", "processor": "one" if rank < 2 else "another"}
-    compiler = {"compiler": "gcc 12" if rank < 1 else "gcc 13"}
-    with (
-        patch.object(uniformity, "kernels_of", lambda device: facts),
-        patch.object(uniformity, "compiler_of", lambda device: compiler),
-    ):
-        lines = [differing_kernels(group, torch.device("cpu"), compiles=compiles) for compiles in (False, True)]
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(lines))
-    group.close()
+def here() -> int:
+    rank = rank_here()
+    assert rank is not None
+    return rank
 
 
-def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> None:
+def kernels_here(device: torch.device) -> dict[str, str]:
+    return {"device": "AVX512", "torch": "2", "numpy": "2", "processor": "one" if here() < 2 else "another"}
+
+
+def compare_kernels(rank: int, size: int) -> list[list[str]]:
+    group = group_of("world", rank, size)
+    return [differing_kernels(group, torch.device("cpu"), compiles=compiles) for compiles in (False, True)]
+
+
+@patch.object(uniformity, "kernels_of", kernels_here)
+@patch.object(uniformity, "compiler_of", lambda device: {"compiler": "gcc 12" if here() < 1 else "gcc 13"})
+def test_every_rank_learns_which_machines_round_otherwise() -> None:
     """If kernels are compiled, a different compiler counts as well."""
-    run_ranks(compare_kernels, 3, str(tmp_path))
-    lines = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    lines = in_memory(compare_kernels, 3)
     another = "processor another, not one"
     compiled = [f"rank 1 has {(by := 'compiler gcc 13, not gcc 12')}", f"rank 2 has {another}; {by}"]
     assert lines == [[[f"rank 2 has {another}"], compiled]] * 3
@@ -177,38 +171,37 @@ def test_every_rank_learns_which_machines_round_otherwise(tmp_path: Path) -> Non
 ATTENTIONS = ("FA3", "torch", "flex", "torch")
 
 
-def compare_attention(rank: int, size: int, folder: str) -> None:
+def tuned_kernels_here(device: torch.device) -> dict[str, str]:
+    tuned = {} if here() == 3 else {f"{TUNED}scan for 8": "num_warps: 4"}
+    return {"device": "H200" if here() != 2 else "A100", **tuned}
+
+
+def compare_attention(rank: int, size: int) -> list[str] | str:
     """Rank 1 can compute as rank 0 does, rank 3 cannot; rank 2 is another machine type."""
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
-    facts = {"device": "H200" if rank != 2 else "A100"}
-    if rank != 3:
-        facts |= {f"{TUNED}scan for 8": "num_warps: 4" if rank != 4 else "num_warps: 8"}
-    with (
-        patch.object(uniformity, "kernels_of", lambda device: facts),
-        patch.object(uniformity, "fingerprint", lambda *, compiles: ATTENTIONS[rank]),
-        patch.object(uniformity, "machine_of", lambda device, *, compiles: None),
-        patch.object(uniformity, "adopt", lambda name, machine: rank == 1 and name == "FA3"),
-        patch.object(uniformity, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"})),
-    ):
-        try:
-            found: object = differing_kernels(group, torch.device("cuda"))
-        except ConfigError as error:
-            found = str(error)
-        except PeerLostError:
-            found = "a peer was lost"
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
+    group = group_of("world", rank, size)
+    try:
+        return differing_kernels(group, torch.device("cuda"))
+    except ConfigError as error:
+        return str(error)
+    except PeerLostError:
+        return "a peer was lost"
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_ranks_compute_attention_as_rank_0_does_or_are_refused(tmp_path: Path, size: int) -> None:
+@patch.object(uniformity, "kernels_of", tuned_kernels_here)
+@patch.object(uniformity, "fingerprint", lambda *, compiles: ATTENTIONS[here()])
+@patch.object(uniformity, "machine_of", lambda device, *, compiles: None)
+@patch.object(uniformity, "adopt", lambda name, machine: here() == 1 and name == "FA3")
+@patch.object(uniformity, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"}))
+def test_ranks_compute_attention_as_rank_0_does_or_are_refused(size: int) -> None:
     """Other machine differences are reported as before; a kernel that only one rank has tuned is no difference."""
-    run_ranks(compare_attention, size, str(tmp_path))
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(size)]
+    found = in_memory(compare_attention, size)
     if size == 3:
         assert found == [["rank 2 has device A100, not H200; attention flex, not FA3"]] * 3
     else:
-        assert "attention is computed by torch on " in found[3] and "(FA3: compute capability 8.0)" in found[3]
+        assert "attention is computed by torch on " in str(found[3]) and "(FA3: compute capability 8.0)" in str(
+            found[3]
+        )
         assert found[0] == "a peer was lost", "the others form a world without it"
 
 
@@ -259,9 +252,9 @@ def test_optimizers_and_schedules_of_ones_own_are_compared_by_their_source() -> 
     assert {f"{here}.test_choice", f"{here}.test_schedule"} <= {line.partition(" ")[0] for line in lines}
 
 
-def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_early: bool) -> None:
-    """Compare the weights of a world in which some ranks hold wrong ones, each different."""
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def compare_weights(rank: int, size: int, wrong: list[int], ends_early: bool) -> str:
+    """Compare the weights of a world in which some ranks hold wrong ones, each different; return the error."""
+    group = group_of("world", rank, size)
     model = nn.Module()
     model.body, model.head = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     if rank in wrong:
@@ -276,8 +269,7 @@ def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_ea
         group.all_gather_objects = lost  # type: ignore[method-assign]
     with pytest.raises(WeightsDifferError) as caught:
         check_same_weights(group, shards, 7)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(str(caught.value)))
-    group.close()  # exiting earlier may cost another rank the tensor's name
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -288,24 +280,17 @@ def compare_weights(rank: int, size: int, folder: str, wrong: list[int], ends_ea
         (2, [0], "ranks 0 and 1 hold different weights, and nothing says which of them is right, first in 'head'"),
     ],
 )
-def test_the_ranks_that_hold_other_weights_than_most_are_named(
-    tmp_path: Path, size: int, wrong: list[int], said: str
-) -> None:
+def test_the_ranks_that_hold_other_weights_than_most_are_named(size: int, wrong: list[int], said: str) -> None:
     """Rank 0 may be one of them; on every rank, each with its place."""
-    run_ranks(compare_weights, size, str(tmp_path), wrong, False)
-    for rank in range(size):
-        error = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert error.startswith(f"step 7: {said}: ")
-        assert f"This is rank {rank} on " in error
+    for rank, error in enumerate(in_memory(compare_weights, size, wrong, False)):
+        assert str(error).startswith(f"step 7: {said}: ")
+        assert f"This is rank {rank} on " in str(error)
 
 
-def test_a_rank_whose_peers_have_ended_with_the_error_does_not_keep_its_state(tmp_path: Path) -> None:
+def test_a_rank_whose_peers_have_ended_with_the_error_does_not_keep_its_state() -> None:
     """It would treat the lost peer as a reason to hand its state over to the next world."""
-    run_ranks(compare_weights, 2, str(tmp_path), [1], True)
-    for rank in range(2):
-        assert "hold different weights, and nothing says which of them is right: a kernel" in json.loads(
-            (tmp_path / f"{rank}.json").read_text()
-        )
+    for error in in_memory(compare_weights, 2, [1], True):
+        assert "hold different weights, and nothing says which of them is right: a kernel" in str(error)
 
 
 def test_without_a_majority_all_sets_of_ranks_are_named() -> None:
