@@ -141,6 +141,13 @@ class MemoryBackend:
             f"broadcast of {source}", tensors[0], lambda given: tensors[0].detach().copy_(given[source])
         )
 
+    def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> MemoryWork:
+        def finish(given: dict[int, Tensor]) -> None:
+            for rank, place in enumerate(gathered[0] if gathered else []):
+                place.copy_(given[rank])
+
+        return self._collect(f"gather at {options.rootRank}", tensors[0], finish)
+
     def _post(
         self, posted: dict[tuple[int, int, int], deque[Posted]], tensor: Tensor, key: tuple[int, int, int], peer: int
     ) -> MemoryWork:

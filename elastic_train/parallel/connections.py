@@ -31,17 +31,19 @@ _ROUND_TRIP_AT = 68
 class Connections:
     """The connections opened in this process between creation and `note`; empty without /proc.
 
-    Connections that other threads open in between, e.g. clients of etcd or a store, are included; they reconnect.
+    Connections that other threads open in between, e.g. clients of etcd, are included; they reconnect. Those of the
+    store at `store_port` are not: peers read there why a world ended.
     """
 
-    def __init__(self) -> None:
-        self._before = _sockets()
+    def __init__(self, store_port: int | None = None) -> None:
+        self._before, self._store_port = _sockets(), store_port
         self._opened: dict[int, int] = {}
         self._round_trip_s, self._asked_at = 0.0, 0.0
 
     def note(self) -> None:
         """Record the connections opened so far."""
-        self._opened = {fd: inode for fd, inode in _sockets().items() if self._before.get(fd) != inode}
+        opened = {fd: inode for fd, inode in _sockets().items() if self._before.get(fd) != inode}
+        self._opened = {fd: inode for fd, inode in opened.items() if self._store_port not in _ports_of(fd)}
 
     def round_trip_s(self) -> float:
         """Return the round trip to the nearest peer in seconds, as measured by the kernel; 0 if unknown.
@@ -80,6 +82,17 @@ def _sockets() -> dict[int, int]:
         if stat.S_ISSOCK(status.st_mode):
             found[int(name)] = status.st_ino
     return found
+
+
+def _ports_of(fd: int) -> tuple[int, ...]:
+    """Return a TCP connection's ports, its own and its peer's; none for other sockets."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                return connection.getsockname()[1], connection.getpeername()[1]
+    except OSError:
+        pass  # a listener, or already closed
+    return ()
 
 
 def _shut_down(fd: int) -> None:

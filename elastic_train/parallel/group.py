@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -29,6 +30,11 @@ from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp
 
 T = TypeVar("T")
+SMALL_BYTES = 4096
+"""The most bytes of a rank that are gathered by way of rank 0, in 1 + log2(size) hops instead of a ring's size - 1."""
+SLOT_BYTES = 1024
+"""What every exchange of objects sends first: most are shorter, and are exchanged by one collective."""
+_LENGTH = struct.Struct("<Q")
 
 
 class Group(PointToPoint):
@@ -64,7 +70,6 @@ class Group(PointToPoint):
         self._device: DeviceGroup | None = None
         self._holds = device.holds if device is not None else _is_elsewhere
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
-        self._is_stuck = False
         self._expected: list[Call[Any]] = []
         if size == 1:
             return
@@ -78,7 +83,7 @@ class Group(PointToPoint):
 
     def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        gloo, connections = gloo_options(timeout, address), Connections()
+        gloo, connections = gloo_options(timeout, address), Connections(_port_of(store))
         self._host = self._guard(
             lambda: cast(Backend, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo))
         )
@@ -196,10 +201,24 @@ class Group(PointToPoint):
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.nbytes <= SMALL_BYTES and not self._holds(tensor):
+            self._gather_by_root(tensor.contiguous(), gathered)
+            return gathered
         self._run(
             lambda group: group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]), tensor, "all_gather"
         )
         return gathered
+
+    def _gather_by_root(self, tensor: Tensor, gathered: Tensor) -> None:
+        """Gather at rank 0, which then sends all to all: whoever has them knows that every rank has begun."""
+        options, is_root = dist.GatherOptions(), self.rank == 0
+        rows = [list(gathered.unbind(0))] if is_root else []
+        works = [self.begin(lambda group: group.gather(rows, [tensor], options), tensor, "all_gather")]
+        if is_root:
+            self.wait(works)
+            works = []
+        works.append(self.begin(lambda group: group.broadcast([gathered], _from(0)), gathered, "all_gather"))
+        self.wait(works)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place; the order of floating-point additions varies with the world."""
@@ -209,35 +228,37 @@ class Group(PointToPoint):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite the tensor with that of one rank."""
         if self.size > 1:
-            options = dist.BroadcastOptions()
-            options.rootRank = source
-            self._run(lambda group: group.broadcast([tensor], options), tensor, "broadcast")
+            self._run(lambda group: group.broadcast([tensor], _from(source)), tensor, "broadcast")
 
     def broadcast_object(self, value: object, source: int = 0) -> object:
         """Return one rank's JSON value on every rank."""
         if self.size == 1:
             return value
         content = json.dumps(value).encode() if self.rank == source else b""
-        length = torch.tensor([len(content)])
-        self.broadcast(length, source)
-        text = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else None
-        if text is None:
-            text = torch.zeros(int(length), dtype=torch.uint8)
-        self.broadcast(text, source)
-        return json.loads(bytes(text.tolist()))
+        slot = _slot(content)
+        self.broadcast(slot, source)
+        length, found = _in_slot(slot)
+        if length > len(found):
+            rest = _as_tensor(content[len(found) :].ljust(length - len(found)))
+            self.broadcast(rest, source)
+            found += rest.numpy().tobytes()
+        return json.loads(found)
 
     def all_gather_objects(self, value: object) -> list[Any]:
         """Return every rank's JSON value, by rank."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         content = json.dumps(value).encode()
-        lengths = self.all_gather(torch.tensor(len(content))).flatten().tolist()
-        padded = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
-        return _objects_in(self.all_gather(padded))
+        slots = self.all_gather(_slot(content))
+        longest = int(slots[:, : _LENGTH.size].contiguous().view(torch.int64).max())
+        if longest <= SLOT_BYTES - _LENGTH.size:
+            return _objects_in(slots)
+        rest = self.all_gather(_as_tensor(content.ljust(longest)[SLOT_BYTES - _LENGTH.size :]))
+        return _objects_in(slots, rest)
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int64))
+        self.all_gather(torch.zeros(1, dtype=torch.int64))
 
     def round_trip_s(self) -> float:
         """Return the round trip to the nearest peer in seconds; 0 if unknown."""
@@ -260,19 +281,12 @@ class Group(PointToPoint):
                 self.barrier()
         self.abandon()
 
-    def sever(self) -> None:
-        """Close the connections to all peers, which lose this rank at once, and abandon the group."""
-        for group in (*self._parts, self):
-            if group._connections is not None:
-                group._connections.shut_down()
-        self.abandon()
-
     def abandon(self) -> None:
         """Give the group up at once, although a call may be stuck in it; the process must exit by `os._exit`.
 
-        The stuck thread drops the group once it is free; with gloo that is soon, as connections are shut down. Aborts
-        the device work of the group and its parts. Raises HungError if the device is not idle then; the process is then
-        unusable.
+        All connections are shut down, so that peers which wait for this rank lose it at once; a stuck thread is free
+        soon for the same reason, and drops the group. Aborts the device work of the group and its parts. Raises
+        HungError if the device is not idle then; the process is then unusable.
         """
         if not abort_all(self._let_go()):
             raise HungError(
@@ -289,11 +303,10 @@ class Group(PointToPoint):
         if self._bystander is not None:
             self._bystander.leave(groups.clear)
             self._bystander = None
-        is_stuck = self._is_stuck or any(not call.ended.is_set() for call in self._expected)
         for call in self._expected:
             call.give_up()
         self._expected = []
-        if is_stuck and self._connections is not None:
+        if self._connections is not None:
             self._connections.shut_down()
         self._connections = None
         device, self._device = self._device, None
@@ -320,7 +333,6 @@ class Group(PointToPoint):
             with self._resting():
                 return wait(lambda: is_broken is not None and is_broken(time.monotonic() - started))
         except GivenUp:
-            self._is_stuck = True
             raise self.lost("the world has changed") from None
         except OWN_ERRORS:
             raise
@@ -343,9 +355,38 @@ class _Guard:
         return self._group._guard_while(wait)
 
 
-def _objects_in(rows: Tensor) -> list[Any]:
-    """Parse every rank's JSON text from the gathered bytes."""
-    return [json.loads(row.numpy().tobytes()) for row in rows]
+def _port_of(store: Store) -> int | None:
+    """Return the port of a TCPStore, also inside a PrefixStore; None for any other store."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+def _from(rank: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _slot(content: bytes) -> Tensor:
+    """Return the length of a text and its beginning, as SLOT_BYTES bytes."""
+    return _as_tensor((_LENGTH.pack(len(content)) + content)[:SLOT_BYTES].ljust(SLOT_BYTES))
+
+
+def _objects_in(slots: Tensor, *rest: Tensor) -> list[Any]:
+    """Parse every rank's JSON text from the gathered slots, and from what follows them if any is longer."""
+    return [json.loads(_in_slot(row)[1]) for row in torch.cat([slots, *rest], 1)]
+
+
+def _in_slot(slot: Tensor) -> tuple[int, bytes]:
+    """Return a text's length in bytes, and as much of it as the slot has."""
+    content = slot.numpy().tobytes()
+    (length,) = _LENGTH.unpack_from(content)
+    return length, content[_LENGTH.size : _LENGTH.size + length]
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:

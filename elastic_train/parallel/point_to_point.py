@@ -33,6 +33,7 @@ class Backend(Protocol):
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> Work: ...
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Work: ...
+    def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> Work: ...
 
 
 @dataclass(slots=True)
@@ -215,6 +216,11 @@ class ThroughHost:
     def allreduce(self, tensors: list[Tensor]) -> Returning:
         copies = [tensor.cpu() for tensor in tensors]
         return Returning(self._host.allreduce(copies), list(zip(tensors, copies, strict=True)))
+
+    def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> Returning:
+        copies = [[part.new_empty(part.shape, device="cpu") for part in parts] for parts in gathered]
+        work = self._host.gather(copies, [tensor.cpu() for tensor in tensors], options)
+        return Returning(work, [pair for pairs in map(zip, gathered, copies) for pair in pairs])
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Returning:
         copies = [tensor.cpu() for tensor in tensors]

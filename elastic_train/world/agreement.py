@@ -69,7 +69,7 @@ def say_why(group: Group, error: BaseException) -> None:
 
     _ask(say)
     with contextlib.suppress(HungError):
-        group.sever()
+        group.abandon()
     _await_others(group, store)
 
 
@@ -88,6 +88,8 @@ def heard(group: Group, lost: PeerLostError) -> ElasticTrainError:
     words = _ask(listen)
     if words is None:
         return lost
+    with contextlib.suppress(HungError):
+        group.abandon()  # others may wait for this rank alone
     _await_others(group, store)
     said = json.loads(words)
     if said["kind"] == RowError.__name__:  # this rank would find it, too, in a world without that one

@@ -49,6 +49,9 @@ class _Nobody:
             place.copy_(tensors[0])
         return _Done()
 
+    def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> _Done:
+        return self.allgather(gathered, tensors)
+
     def allreduce(self, tensors: list[Tensor]) -> _Done:
         return _Done()
 

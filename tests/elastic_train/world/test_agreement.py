@@ -80,7 +80,7 @@ def test_a_rank_whose_peer_says_nothing_keeps_its_own_error() -> None:
 def test_the_rank_that_may_host_the_store_stays_until_all_have_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its peers find no store, and end with an error of the network."""
     store, pauses = HashStore(), threading.Semaphore(0)
-    groups: list[Any] = [SimpleNamespace(rank=rank, size=2, store=store, sever=lambda: None) for rank in range(2)]
+    groups: list[Any] = [SimpleNamespace(rank=rank, size=2, store=store, abandon=lambda: None) for rank in range(2)]
     monkeypatch.setattr(agreement, "READY_S", PATIENCE_S)
     monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pauses.release()))
     with ThreadPoolExecutor(1) as pool:
