@@ -75,7 +75,7 @@ test-torch: setup
 	@test -e $(TORCH_ENV)/.installed || $(MAKE) -s $(TORCH_ENV)/.installed
 	@$(TORCH_ENV)/bin/python -c 'import torch; print("test-torch:", torch.__version__)'
 	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not slow"
-	@$(WITH_TORCH) tests/elastic_train/training/live/test_live_mixture.py -k killed
+	@$(WITH_TORCH) tests/elastic_train/training/live/test_live.py -k dead_one_replaced
 
 $(TORCH_ENV)/.installed:
 	@echo "test-torch: installing torch $(TORCH)"

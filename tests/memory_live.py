@@ -8,6 +8,7 @@ newcomer, which starts when the rank is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -26,13 +27,24 @@ from tests.memory_machine import Machine, rank_here
 from tests.memory_world import group_of
 
 
-def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss]) -> Finished:
-    """Run a live job of `num_ranks` members that loses one per `Loss`; newcomers get the next higher numbers."""
+@dataclass(frozen=True)
+class Ended(Finished):
+    """The outcome of a live job."""
+
+    num_exchanges: tuple[int, ...] = ()
+    """By member."""
+
+
+def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss], on_devices: bool = False) -> Ended:
+    """Run a live job of `num_ranks` members that loses one per `Loss`; newcomers get the next higher numbers.
+
+    `on_devices` gives ranks fake devices, as in `tests.memory_world`.
+    """
     path, *overrides = arguments
     places = [*range(num_ranks), *(lose.rank for lose in losses)]
     environments = [{"LOCAL_RANK": str(place)} for place in places]
     with installed(losses) as output:
-        machine = Machine(len(places), exchanges(losses), environments=environments)
+        machine = Machine(len(places), exchanges(losses), on_devices=on_devices, environments=environments)
         membership = Membership(machine, places, num_ranks, sources.load(Path(path), environ={}, arguments=overrides))
 
         def live(who: int) -> int:
@@ -43,7 +55,7 @@ def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss]) -> Fi
         with mock.patch.object(supervisor, "open_worlds", lambda *_: MemoryWorlds(membership)):
             codes = machine.run(live)
     found = tuple(-9 if code is None else code for code in codes)
-    return Finished(max((code for code in found), default=0), output.getvalue(), found)
+    return Ended(max(found), output.getvalue(), found, tuple(machine.num_exchanges))
 
 
 class Membership:

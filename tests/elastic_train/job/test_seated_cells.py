@@ -5,26 +5,20 @@ Ranks in memory; a rank that dies leaves its groups, and its peers learn of it a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.core.mesh import Cell
-from elastic_train.errors import PeerLostError
-from elastic_train.job import gradient_norm
-from elastic_train.job.state import AppliedState
 from elastic_train.parallel.leaves import Wire
 from elastic_train.placement.grains import GRAIN
 from tests.elastic_train.job.cells.cell_jobs import (
     CELL,
     SIZE,
-    Kind,
     Shards,
     build,
     compute,
@@ -33,12 +27,10 @@ from tests.elastic_train.job.cells.cell_jobs import (
     enter,
     fingerprint,
     meet,
-    share_of,
     train,
 )
 from tests.elastic_train.job.faults import Fault, step_with
-from tests.elastic_train.job.sharded.shard_jobs import Offloads, facts_of
-from tests.memory_machine import Machine, in_memory
+from tests.memory_machine import in_memory
 
 pytestmark = pytest.mark.slow
 STEPS = 4
@@ -288,171 +280,3 @@ def test_a_part_that_is_lost_before_the_first_step_begins_anew(shards: Shards) -
     seen = live_through(worlds, copies=1, shards=shards, cell=CELL)
     ends = [[row for row in seen[who] if len(row) == 4][-1] for who in (0, 2)]
     assert ends[0] == ends[1] and ends[0][1] == STEPS
-
-
-class Row(NamedTuple):
-    """The options of a job whose replicas are cells."""
-
-    cell: Cell
-    shards: Shards = "none"
-    offload: Offloads = "none"
-    is_fp16: bool = False
-    on_devices: bool = False
-    schedule: Kind = "1f1b"
-    wire: Wire = "exact"
-    sequence: bool = False
-
-    def build(self) -> AppliedState:
-        return build(
-            self.shards,
-            wire=self.wire,
-            cell=self.cell,
-            offload=self.offload,
-            is_fp16=self.is_fp16,
-            schedule=self.schedule,
-            sequence=self.sequence,
-        )
-
-    def __str__(self) -> str:
-        degrees = [
-            f"{axis}{getattr(self.cell, axis)}"
-            for axis in ("stage", "tensor", "expert", "context")
-            if getattr(self.cell, axis) > 1
-        ]
-        own = (
-            ["fp16"] * self.is_fp16
-            + ["devices"] * self.on_devices
-            + ["bf16"] * (self.wire == "bf16")
-            + [self.schedule] * (self.cell.stage > 1)
-            + ["sequence"] * self.sequence
-        )
-        words = [*degrees, self.shards, f"offload-{self.offload}" if self.offload != "none" else ""]
-        return "-".join(filter(None, [*words, *own]))
-
-
-def of_one_cell(who: int, num: int, row: Row) -> str:
-    """Train in one cell; return the last weights."""
-    torch.set_num_threads(1)
-    state, ranks = row.build(), meet("world", who, num, row.cell)
-    enter(ranks, state, who, 1)
-    train(ranks, state, FEWER, 1, row.schedule)
-    if row.shards == "parameters":
-        kept = [vector.untyped_storage().nbytes() for vector in share_of(state).flat.weights]
-        assert not any(kept), "what was gathered was let go of"
-    return fingerprint(ranks, state)
-
-
-def lose_one(who: int, num: int, row: Row) -> tuple[int, int, str] | None:
-    """Train in three cells, then in the first two; return the steps applied before and after, and the last weights.
-
-    The last cell loses a rank somewhere, and its other ranks leave with it.
-    """
-    torch.set_num_threads(1)
-    cell = row.cell
-    state, world = row.build(), None
-    try:
-        ranks = meet("world-1", who, num, cell)
-        world = ranks.world
-        enter(ranks, state, who, 1)
-        while state.step < FEWER:
-            measured = compute(ranks, state, row.schedule)
-            try:
-                gathered = world.all_gather(measured)
-            except PeerLostError:
-                state.hold(facts_of(state, 1), measured)
-                raise
-            state.apply(facts_of(state, 1), gradient_norm.norm_of(gathered, state.shards.table))
-            state.shards.share.refresh(ranks.column)
-        world.close()
-    except PeerLostError:
-        assert world is not None
-        world.abandon()
-    applied, left = state.step, num - cell.size
-    if who >= left:
-        return None
-    ranks = meet("world-2", who, left, cell)
-    assert enter(ranks, state, who, 2) == 0, "each share has a copy in another cell"
-    kept = state.step
-    train(ranks, state, FEWER, 2, row.schedule)
-    return applied, kept, fingerprint(ranks, state)
-
-
-TENSOR, CONTEXT, BOTH = Cell(tensor=2), Cell(context=2), Cell(tensor=2, context=2)
-STAGES, EXPERTS = Cell(stage=2), Cell(expert=2)
-WIRES: Sequence[Wire] = ("exact", "bf16")
-ROWS = [
-    *[Row(TENSOR, shards) for shards in ("none", *KINDS)],
-    *[Row(CONTEXT, shards) for shards in ("none", "optimizer", "gradients")],
-    Row(BOTH, "gradients", wire="bf16"),
-    *[Row(BOTH, shards, sequence=True) for shards in ("none", "gradients")],
-    *[Row(cell, "none", "optimizer") for cell in (TENSOR, CONTEXT, BOTH)],
-    Row(TENSOR, "optimizer", "optimizer"),
-    Row(TENSOR, "parameters", "optimizer", is_fp16=True),
-    Row(TENSOR, "parameters", "all"),
-    *[Row(TENSOR, shards, is_fp16=True) for shards in ("none", "gradients")],
-    Row(CONTEXT, "optimizer", is_fp16=True),
-    *[Row(TENSOR, shards, on_devices=True) for shards in ("none", *KINDS)],
-    *[Row(CONTEXT, shards, on_devices=True) for shards in ("none", "optimizer")],
-    Row(TENSOR, "parameters", "all", on_devices=True),
-    *[Row(STAGES, "gradients", schedule="interleaved", wire=wire) for wire in WIRES],
-    *[Row(EXPERTS, "gradients", wire=wire) for wire in WIRES],
-    *[Row(cell, "parameters", "all") for cell in (CONTEXT, STAGES, EXPERTS)],
-    Row(Cell(stage=2, expert=2), "parameters", "all", schedule="interleaved"),
-    Row(Cell(stage=2, expert=2), "gradients", schedule="interleaved"),
-    *(
-        pytest.param(row, marks=pytest.mark.long)
-        for row in (
-            Row(BOTH, "optimizer", sequence=True),
-            Row(BOTH, "none", "optimizer", sequence=True),
-            Row(Cell(stage=2, tensor=2, context=2), "optimizer", sequence=True),
-        )
-    ),
-]
-
-
-EACH_ONCE = [
-    Row(TENSOR, "parameters"),
-    Row(TENSOR, "none", "optimizer"),
-    Row(TENSOR, "gradients", is_fp16=True),
-    Row(TENSOR, "optimizer", on_devices=True),
-    Row(CONTEXT, "parameters", "all"),
-    Row(BOTH, "none", sequence=True),
-    Row(STAGES, "gradients", schedule="interleaved", wire="bf16"),
-    Row(EXPERTS, "gradients"),
-]
-"""Each degree, shard mode and option once; the hunt runs all of the rows."""
-
-
-@pytest.mark.parametrize("row", EACH_ONCE, ids=str)
-def test_a_rank_is_lost_at_an_exchange_and_no_bit_changes(row: Row) -> None:
-    """Each row at another one: taking its place, in a pass, between the parts of a sum, or while sharing updates."""
-    assert row in ROWS
-    assert_lost_ranks_change_nothing(row, num_places=1)
-
-
-@pytest.mark.hunt
-@pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(row: Row) -> None:
-    assert_lost_ranks_change_nothing(row, num_places=2 if row.on_devices or row.sequence else 4)
-
-
-def assert_lost_ranks_change_nothing(row: Row, num_places: int) -> None:
-    """Lose the last of three cells' ranks at equally spaced exchanges, which are others in every row."""
-    cell = row.cell
-    num, victim = 3 * cell.size, 3 * cell.size - 1
-    [expected] = set(in_memory(of_one_cell, cell.size, row))
-    whole_state = (
-        in_memory(of_one_cell, cell.size, Row(cell, sequence=True))[0] if row.sequence else alone(cell)[FEWER - 1]
-    )
-    assert (expected == whole_state) == (row.wire == "exact")
-    whole = Machine(num, on_devices=row.on_devices)
-    assert {found[2] for found in whole.run(lambda who: lose_one(who, num, row)) if found} == {expected}
-    total = whole.num_exchanges[victim]
-    first = zlib.crc32(str(row).encode()) / (1 << 32)
-    for after in (int((first + number) * total / num_places) for number in range(num_places)):
-        found = in_memory(lose_one, num, row, lose=(victim, after), on_devices=row.on_devices)
-        seen = [one for one in found if one]
-        assert len(seen) == num - cell.size
-        assert {digest for *_, digest in seen} == {expected}, f"lost at exchange {after} of {total}"
-        assert {kept for _, kept, _ in seen} == {max(kept for _, kept, _ in seen)}
-        assert all(kept >= applied for applied, kept, _ in seen), "no applied step is lost"

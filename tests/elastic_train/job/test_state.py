@@ -56,6 +56,13 @@ def restored(state: AppliedState, config: OptimizerConfig, total_steps: int = 20
     return other
 
 
+def test_only_updates_change_parameters_and_moments_and_passes_may_change_buffers() -> None:
+    state = build_state(nn.BatchNorm1d(2), OptimizerConfig(), 20, "cpu", is_fp16=False)
+    is_still = state.pieces.only_update_changes()
+    assert is_still(("model", "weight")) and is_still(("optimizer", "state", "weight", "exp_avg"))
+    assert not is_still(("model", "running_mean")) and not is_still(("scheduler", "weight"))
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
 def test_the_same_configuration_resumes_with_the_same_bits(name: str, num_steps: int) -> None:

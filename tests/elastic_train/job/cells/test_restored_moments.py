@@ -1,4 +1,4 @@
-"""A rank of a cell restores from a commit each parameter's own moments."""
+"""A rank of a cell writes the part of each tensor that it holds, and restores each parameter's own moments."""
 
 from __future__ import annotations
 
@@ -40,6 +40,25 @@ def restored(rank: int, size: int) -> tuple[bool, bool]:
         train(ranks, one, 7, 1)
     is_apart = len({one.data_ptr() for one in tensors}) == len(tensors)
     return is_apart, fingerprint(ranks, again) == fingerprint(ranks, state)
+
+
+def written(rank: int, size: int) -> dict[object, list[object]]:
+    """Return the spans of each cut tensor that each rank writes, by path; this rank holds what it writes."""
+    ranks, state = meet("written", rank, size), build("none")
+    enter(ranks, state, rank, 1)
+    assert list(state.pieces.assign(range(size))) == list(range(size))
+    cut = {path: leaf for path, leaf in leaves_by_path(state.pieces.tree()).items() if isinstance(leaf, Pieces)}
+    for leaf in cut.values():
+        assert all(any(lo <= first and end <= hi for lo, hi in leaf.held) for first, end in leaf.written[rank])
+    return {path: [leaf.shape.numel(), *leaf.written] for path, leaf in cut.items()}
+
+
+def test_ranks_of_two_cells_write_each_element_of_a_cut_tensor_once() -> None:
+    first, *others = in_memory(written, 4)
+    assert first and others == [first] * 3
+    for numel, *by_rank in first.values():
+        spans = sorted(span for spans in by_rank for span in spans)  # type: ignore[attr-defined]
+        assert [lo for lo, _ in spans] == [0, *(hi for _, hi in spans[:-1])] and spans[-1][1] == numel
 
 
 def test_parameters_of_one_shape_have_their_own_moments_after_a_restore() -> None:

@@ -48,5 +48,5 @@ def test_a_peer_lost_around_an_exchange_between_devices_costs_no_step(
 
 def test_a_stage_lost_between_devices_costs_no_applied_step(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """Meanwhile its peers' devices run exchanges of several groups, all of which end."""
-    parallel, places = {"pipeline": 2, "shards": "gradients"}, ["backward"]
-    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, 2, places, tasks="tests.device_task")
+    parallel = {"pipeline": 2, "shards": "gradients"}
+    assert_nothing_is_lost(tmp_path, rows, etcd, parallel, 2, [("backward", "kill")], tasks="tests.device_task")

@@ -1,9 +1,7 @@
-"""A mixture in a live world: killing a rank while sources begin new passes loses or repeats no sample."""
+"""A mixture in a live world: losing a rank while sources begin new passes loses or repeats no sample."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,33 +10,25 @@ import pytest
 from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import lineage_of
 from chaos.judge.evidence.run_files import collect
-from rendezvous import EtcdServer
+from tests import memory_job, memory_live
 from tests.conftest import write_rows
 from tests.elastic_train.training.jobs import WITNESS, config, result, succeed
-from tests.elastic_train.training.live.test_live import etcd, finish, launch, nothing_left, until_whole
-from tests.memory_job import start
+from tests.memory_job import Loss
 
-pytestmark = pytest.mark.slow
-__all__ = ["etcd", "nothing_left"]  # fixtures
 NUM_ROWS, FEW_ROWS = 331, 29
 
 
-def test_a_killed_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
+@pytest.mark.slow
+def test_a_lost_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path) -> None:
     """The survivor continues at its position in each source; the judge confirms the count of every sample."""
     few = write_rows(tmp_path / "few", FEW_ROWS, seed=3)
     mixture = [{"source": str(rows / "train"), "weight": 3}, {"source": str(few), "weight": 2}]
     tree = {**WITNESS, "data": {"mixture": mixture}, "epochs": 2, "tracking": {"mlflow_uri": None}}
-    whole = config(tmp_path / "alone", rows, tree)
-    known = tmp_path / "known"
-    task = {"path": "tests.tasks:Witness", "params": {"lane_ms": 100.0, "until": str(known)}}
-    job = launch(tmp_path, etcd, config(tmp_path, rows, {**tree, "task": task}), ranks=2)
-    term, ranks = until_whole(tmp_path / "run", 2)
-    os.kill(ranks[1], signal.SIGKILL)
-    known.touch()
-    run, log = finish(job, tmp_path)
-    assert max(applied.term for applied in lineage_of(run)) > term, log
-
-    succeed(start([whole]))
+    succeed(memory_job.start([config(tmp_path / "alone", rows, tree)]))
+    done = memory_live.start([config(tmp_path, rows, tree)], num_ranks=2, losses=[Loss(1, 12, "backward")])
+    assert sorted(done.codes) == [-9, 0, 0], done.output
+    run = collect(tmp_path / "run")
+    assert max(applied.term for applied in lineage_of(run)) > 1, done.output
     keys = ("weights_sha256", "coverage", "sources", "step")
     assert {key: result(tmp_path)[key] for key in keys} == {key: result(tmp_path / "alone")[key] for key in keys}
     big, small = result(tmp_path)["sources"]  # type: ignore[misc]

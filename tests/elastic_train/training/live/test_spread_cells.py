@@ -18,7 +18,7 @@ from rendezvous.process_table import pids, stat_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.jobs import result, succeed
-from tests.elastic_train.training.live.test_layouts import MODEL, write_config
+from tests.elastic_train.training.live.test_layouts import write_config
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     STARTED,
@@ -39,7 +39,7 @@ class Nodes:
 
     def __init__(self, folder: Path, etcd: EtcdServer, parallel: Mapping[str, object], rows: Path, ranks: int) -> None:
         self.folder, self._etcd, self._ranks = folder, etcd, ranks
-        self._config = write_config(folder, rows, ENDLESS, parallel, MODEL)
+        self._config = write_config(folder, rows, ENDLESS, parallel)
         self._up: list[tuple[ForkedWorker, Path]] = []
         self._num_started = 0
 
@@ -114,5 +114,5 @@ def test_stages_on_nodes_of_their_own_that_are_lost_cost_no_applied_step(
     check_kept(run)
     restored = [line for line in run.of("restore") if int(str(line["term"])) > 1]
     assert restored and all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
-    succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {"pipeline": 1}, MODEL)]))
+    succeed(start([write_config(tmp_path / "alone", rows, steps_of(run), {})]))
     assert weights(run) == result(tmp_path / "alone")["weights_sha256"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from chaos.judge.evidence.run_files import collect
+from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.rollbacks import copies
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.judge.job_shape import cell_size
@@ -21,16 +22,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # refere
 Parallel = Mapping[str, object]
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
-ALONE = ("tensor", "sequence", "context")
-"""The degrees that change the bits; no other degree and no sharding does."""
+ALONE = ("tensor", "sequence", "context", "precision", "wire")
+"""The keys that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
 OPTIMIZER, GRADIENTS, PARAMETERS = ({"shards": kind} for kind in ("optimizer", "gradients", "parameters"))
 COPIES = {"copies": 3}
 ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
+OFFLOADED, ALL_OFFLOADED = {"offload": "optimizer"}, {**PARAMETERS, "offload": "all"}
+FP16, DEVICES, ROUNDED = {"precision": "fp16"}, {"on_devices": True}, {**GRADIENTS, "wire": "bf16"}
 
 
-def write(folder: Path, rows: Path, parallel: Parallel) -> str:
+def write(folder: Path, rows: Path, layout: Parallel) -> str:
+    parallel = {key: value for key, value in layout.items() if key not in ("precision", "on_devices")}
     sizes = {**MODEL, "depth": 4 if parallel.get("schedule") == "interleaved" else 2}
     if "expert" in parallel:
         sizes |= {"experts": 4, "hidden": 16}
@@ -39,7 +43,8 @@ def write(folder: Path, rows: Path, parallel: Parallel) -> str:
         "batch": {"global_batch": 24, "micro_batch": 6},
         "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
         "checkpoint": {"every": "3 steps", "keep_last": 2, "when_busy": "wait"},
-        "parallel": dict(parallel),
+        "parallel": parallel,
+        "precision": layout.get("precision", "fp32"),
         "max_steps": STEPS,
     }
     return config(folder, rows, keys)
@@ -54,6 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Cal
         own = {key: value for key, value in parallel.items() if key in ALONE} | {
             key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
         }
+        own |= GRADIENTS if "wire" in own else {}
         return of(tuple(own.items()))
 
     @cache
@@ -76,20 +82,22 @@ ROWS = [
     (OPTIMIZER, 3, [Loss(0, 2, "applied"), Loss(3, 1, "hand-over")]),
     (GRADIENTS, 3, [Loss(2, 8, "backward"), Loss(0, 2, "commit")]),
     (PARAMETERS, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
-    ({**PARAMETERS, "offload": "all"}, 2, [Loss(0, 3, "apply")]),
+    (ALL_OFFLOADED, 2, [Loss(0, 3, "apply")]),
     (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 2, "commit")]),
-    (TENSOR, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
+    ({**TENSOR, **OFFLOADED}, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
     ({**TENSOR, "sequence": True}, 2, [Loss(1, 9, "backward")]),
-    ({**TENSOR, **OPTIMIZER}, 2, [Loss(2, 3, "applied"), Loss(1, 6, "backward")]),
+    ({**TENSOR, **OPTIMIZER, **DEVICES}, 2, [Loss(2, 3, "applied"), Loss(1, 170)]),
     ({**TENSOR, **PARAMETERS}, 2, [Loss(2, 7, "forward"), Loss(1, 4, "exchange")]),
+    ({**TENSOR, **GRADIENTS, **FP16}, 2, [Loss(3, 140)]),
     (CONTEXT, 2, [Loss(1, 9, "backward"), Loss(2, 3, "apply")]),
     (CONTEXT, 1, [Loss(0, 5, "backward"), Loss(1, 5, "applied")]),
-    ({**CONTEXT, **GRADIENTS}, 2, [Loss(3, 5, "backward")]),
+    ({**CONTEXT, **ALL_OFFLOADED}, 2, [Loss(3, 150)]),
     ({**STAGES, "schedule": "1f1b"}, 2, [Loss(3, 7, "backward"), Loss(1, 6, "applied")]),
     ({**STAGES, "schedule": "1f1b"}, 3, [Loss(5, 2, "apply"), Loss(0, 1, "hand-over")]),
     ({**STAGES, "schedule": "gpipe"}, 2, [Loss(2, 8, "forward")]),
+    ({**STAGES, **PARAMETERS}, 2, [Loss(3, 5, "forward"), Loss(1, 7, "backward")]),
     (CHUNKS, 2, [Loss(1, 5, "forward"), Loss(2, 17, "backward")]),
-    ({**CHUNKS, **GRADIENTS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "apply")]),
+    ({**CHUNKS, **ROUNDED}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "apply")]),
     (EXPERTS, 2, [Loss(2, 4, "backward"), Loss(1, 6, "forward")]),
     ({**EXPERTS, **STAGES, "recompute": "units"}, 2, [Loss(5, 7, "backward")]),
     ({**EXPERTS, **PARAMETERS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "exchange")]),
@@ -122,15 +130,60 @@ def test_lost_ranks_cost_no_applied_step(
 ) -> None:
     """Survivors keep their processes and shards, newcomers get the lost ones, and the judge finds nothing."""
     size = num_cells * cell_size({"parallel": parallel})
-    done = memory_live.start([write(tmp_path, few_rows, parallel)], num_ranks=size, losses=losses)
-    assert sorted(done.codes) == [-9] * len(losses) + [0] * size, done.output
-    run = collect(tmp_path / "run")
-    check_kept(run)
-    copies(run)
+    run = lose(tmp_path, few_rows, parallel, size, losses)
     assert len({line["term"] for line in run.of("form")}) > len(losses)
     restored = [line for line in run.of("restore") if int(str(line["term"])) > 1]
     assert all(int(str(line["step"])) > 0 for line in restored) and not run.of("rollback")
     assert found(tmp_path) == undisturbed(parallel)
+
+
+def lose(folder: Path, rows: Path, layout: Parallel, size: int, losses: list[Loss]) -> Evidence:
+    """Run a live job that loses ranks; return its evidence, in which the judge finds nothing."""
+    path, on_devices = write(folder, rows, layout), "on_devices" in layout
+    done = memory_live.start([path], num_ranks=size, losses=losses, on_devices=on_devices)
+    assert sorted(done.codes) == [-9] * len(losses) + [0] * size, done.output
+    run = collect(folder / "run")
+    check_kept(run)
+    copies(run)
+    return run
+
+
+BOTH, SEQUENCE = {**TENSOR, **CONTEXT}, {"sequence": True}
+AT_ANY_EXCHANGE = [
+    *({**TENSOR, **shards} for shards in ({}, OPTIMIZER, GRADIENTS, PARAMETERS)),
+    *({**CONTEXT, **shards} for shards in ({}, OPTIMIZER, GRADIENTS)),
+    {**BOTH, **ROUNDED},
+    *({**BOTH, **SEQUENCE, **shards} for shards in ({}, OPTIMIZER, GRADIENTS)),
+    *({**degrees, **OFFLOADED} for degrees in (TENSOR, CONTEXT, BOTH)),
+    {**TENSOR, **OPTIMIZER, **OFFLOADED},
+    *({**TENSOR, **FP16, **shards} for shards in ({}, GRADIENTS, {**PARAMETERS, **OFFLOADED})),
+    {**CONTEXT, **OPTIMIZER, **FP16},
+    *({**TENSOR, **DEVICES, **shards} for shards in ({}, OPTIMIZER, GRADIENTS, PARAMETERS, ALL_OFFLOADED)),
+    *({**CONTEXT, **DEVICES, **shards} for shards in ({}, OPTIMIZER)),
+    *({**CHUNKS, **shards} for shards in (GRADIENTS, ROUNDED)),
+    *({**EXPERTS, **shards} for shards in (GRADIENTS, ROUNDED)),
+    *({**degrees, **ALL_OFFLOADED} for degrees in (TENSOR, CONTEXT, STAGES, EXPERTS)),
+    *({**CHUNKS, **EXPERTS, **shards} for shards in (GRADIENTS, ALL_OFFLOADED)),
+    pytest.param({**BOTH, **SEQUENCE, **OFFLOADED}, marks=pytest.mark.long),
+    pytest.param({**BOTH, **STAGES, **SEQUENCE, **OPTIMIZER}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("layout", AT_ANY_EXCHANGE, ids=str)
+def test_a_rank_is_lost_at_any_exchange_and_no_bit_changes(
+    tmp_path: Path, few_rows: Path, undisturbed: Callable[[Parallel], tuple[object, ...]], layout: Parallel
+) -> None:
+    """The last of two cells' ranks is lost at equally spaced exchanges, which are others in every layout."""
+    size = 2 * cell_size({"parallel": layout})
+    path, on_devices = write(tmp_path / "whole", few_rows, layout), "on_devices" in layout
+    whole = memory_live.start([path], num_ranks=size, losses=[], on_devices=on_devices)
+    assert found(tmp_path / "whole") == undisturbed(layout)
+    first, num_places = zlib.crc32(str(layout).encode()) / (1 << 32), 2
+    for number in range(num_places):
+        after = int((first + number) * whole.num_exchanges[-1] / num_places)
+        lose(tmp_path / str(after), few_rows, layout, size, [Loss(size - 1, after)])
+        assert found(tmp_path / str(after)) == undisturbed(layout), f"lost at exchange {after}"
 
 
 @pytest.mark.parametrize(
