@@ -6,16 +6,21 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, PositiveInt, field_serializer, field_validator
+from pydantic import ByteSize, Field, PositiveInt, ValidationInfo, field_serializer, field_validator
 
-from elastic_train.config.periods import has_unit, periods_of, whole, written
+from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import checked_best
 from elastic_train.config.section import Old, Section, folder, home
 
 _EVERY = "50 steps, 15 min"
 _CAP_S = 900.0
 """Seconds of training that a fault may cost with `every: auto`."""
-_UNITS = ("steps", "s")
+_TIMES = "'15 min' (s, min, h or day)"
+_EVERY_FORMS = Forms(
+    ("steps", "s"), f"write '100 steps', {_TIMES}, '100 steps, 15 min', auto, 'auto, 1 h', or null (only at the end)"
+)
+_LIMIT_FORMS = Forms(("s",), "auto takes a limit in time: write auto, or 'auto, 1 h' (s, min, h or day)")
+_KEEP_FORMS = Forms(("steps", "s"), f"write '10000 steps', {_TIMES}, '10000 steps, 1 day', or null (none)")
 
 
 def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
@@ -38,15 +43,15 @@ def _steps_of(every: str | None) -> int | Literal["auto"] | None:
     """Return the interval of commits in steps, or auto."""
     if every is not None and every.split(",")[0].strip() == "auto":
         return "auto"
-    return whole(periods_of(every, _UNITS).get("steps"))
+    return whole(periods_of(every, _EVERY_FORMS).get("steps"))
 
 
 def _seconds_of(every: str | None) -> float | None:
     """Return the interval of commits in seconds; with auto, the largest."""
     if _steps_of(every) != "auto":
-        return periods_of(every, _UNITS).get("s")
+        return periods_of(every, _EVERY_FORMS).get("s")
     _, _, cap = (every or "").partition(",")
-    return periods_of(cap, ("s",))["s"] if cap else _CAP_S
+    return periods_of(cap, _LIMIT_FORMS)["s"] if cap else _CAP_S
 
 
 def _keep_bytes(old: Mapping[str, Any]) -> Mapping[str, object]:
@@ -117,13 +122,13 @@ class CheckpointConfig(Section):
     @field_validator("keep_every")
     @classmethod
     def _names_periods(cls, text: str | None) -> str | None:
-        periods_of(text, _UNITS)
+        periods_of(text, _KEEP_FORMS)
         return text
 
     @field_validator("every", "keep_every", mode="before")
     @classmethod
-    def _has_units(cls, every: object) -> object:
-        return has_unit(every, _UNITS)
+    def _has_units(cls, every: object, info: ValidationInfo) -> object:
+        return has_unit(every, _EVERY_FORMS if info.field_name == "every" else _KEEP_FORMS)
 
     @field_validator("every")
     @classmethod
@@ -143,11 +148,11 @@ class CheckpointConfig(Section):
 
     @property
     def keep_every_steps(self) -> int | None:
-        return whole(periods_of(self.keep_every, _UNITS).get("steps"))
+        return whole(periods_of(self.keep_every, _KEEP_FORMS).get("steps"))
 
     @property
     def keep_every_s(self) -> float | None:
-        return periods_of(self.keep_every, _UNITS).get("s")
+        return periods_of(self.keep_every, _KEEP_FORMS).get("s")
 
     @field_validator("accept_loss")
     @classmethod

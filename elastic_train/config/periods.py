@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import NamedTuple
 
 SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
 """Units of time, and their lengths in seconds."""
-_EXAMPLES = {
-    "steps": "'100 steps'",
-    "epochs": "'2 epochs'",
-    "worlds": "'20 worlds'",
-    "s": "'90 s', '15 min', '2 h' or '1 day'",
-}
 
 
-def periods_of(text: str | None, units: Sequence[str]) -> dict[str, float]:
+class Forms(NamedTuple):
+    """What a key takes: the units of its periods (steps, epochs, worlds, s), and all of its valid forms as advice."""
+
+    units: tuple[str, ...]
+    advice: str
+
+
+def periods_of(text: str | None, forms: Forms) -> dict[str, float]:
     """Return the periods that a text names, by unit; times are in seconds, under 's'.
 
-    `units` are those that it may name, of steps, epochs, worlds and s. Raises ValueError for a text that names none,
-    or two of one unit.
+    Raises ValueError for a text that is not a period, or names two of one unit.
     """
     periods = dict[str, float]()
     for part in text.split(",") if text is not None else ():
-        unit, number = _period(part.strip(), units)
+        unit, number = _period(part.strip(), forms)
         if unit in periods:
             raise ValueError(f"names two periods in {'time' if unit == 's' else unit}: give one of each")
         periods[unit] = number
     return periods
 
 
-def _period(text: str, units: Sequence[str]) -> tuple[str, float]:
+def _period(text: str, forms: Forms) -> tuple[str, float]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]+)", text)
     name = "" if found is None else found[2] if found[2] in SECONDS else f"{found[2].removesuffix('s')}s"
     unit = "s" if name in SECONDS or name == "days" else name
-    if found is None or unit not in units or not float(found[1]) or (unit != "s" and not found[1].isdecimal()):
-        raise ValueError(f"'{text}' is no period: write {', '.join(_EXAMPLES[each] for each in units)}")
+    if found is None or unit not in forms.units or not float(found[1]) or (unit != "s" and not found[1].isdecimal()):
+        raise ValueError(f"'{text}' is not a period: {forms.advice}")
     return unit, float(found[1]) * (SECONDS[name.removesuffix("s") or "s"] if unit == "s" else 1.0)
 
 
@@ -49,9 +49,9 @@ def whole(number: float | None) -> int | None:
     return None if number is None else int(number)
 
 
-def has_unit(value: object, units: Sequence[str]) -> object:
+def has_unit(value: object, forms: Forms) -> object:
     """Return a key's value; raise ValueError for a number without a unit."""
     is_bare = type(value) in (int, float)
     if is_bare:
-        raise ValueError(f"has no unit: write {', '.join(_EXAMPLES[each] for each in units)}")
+        raise ValueError(f"has no unit: {forms.advice}")
     return value

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from elastic_train.config.periods import has_unit, periods_of, whole, written
+from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.section import Old, Section, Value
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
@@ -133,13 +133,13 @@ class EarlyStoppingConfig(Section):
         return checked_best(text)
 
 
-_UNITS = ("steps", "epochs")
+_EVERY_FORMS = Forms(("steps", "epochs"), "write '100 steps', '2 epochs', or null (only at the end)")
 
 
 def _validation_every(old: Mapping[str, Any]) -> Mapping[str, object]:
     """Return the interval of a section that has a key for steps, and one for epochs."""
     epochs = old.get("every_epochs")
-    today = periods_of(old.get("every", "100 steps"), _UNITS).get("steps")
+    today = periods_of(old.get("every", "100 steps"), _EVERY_FORMS).get("steps")
     return {"every": written(steps=old.get("every_steps", today if epochs is None else None), epochs=epochs)}
 
 
@@ -161,24 +161,24 @@ class ValidationConfig(Section):
     @field_validator("every", mode="before")
     @classmethod
     def _has_a_unit(cls, every: object) -> object:
-        return has_unit(every, _UNITS)
+        return has_unit(every, _EVERY_FORMS)
 
     @field_validator("every")
     @classmethod
     def _is_one_period(cls, text: str | None) -> str | None:
-        if len(periods_of(text, _UNITS)) > 1:
-            raise ValueError(f"'{text}' is two periods: validations are counted by steps or by epochs")
+        if len(periods_of(text, _EVERY_FORMS)) > 1:
+            raise ValueError(f"'{text}' is two periods: {_EVERY_FORMS.advice}")
         return text
 
     @property
     def every_steps(self) -> int | None:
         """The interval of validations in steps, where it is one."""
-        return whole(periods_of(self.every, _UNITS).get("steps"))
+        return whole(periods_of(self.every, _EVERY_FORMS).get("steps"))
 
     @property
     def every_epochs(self) -> int | None:
         """The interval of validations in epochs, where it is one."""
-        return whole(periods_of(self.every, _UNITS).get("epochs"))
+        return whole(periods_of(self.every, _EVERY_FORMS).get("epochs"))
 
 
 def checked_best(text: str) -> str:

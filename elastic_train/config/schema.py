@@ -32,7 +32,7 @@ from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
 from elastic_train.config.parallel import ParallelConfig
-from elastic_train.config.periods import has_unit, periods_of, whole, written
+from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
 from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder
 from elastic_train.system.wording import counted, nearest
@@ -157,7 +157,7 @@ class TrackingConfig(Section):
 
 
 _GIVE_UP_AFTER = "20 worlds, 30 min"
-_PATIENCE = ("worlds", "s")
+_PATIENCE = Forms(("worlds", "s"), "write '20 worlds', '20 worlds, 30 min' (s, min, h or day), or null (never)")
 
 
 def _give_up_after(old: Mapping[str, Any]) -> Mapping[str, object]:
@@ -227,7 +227,7 @@ class Config(Section):
     @classmethod
     def _counts_worlds(cls, text: str | None) -> str | None:
         if text is not None and "worlds" not in periods_of(text, _PATIENCE):
-            raise ValueError("has no number of worlds: write '20 worlds', or '20 worlds, 30 min'")
+            raise ValueError(f"has no number of worlds: {_PATIENCE.advice}")
         return text
 
     @property
