@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from tests.conftest import PATIENCE_S
+
 if TYPE_CHECKING:
     from tests.memory_world import Asked, Hub
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
-"""How long a rank may wait for a product thread that takes part in an exchange."""
 _machine = threading.local()
 
 

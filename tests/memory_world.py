@@ -30,7 +30,8 @@ from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
 from elastic_train.parallel.group import Group
 from rendezvous.waiting import Call
-from tests.memory_machine import PATIENCE_S, Machine, machine_here, rank_here
+from tests.conftest import PATIENCE_S
+from tests.memory_machine import Machine, machine_here, rank_here
 
 
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:

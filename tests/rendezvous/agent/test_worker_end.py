@@ -27,6 +27,7 @@ from rendezvous.agent.worker_end import (
     release,
 )
 from rendezvous.torchelastic.standby import ForkedWorker
+from tests.conftest import PATIENCE_S
 
 
 def worker(work: Callable[[], object]) -> Worker:
@@ -69,7 +70,7 @@ def in_a_child(work: Callable[[], object]) -> None:
 def test_a_worker_that_ends_with_0_has_finished_what_it_announced(work: Callable[[], object], code: int) -> None:
     """It may exit in any way, here through the C library. A worker that announces nothing is believed."""
     ended = worker(work)
-    assert (ended.wait(60.0), ended.poll()) == (code, code)
+    assert (ended.wait(PATIENCE_S), ended.poll()) == (code, code)
     assert ended.how_it_ended() == described(code)
 
 
@@ -87,7 +88,7 @@ def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_pa
             os._exit(0)
         os._exit(status)
 
-    assert worker(work).wait(60.0) == code
+    assert worker(work).wait(PATIENCE_S) == code
     text = f"error: os._exit({status}) was called at step 19 of 60 without finishing: code of the task, or a library\n"
     assert said.read_text() == (text if code == FAILURE_CODE else "")
     before = os._exit
@@ -178,7 +179,7 @@ def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
 ) -> None:
     """The note is in the file that the worker named, unless it finished, left in good order or noted its own end."""
     path = tmp_path / f"ends-{os.getpid()}.jsonl"
-    worker(lambda: (announce(), note_end_in(tmp_path, "ends", op="failed", of_rank=2), ends())).wait(60.0)
+    worker(lambda: (announce(), note_end_in(tmp_path, "ends", op="failed", of_rank=2), ends())).wait(PATIENCE_S)
     said = [(line["exit_code"], line["why"]) for line in lines_of(path)]
     assert said == ([] if expected is None else [expected])
     assert all((line["op"], line["of_rank"]) == ("failed", 2) and line["t"] for line in lines_of(path))
@@ -200,7 +201,7 @@ def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_ki
         while not up.exists():
             time.sleep(0.01)
         asked.close(answer)
-        assert asked.wait(60.0) == -answer
+        assert asked.wait(PATIENCE_S) == -answer
         up.unlink()
     [line] = lines_of(path)
     assert line["why"] == "was killed by its launcher: it had not left in the time that it was given"
@@ -209,7 +210,9 @@ def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_ki
 def test_a_folder_that_is_gone_keeps_no_agent_from_going_on(tmp_path: Path) -> None:
     path = tmp_path / "gone" / f"ends-{os.getpid()}.jsonl"
     assert (
-        worker(lambda: (announce(), note_end_in(path.parent, "ends"), os.kill(os.getpid(), signal.SIGKILL))).wait(60.0)
+        worker(lambda: (announce(), note_end_in(path.parent, "ends"), os.kill(os.getpid(), signal.SIGKILL))).wait(
+            PATIENCE_S
+        )
         == -9
     )
     assert lines_of(path) == []

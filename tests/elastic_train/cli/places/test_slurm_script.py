@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.places.submit.slurm import SCRIPTS
+from tests.conftest import PATIENCE_S
 
 PROGRAMS = {
     # Each node's code is a word of CODES. As Slurm's, it ends with the highest one, and a lost node (137) hides all.
@@ -64,7 +65,7 @@ class Slurm:
         own = {"STUB": str(self.folder), "PATH": f"{self.folder}:{os.environ['PATH']}", "CODES": codes}
         job = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "LOOK_S": "50", "STATUS": "75", **environ}
         done = subprocess.run(
-            ["bash", str(SCRIPTS / script), "c.yaml"], env=own | job, cwd="/proc", timeout=60, check=False
+            ["bash", str(SCRIPTS / script), "c.yaml"], env=own | job, cwd="/proc", timeout=PATIENCE_S, check=False
         )
         return done.returncode, (self.folder / "requeued").exists()
 

@@ -364,7 +364,7 @@ def held_by(pid: int) -> tuple[int, int, int]:
 def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """With too few nodes for too long, the survivor commits its state and exits with 77."""
     config = write_config(tmp_path, rows, ENDLESS)
-    nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",ttl=2,timeout=10") for _ in range(2)]
+    nodes = [launch(tmp_path, etcd, config, ranks=1, nnodes="2", conf=",ttl=2,timeout=30") for _ in range(2)]
     until_whole(tmp_path / "run", 2)
     os.kill(nodes[1].pid, signal.SIGKILL)
     assert nodes[0].wait(280) == 1  # torchrun's exit code

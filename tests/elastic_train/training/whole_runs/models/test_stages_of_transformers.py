@@ -10,10 +10,11 @@ import torch
 
 from elastic_train.cli.main import main
 from elastic_train.inference.exporting import export_folder
+from tests import memory_live
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
 from tests.elastic_train.training.whole_runs.compared import LANGUAGE, file_of, newest_weights
-from tests.memory_job import start
+from tests.memory_job import Loss, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
 
@@ -73,6 +74,18 @@ def test_stages_of_a_folders_model_have_the_bits_of_one_process(
     for what in ("weights_sha256", "metrics", "num_samples"):
         assert result(tmp_path)[what] == result(of_gpt2)[what]
     assert average_of(tmp_path) == average_of(of_gpt2)
+
+
+def test_a_stage_that_is_lost_costs_no_applied_step(
+    tmp_path: Path, fewer_rows: Path, folder_of_gpt2: Path, of_gpt2: Path
+) -> None:
+    """A newcomer has no weights until its peer in the other cell sends it those of its stage."""
+    run = job(tmp_path, fewer_rows, {"path": str(folder_of_gpt2), "config": UNTIED})
+    done = memory_live.start([run, *stages(2)], num_ranks=4, losses=[Loss(3, 4, "backward")])
+    assert sorted(done.codes) == [-9, 0, 0, 0, 0], done.output
+    restored = [line for line in history(tmp_path, "restore") if int(str(line["term"])) > 1]
+    assert restored and all(int(str(line["step"])) > 0 for line in restored)
+    assert result(tmp_path)["weights_sha256"] == result(of_gpt2)["weights_sha256"]
 
 
 def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
