@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import ByteSize, Field, PositiveInt, ValidationInfo, field_serializer, field_validator
+from pydantic import ByteSize, PositiveInt, ValidationInfo, field_serializer, field_validator
 
 from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import checked_best
@@ -21,6 +21,7 @@ _EVERY_FORMS = Forms(
 )
 _LIMIT_FORMS = Forms(("s",), "auto takes a limit in time: write auto, or 'auto, 1 h' (s, min, h or day)")
 _KEEP_FORMS = Forms(("steps", "s"), f"write '10000 steps', {_TIMES}, '10000 steps, 1 day', or null (none)")
+_PATIENCE = "is ignored: give_up_after, a key of the top level, sets for how long commits may fail"
 
 
 def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
@@ -68,11 +69,8 @@ class CheckpointConfig(Section):
     every: str | None = _EVERY
     """Commit after so many steps, so much time (s, min, h, day), or whichever is first: '50 steps, 15 min'. auto:
     measure saves and faults, and commit at the interval that loses the least time, at most 15 minutes ('auto, 1 h':
-    an hour). null: only at the end."""
-    when_busy: Literal["skip", "wait"] = "skip"
-    """If a commit is due while the last one is still being written: skip it, or wait."""
-    give_up_after_s: float | None = Field(default=600.0, ge=0)
-    """End training when at least ten commits in a row have failed, for this many seconds. null: never."""
+    an hour). null: only at the end. A commit that is due while the last one is still being written is skipped; with
+    '1 step' training waits for it instead."""
     accept_loss: str | None = None
     """Continue from an older commit although this one, named TERM-STEP, is lost. Without it the start is refused,
     and the message has the value to set. It applies to that commit only, so it may stay set."""
@@ -90,12 +88,9 @@ class CheckpointConfig(Section):
         "every_s": Old(float | None, 900.0, "is now every: 'N s'", _every),
         "rpo_s": Old(float, 900.0, "is now every: 'auto, N s'", _every),
         "interval": Old(str | None, None, "is now every: auto", _every),
-        "give_up_after": Old(
-            int | None,
-            10,
-            "is ignored, and is ten; for never, set give_up_after_s to null",
-            lambda old: {"give_up_after_s": None} if old["give_up_after"] is None else {},
-        ),
+        "when_busy": Old(str, "skip", "is ignored: training waits for commits with every: '1 step' only"),
+        "give_up_after": Old(int | None, 10, f"{_PATIENCE}, and at least ten must fail"),
+        "give_up_after_s": Old(float | None, 600.0, _PATIENCE),
         "storage_budget": Old(ByteSize | None, None, "is now keep_last, which takes a size", _keep_bytes),
         "keep_every_steps": Old(int | None, None, "is now keep_every: 'N steps'", _keep_every),
         "keep_every_s": Old(float | None, None, "is now keep_every: 'N s'", _keep_every),

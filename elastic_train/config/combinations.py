@@ -179,7 +179,7 @@ RULES = (
         ("pipeline",),
         ("fewer blocks than stages",),
         "each stage, or each of its chunks, needs a block",
-        "use fewer stages, or fewer chunks (parallel.virtual_stages)",
+        "use fewer stages, or fewer chunks (parallel.schedule: interleaved:N)",
     ),
     Rule(
         ("expert",),

@@ -1,7 +1,7 @@
 """Passwords in a configuration: where one may be, and what is written in place of it.
 
-Credentials come from the environment, or from files of the libraries that need them. Two addresses may have them in
-themselves all the same, since databases that MLflow writes into know no other way: what is written or shown of a
+Credentials come from the environment, or from files of the libraries that need them. MLflow's
+address may contain them, since databases that MLflow writes into know no other way: what is written or shown of a
 configuration leaves them out.
 """
 
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from elastic_train.system.wording import LEFT_OUT
 
-MAY_HAVE = (("tracking", "mlflow_uri"), ("monitoring", "otlp"))
+MAY_HAVE = (("tracking", "mlflow_uri"),)
 """The keys, by section, whose addresses may have a password."""
 
 

@@ -59,13 +59,13 @@ class DataConfig(Section):
     too_long: Literal["fail", "truncate"] = "fail"
     """When a row has more values than the task takes: fail ends the run, truncate shortens and counts the row."""
     cache_dir: str | None = None
-    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts. null: no cache."""
-    cache_bytes: PositiveInt = 64 << 30
-    """Size limit of the cache in bytes. The least recently used row groups are deleted first."""
+    """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts. It takes up to half of
+    its disk; the least recently used row groups are deleted first. null: no cache."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
         "unreadable": Old(str, "fail", "is now quarantine: [unreadable]", _quarantine),
         "deadly": Old(str, "fail", "is now quarantine: [deadly]", _quarantine),
+        "cache_bytes": Old(int, 64 << 30, "is ignored: the cache takes up to half of its disk"),
     }
     _is_folder = field_validator("cache_dir")(folder)
 

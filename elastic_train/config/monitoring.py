@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from elastic_train.config.section import Old, Section
 
@@ -48,18 +42,14 @@ class MonitoringConfig(Section):
     port: int | str | None = None
     """Serve Prometheus metrics at this port of every node, for this machine only, or with an address such as
     0.0.0.0:9100 for everybody: the page has no password. null: no page. 0: a free port, which the log names."""
-    otlp: str | None = Field(default=None, pattern=r"^https?://")
-    """Send an OpenTelemetry trace of every recovery to this OTLP endpoint over HTTP, such as http://collector:4318.
-    Needs the extra [otel]."""
-    peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s of a rank's device at the run's precision, for MFU. null: by the GPU's name, if `elastic-train plan`
-    knows it."""
     OLD: ClassVar[Mapping[str, Old]] = {
         "host": Old(str, LOOPBACK, "is now port: HOST:PORT", _port),
         "phases_every_steps": Old(int, 50, "is ignored, and is 50"),
         "flops_per_sample": Old(
             float | None, None, "is ignored: each process counts the FLOPs of a sample at its start"
         ),
+        "peak_tflops": Old(float | None, None, "is ignored: MFU is shown for GPUs that `elastic-train plan` knows"),
+        "otlp": Old(str | None, None, "is ignored: `elastic-train report` shows every recovery and its parts"),
         "recomputed_flops_per_sample": Old(float, 0.0, "is ignored: each process counts it at its start"),
     }
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
@@ -93,12 +83,17 @@ class MonitoringConfig(Section):
         return on_event
 
 
+def _at_steps(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the steps of a section that has a key for the length of a trace."""
+    return {"at_steps": sorted({at + step for at in old.get("at_steps", ()) for step in range(old["num_steps"])})}
+
+
 class ProfileConfig(Section):
     at_steps: tuple[PositiveInt, ...] = ()
-    """Take a trace that begins at each of these steps, such as [10, 1000]. []: no traces, at no cost."""
-    num_steps: PositiveInt = 2
-    """Number of steps in a trace. A step of a large model takes tens of megabytes before compression."""
+    """Trace these steps; consecutive ones make one trace: [10, 11, 1000] makes two. A step of a large model takes tens
+    of megabytes before compression. []: no traces, at no cost."""
     ranks: tuple[NonNegativeInt, ...] | Literal["all"] = (0,)
     """Ranks to trace, such as [0, 3], or all."""
     memory: bool = False
     """Also trace allocations. On a GPU they are recorded all the time, for a snapshot when memory runs out."""
+    OLD: ClassVar[Mapping[str, Old]] = {"num_steps": Old(PositiveInt, 2, "is now at_steps, with every step", _at_steps)}

@@ -53,16 +53,15 @@ class ParallelConfig(Section):
     transport: Literal["auto", "gloo"] = "auto"
     """Transport between GPUs. auto: NCCL, which needs one GPU for each rank. gloo: through host memory, also for
     ranks that share a GPU. CPUs always use gloo."""
-    domain: str | None = None
-    """Failure domain of this node, such as the rack. Copies of shards go to different domains."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
+        "domain": Old(str | None, None, "is ignored: set the environment variable ELASTIC_TRAIN_DOMAIN on each node"),
         "virtual_stages": Old(
             int,
             2,
             "is now parallel.schedule: interleaved:N",
             lambda old: {"schedule": f"interleaved:{old['virtual_stages']}"} if "interleaved" in old.values() else {},
-        )
+        ),
     }
 
     @field_validator("wire", mode="before")

@@ -207,7 +207,8 @@ class Config(Section):
     """Abandon the world when a collective has waited this many seconds for a silent peer."""
     give_up_after: str | None = _GIVE_UP_AFTER
     """End with exit code 93 after this many worlds in a row without a step; worlds that do not form, or that their
-    processes outlive, end the job only after this time as well. null: never."""
+    processes outlive, end the job only after this time as well. Ten or more commits that fail in a row over this time
+    end it with exit code 1. null: never."""
     hang_timeout_s: PositiveFloat | None = None
     """Dump stacks and exit when a rank has made no progress for this many seconds. null: learn the limit from the
     rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes); before it, a rank
@@ -237,7 +238,7 @@ class Config(Section):
 
     @property
     def give_up_after_s(self) -> float:
-        """Seconds for which worlds that do not form, or that their processes outlive, are tried at least."""
+        """Seconds for which commits that fail, and worlds that do not form or end at once, are tried at least."""
         return periods_of(self.give_up_after, _PATIENCE).get("s", 1800.0)
 
     @property

@@ -76,7 +76,7 @@ class Tracer:
         """Note an applied step, or the world's initial one: end a trace, begin the next."""
         if self._profile is not None:
             self._taken.applied[step] = time.time_ns()
-            if step >= self._taken.first + self._keys.num_steps - 1:
+            if step + 1 not in self._keys.at_steps:
                 self._end()
         self._step = step
         if self._profile is None and step + 1 in self._keys.at_steps and not self._has_failed:

@@ -119,13 +119,13 @@ class Feed:
 
     def _training_rows(self, max_row_groups: int = 1, cache_dir: str | None = None) -> RowSource:
         """Return a reader of the training set."""
-        columns, max_bytes = self._task.columns(), self._config.data.cache_bytes
+        columns = self._task.columns()
         readers = [
             Reader(
                 manifest,
                 columns,
                 max_row_groups=max_row_groups,
-                cache=RowCache(Path(cache_dir), manifest, columns, max_bytes) if cache_dir else None,
+                cache=RowCache(Path(cache_dir), manifest, columns) if cache_dir else None,
             )
             for manifest in self._manifests
         ]

@@ -147,9 +147,9 @@ class Node:
 def _without_keys(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a node's variables without configuration keys, which are read once, where the job is started.
 
-    They would change this node only, or all silently. Only its failure domain is a node's own.
+    They would change this node only, or all silently.
     """
-    left_out = {name for name in environ if name.startswith(ENV_PREFIX) and name != variable_of("parallel.domain")}
+    left_out = {name for name in environ if name.startswith(ENV_PREFIX)}
     if left_out:
         _log.warning("%s of this node: without effect, set them where the job is started", ", ".join(sorted(left_out)))
     return {name: value for name, value in environ.items() if name not in left_out}

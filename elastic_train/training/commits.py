@@ -33,7 +33,7 @@ LAST_COMMIT_PAUSE_S = 2.0
 LAST_SAVE_PATIENCE_S = 5.0
 """Seconds that a process whose world ends waits for a save in flight, because the job resumes from it."""
 MOST_FAILED = 10
-"""Consecutive failed commits before training may end, which also takes `checkpoint.give_up_after_s`."""
+"""Consecutive failed commits before training may end, which also takes the time in `give_up_after`."""
 
 
 @dataclass(slots=True)
@@ -93,10 +93,10 @@ class Commits:
 
     def is_hopeless(self) -> bool:
         """Return True if saves have failed so often, and for so long, that training should end; only rank 0 knows."""
-        keys = self.plan.config.checkpoint
-        if keys.give_up_after_s is None or self.num_failed_in_a_row < MOST_FAILED:
+        config = self.plan.config
+        if config.give_up_after is None or self.num_failed_in_a_row < MOST_FAILED:
             return False
-        return time.monotonic() - self.failing_since_s >= keys.give_up_after_s
+        return time.monotonic() - self.failing_since_s >= config.give_up_after_s
 
     def is_unable(self) -> bool:
         """Return True if this rank cannot write its part of commits or, as rank 0, their records."""
@@ -107,12 +107,15 @@ class Commits:
         self.is_confirming_writable = is_asked and self.use.confirm_writable()
 
     def begin(self, *, is_any_busy: bool) -> None:
-        """Begin to save the applied state; if a rank is still busy with the last save, wait or skip as configured."""
-        if is_any_busy and self.plan.config.checkpoint.when_busy == "skip":
+        """Begin to save the applied state.
+
+        If a rank is still busy with the last save, skip this one; where every step is committed, wait instead.
+        """
+        if is_any_busy and self.plan.config.checkpoint.every_steps != 1:
             self.num_skipped += 1
             self.world.announce(
                 f"commit at step {self.state.step} skipped ({self.num_skipped} so far): the last one is still "
-                "being written; commit less often, or set checkpoint.when_busy to wait"
+                "being written; commit less often: set checkpoint.every"
             )
             return
         if is_any_busy:
@@ -175,11 +178,10 @@ class Commits:
 
     def failed(self) -> SavesFailedError:
         """Return the error that ends training on every rank."""
-        keys = self.plan.config.checkpoint
         return SavesFailedError(
-            f"at least {MOST_FAILED} saves in a row have failed, for {keys.give_up_after_s:.0f} s or more, the last "
-            f"before step {self.state.step}: make {self.world.store.url} writable and start again. "
-            "checkpoint.give_up_after_s sets for how long to try; null for ever"
+            f"at least {MOST_FAILED} saves in a row have failed, for {self.plan.config.give_up_after_s:.0f} s or more, "
+            f"the last before step {self.state.step}: make {self.world.store.url} writable and start again. "
+            "The time in give_up_after sets for how long to try; null for ever"
         )
 
     def _check_weights(self) -> None:

@@ -23,7 +23,6 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock, slowest
-from elastic_train.insight.recovery_traces import RecoveryTraces
 from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
 from elastic_train.insight.utilisation import Utilisation
@@ -92,7 +91,6 @@ class Process:
     files: BackgroundFiles = field(default_factory=BackgroundFiles)
     page: Page | None = None
     """The page it serves for Prometheus."""
-    traces: RecoveryTraces | None = None
     totals: PhaseTotals = field(default_factory=PhaseTotals)
     """Phase totals of the worlds that it has led."""
     utilisation: Utilisation | None = None

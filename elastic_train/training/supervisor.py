@@ -41,7 +41,7 @@ from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.memory.meter import Meter, held_by
 from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
-from elastic_train.training.opening.observers import open_page, open_recovery_traces
+from elastic_train.training.opening.observers import open_page
 from elastic_train.training.opening.saves import commit_alone
 from elastic_train.training.opening.utilisation import count, peak_of
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
@@ -160,7 +160,7 @@ def _train_on(
         _prove(proof, files, config, leave)
     use = StoreHealth(plan.config.checkpoint_url)
     utilisation = counted[0] if counted else None
-    page, traces = open_page(config, utilisation), open_recovery_traces(config)
+    page = open_page(config, utilisation)
     process = Process(
         plan,
         state,
@@ -173,7 +173,6 @@ def _train_on(
         files=files,
         page=page,
         utilisation=utilisation,
-        traces=traces,
         switches=switches,
         done={FIRST_LOSS} if is_warmed_up else set(),
     )
@@ -185,8 +184,6 @@ def _train_on(
     finally:
         if page is not None:
             page.close()
-        if traces is not None:
-            traces.close()
         process.files.flush(WRITE_TIMEOUT_S)
 
 

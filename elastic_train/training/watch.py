@@ -28,7 +28,7 @@ class Watch:
     """Monitors one world, whose ranks have `num_lanes` lanes each; `totals` are the process's, over all of its worlds.
 
     `wants_to_stop` is True if an event ends the job, according to `actions`; `drop` asks a rank's node to leave and
-    returns the outcome as text; `at_first_step` is called once the world has applied its first step.
+    returns the outcome as text.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Watch:
         actions: Mapping[Kind, str],
         host_of: Callable[[int], str | None],
         drop: Callable[[int], str],
-        at_first_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = totals
@@ -50,7 +49,7 @@ class Watch:
         self._world, self._tracker, self._every_steps = world, tracker, every_steps
         self._actions, self._host_of, self._drop = actions, host_of, drop
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
-        self._step, self._at_first_step = 0, at_first_step
+        self._step = 0
         self._lines, self._clock = EventLines(), clock
 
     def step(self, step: int, sums: StepSums, norm: float, num_failed_saves: int, *, is_overflow: bool = False) -> None:
@@ -59,8 +58,6 @@ class Watch:
         With `is_overflow`, the loss scale was too large for fp16, which is part of finding the scale.
         """
         self._window.add(sums.ranks)
-        if self._step == 0:
-            self._at_first_step()
         self._step = step
         usual_norm = None if is_overflow else norm
         for event in self._detector.step(step, sums.ranks, sums.mean, usual_norm, num_failed_saves, TALLY.read()):

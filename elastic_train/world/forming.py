@@ -39,6 +39,8 @@ from rendezvous.outage_log import OutageLog
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 5.0
 """Seconds a member waits after a world that did not form, doubled after each further one."""
 ETCD_PAUSE_S = 0.5
+DOMAIN = "ELASTIC_TRAIN_DOMAIN"
+"""Environment variable that names a node's failure domain, e.g. its rack."""
 log = logging.getLogger(__name__)
 
 
@@ -302,11 +304,11 @@ def own_run_id() -> str:
     return launched.run_id if launched is not None else os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def own_path(domain: str | None) -> tuple[str, str]:
+def own_path() -> tuple[str, str]:
     """Return this process's failure domains, from the widest to the narrowest, e.g. rack and node."""
     launched = live_context()
     node = launched.node if launched is not None else os.environ.get("GROUP_RANK", "0")
-    return (domain or "", node)
+    return (os.environ.get(DOMAIN, ""), node)
 
 
 def _meeting_place(launched: RendezvousContext | None) -> str:

@@ -123,7 +123,7 @@ def _refusal_to_go_back(url: str, by: str, key: str, lost: int, step: int, value
 
 
 def _find(plan: Plan, world: World, state: AppliedState, known: _KnownCommits) -> _Found:
-    published, path = known.published, own_path(plan.config.parallel.domain)
+    published, path = known.published, own_path()
     brought: Sequence[PeerState] = gather_peer_states(world.group, state, state.shards, path, may_hold=world.writes)
     if _furthest(brought).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))

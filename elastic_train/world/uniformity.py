@@ -41,11 +41,10 @@ log = logging.getLogger(__name__)
 OWN = frozenset(
     {
         *("run.dir", "run.name", "run.forensic", "run.health_check"),
-        *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir", "data.cache_bytes"),
-        *("checkpoint.url", "checkpoint.near_dir", "checkpoint.give_up_after_s", "checkpoint.accept_loss"),
+        *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir"),
+        *("checkpoint.url", "checkpoint.near_dir", "checkpoint.accept_loss"),
         *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
-        *("parallel.domain", "device"),
-        *("peer_timeout_s", "give_up_after", "hang_timeout_s"),
+        *("device", "peer_timeout_s", "give_up_after", "hang_timeout_s"),
     }
 )
 """Keys that each node may set on its own. All others must be equal on all nodes.

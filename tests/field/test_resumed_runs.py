@@ -138,7 +138,7 @@ def test_a_run_that_is_past_its_last_step_ends_at_once(tmp_path: Path, reported_
 
 def test_the_newest_commits_are_kept_by_number_not_by_name(tmp_path: Path, reported_rows: Path) -> None:
     """Of steps 9900 and 10000 the second was deleted: https://github.com/huggingface/transformers/issues/27138."""
-    train(tmp_path, reported_rows, epochs=4, checkpoint={"every": "1 steps", "keep_last": 2, "when_busy": "wait"})
+    train(tmp_path, reported_rows, epochs=4, checkpoint={"every": "1 steps", "keep_last": 2})
     store = open_store(str(tmp_path / "run"))
     assert find(store, None).step == 12
     assert [line["step"] for line in history(tmp_path, "commit")] == list(range(1, 13))

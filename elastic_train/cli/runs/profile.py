@@ -58,11 +58,10 @@ def _train(config: Path, overrides: Sequence[str], *, at: int, steps: int, ranks
     changes = {
         "run.dir": folder,
         "max-steps": str(at + steps - 1),
-        "profile.at-steps": f"[{at}]",
-        "profile.num-steps": str(steps),
+        "profile.at-steps": f"{[*range(at, at + steps)]}",
         "profile.ranks": "all",
         "checkpoint.url": "null",
-        "validation.every-steps": "null",
+        "validation.every": "null",
         "tracking.mlflow-uri": "null",
     }
     launcher = (

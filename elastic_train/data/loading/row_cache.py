@@ -4,18 +4,20 @@ An entry is an Arrow stream with a trailer, written under another name and renam
 entry. A machine that goes down can, and a disk may corrupt one: every entry is compared with its checksum before use,
 and a damaged one counts as missing. One process decodes a row group while the others wait for it.
 
-Invariant: entries of all datasets take at most `max_bytes` in total; the least recently used are deleted first. An
-entry's modification time is that of its last use. Bytes are counted in a file before an entry is written, never too
-low, and recounted when they seem too many.
+Invariant: entries of all datasets take at most half of the disk, or `max_bytes`, in total; the least recently used are
+deleted first. An entry's modification time is that of its last use. Bytes are counted in a file before an entry is
+written, never too low, and recounted when they seem too many.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
 import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +29,6 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.mapped_file import Mapping
 from elastic_train.system.file_locks import is_locked, locked
 
-MAX_BYTES = 64 << 30
 SLACK = 16
 """An eviction frees an extra 1/SLACK, since scanning the folder is slow."""
 
@@ -41,9 +42,9 @@ _LOG = logging.getLogger(__name__)
 class RowCache:
     """Decoded row groups of one dataset and some of its columns; picklable, thread-safe."""
 
-    def __init__(self, folder: Path, manifest: Manifest, columns: Sequence[str], max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, columns: Sequence[str], max_bytes: int | None = None) -> None:
         key = hashlib.sha256("\0".join((manifest.digest, *columns)).encode()).hexdigest()[:32]
-        self._root, self._folder, self._max_bytes = folder, folder / key, max_bytes
+        self._root, self._folder, self._own_max_bytes = folder, folder / key, max_bytes
         self._is_broken = False
 
     def get(self, group: int, decode: Callable[[int], pa.Table]) -> pa.Table:
@@ -114,6 +115,11 @@ class RowCache:
             partial.rename(path)
         finally:
             partial.unlink(missing_ok=True)
+
+    @functools.cached_property
+    def _max_bytes(self) -> int:
+        """Bytes that the folder, which exists, may take: half of its disk unless a limit was given."""
+        return shutil.disk_usage(self._root).total // 2 if self._own_max_bytes is None else self._own_max_bytes
 
     def _reserve(self, size: int, claim: Callable[[], None]) -> bool:
         """Count bytes about to be written, and make room; return False if that is impossible."""

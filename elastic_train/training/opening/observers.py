@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import StepClock
-from elastic_train.insight.recovery_traces import Recovery, RecoveryTraces, open_traces
 from elastic_train.insight.tracing import Tracer
 from elastic_train.insight.utilisation import FILE as UTILISATION
 from elastic_train.insight.utilisation import Utilisation
@@ -101,8 +98,7 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
     every, actions = PHASES_EVERY_STEPS, keys.on_event
-    traced = trace_recovery(process, world)
-    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop, traced)
+    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop)
 
 
 def open_memory_watch(process: Process, world: World, gradients: GradientSum) -> MemoryWatch:
@@ -110,19 +106,6 @@ def open_memory_watch(process: Process, world: World, gradients: GradientSum) ->
     held = partial(held_by, process.state, gradients, process.save_memory)
     page = None if process.page is None else process.page.facts
     return MemoryWatch(process.meter, held, world.history, PHASES_EVERY_STEPS, page)
-
-
-def trace_recovery(process: Process, world: World) -> Callable[[], None]:
-    """Return a function that, at this world's first step, sends a trace of the recovery, if it is one."""
-    last = world.history.last_applied() if process.traces is not None else None
-    if process.traces is None or last is None:
-        return lambda: None
-    traces, launched, step = process.traces, world.launched, process.state.step
-    facts: dict[str, str | int] = {"term": world.term, "ranks": world.group.size, "ranks_before": last.world}
-    facts |= {"step": step, "steps_lost": max(0, last.step - step)} | ({"cause": launched.cause} if launched else {})
-    joined_at = launched.joined_at if launched else None
-    recovery = Recovery(last.at, joined_at, world.formed_at, time.time(), facts)
-    return lambda: traces.send(recovery, time.time())
 
 
 def open_tracer(config: Config, world: World, clock: StepClock, step: int) -> Tracer | None:
@@ -146,9 +129,3 @@ def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
     if page.port is not None:
         log.warning("metrics for Prometheus: http://%s:%d/metrics", host, page.port)
     return page
-
-
-def open_recovery_traces(config: Config) -> RecoveryTraces | None:
-    """Return the sender of recovery traces, if configured; any process may become the leader."""
-    endpoint = config.monitoring.otlp
-    return None if endpoint is None else open_traces(endpoint, config.run_name, socket.gethostname())

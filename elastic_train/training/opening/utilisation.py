@@ -25,16 +25,13 @@ log = logging.getLogger(__name__)
 
 
 def peak_of(plan: Plan) -> float | None:
-    """Return the peak FLOP/s of this process's device, as configured or by the device's name; None if unknown."""
-    config = plan.config
-    if config.monitoring.peak_tflops is not None:
-        return 1e12 * config.monitoring.peak_tflops
+    """Return the peak FLOP/s of this process's GPU by its name; None if unknown, and for a CPU."""
     if plan.device.type != "cuda":
         return None
     from elastic_train.planning.arithmetic.catalogue import device_named  # not needed on a CPU
 
     known = device_named(torch.cuda.get_device_name(plan.device))
-    return None if known is None else known.peak_flops(config.precision)
+    return None if known is None else known.peak_flops(plan.config.precision)
 
 
 def count(plan: Plan, state: AppliedState, batch: LaneBatch, peak_flops: float | None) -> Utilisation | None:

@@ -14,7 +14,7 @@ from elastic_train.config.sources import load
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import first_line
 
-TRACKER, TRACES = "postgresql://me:planted@host:5432/mlflow", "http://me:planted@host:4318"
+TRACKER = "postgresql://me:planted@host:5432/mlflow"
 
 
 def written(folder: Path, **tree: object) -> Path:
@@ -41,12 +41,12 @@ def test_what_a_url_says_without_its_password(url: str, shown: str, is_secret: b
 
 
 def test_what_is_written_leaves_passwords_out(tmp_path: Path) -> None:
-    path = written(tmp_path, tracking={"mlflow_uri": TRACKER}, monitoring={"otlp": TRACES})
+    path = written(tmp_path, tracking={"mlflow_uri": TRACKER})
     config = load(path, environ={})
-    assert (config.tracking.mlflow_uri, config.monitoring.otlp) == (TRACKER, TRACES)
+    assert config.tracking.mlflow_uri == TRACKER
     assert "planted" not in config.to_yaml() and "postgresql://***@host:5432/mlflow" in config.to_yaml()
-    assert config.left_out() == {"tracking.mlflow_uri": TRACKER, "monitoring.otlp": TRACES}
-    plain = load(path, environ={}, overrides={"tracking.mlflow_uri": "http://host", "monitoring.otlp": None})
+    assert config.left_out() == {"tracking.mlflow_uri": TRACKER}
+    plain = load(path, environ={}, overrides={"tracking.mlflow_uri": "http://host"})
     assert plain.left_out() == {} and "mlflow_uri: http://host" in plain.to_yaml()
 
 

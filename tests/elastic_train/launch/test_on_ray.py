@@ -15,6 +15,7 @@ from elastic_train.errors import ConfigError, TooFewNodesError
 from elastic_train.launch import on_ray
 from elastic_train.launch.on_ray import FINAL_CODES, RayJob, run_on_ray
 from elastic_train.launch.schedulers import without_schedulers
+from elastic_train.world.forming import DOMAIN
 
 CONFIG = Config.model_validate({"run": {"dir": "/runs/one"}, "data": {"train": "/rows"}})
 LOST = "lost"
@@ -203,22 +204,20 @@ def test_a_nodes_own_variables_change_no_key_but_its_failure_domain(
         return SimpleNamespace(wait=lambda: 2)
 
     monkeypatch.setattr(on_ray.subprocess, "Popen", popen)
-    for name in ("MAX_STEPS", "RUN__DIR", "PARALLEL__DOMAIN", "MONITORING__OTLP"):
+    for name in ("MAX_STEPS", "RUN__DIR", "TRACKING__MLFLOW_URI"):
         monkeypatch.setenv(f"ELASTIC_TRAIN__{name}", "3")
-    on_ray.Node().run(str(tmp_path), "", [], {"ELASTIC_TRAIN__MONITORING__OTLP": "http://of-the-job"})
-    of_keys = {name: value for name, value in given[0].items() if name.startswith("ELASTIC_TRAIN__")}
-    assert of_keys == {
-        "ELASTIC_TRAIN__PARALLEL__DOMAIN": "3",
-        "ELASTIC_TRAIN__MONITORING__OTLP": "http://of-the-job",
-    }
-    assert "ELASTIC_TRAIN__MAX_STEPS, ELASTIC_TRAIN__MONITORING__OTLP, ELASTIC_TRAIN__RUN__DIR of" in caplog.text
+    monkeypatch.setenv(DOMAIN, "3")
+    on_ray.Node().run(str(tmp_path), "", [], {"ELASTIC_TRAIN__TRACKING__MLFLOW_URI": "http://of-the-job"})
+    of_keys = {name: value for name, value in given[0].items() if name.startswith("ELASTIC_TRAIN_")}
+    assert of_keys == {"ELASTIC_TRAIN_DOMAIN": "3", "ELASTIC_TRAIN__TRACKING__MLFLOW_URI": "http://of-the-job"}
+    assert "ELASTIC_TRAIN__MAX_STEPS, ELASTIC_TRAIN__RUN__DIR, ELASTIC_TRAIN__TRACKING__MLFLOW_URI of" in caplog.text
 
 
 def test_an_address_with_a_password_reaches_the_launcher_and_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes get it as a variable, and give it to their launchers as one, as the test above shows."""
-    traces = CONFIG.monitoring.model_copy(update={"otlp": "http://me:planted@host:4318"})
-    secret = CONFIG.model_copy(update={"monitoring": traces})
+    tracking = CONFIG.tracking.model_copy(update={"mlflow_uri": "http://me:planted@host:4318"})
+    secret = CONFIG.model_copy(update={"tracking": tracking})
     _, cluster = ended(monkeypatch, [0], config=secret)
     _, text, _, left_out = cluster.given
-    assert left_out == {"ELASTIC_TRAIN__MONITORING__OTLP": "http://me:planted@host:4318"}
+    assert left_out == {"ELASTIC_TRAIN__TRACKING__MLFLOW_URI": "http://me:planted@host:4318"}
     assert "planted" not in text

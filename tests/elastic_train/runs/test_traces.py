@@ -164,7 +164,7 @@ def test_a_tracer_listens_for_its_steps_alone(
 ) -> None:
     """From the end of the step before to the end of its last; where the folder is a file, or full, one sentence."""
     clock, group = StepClock(), Heard()
-    tracer = Tracer(ProfileConfig(at_steps=(2, 5)), tmp_path, rank=3, term=1, clock=clock, group=group)
+    tracer = Tracer(ProfileConfig(at_steps=(2, 3, 5)), tmp_path, rank=3, term=1, clock=clock, group=group)
     heard = []
     for step in range(5):
         tracer.applied(step)
@@ -183,7 +183,7 @@ def test_a_tracer_listens_for_its_steps_alone(
     assert (list(facts["gathered_ns"]), [kind for kind, _, _ in facts["operations"]]) == (["2", "3"], ["send", "send"])
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "profile").write_text("in the way")
-    broken = Tracer(ProfileConfig(at_steps=(1, 4)), tmp_path / "full", rank=0, term=1, clock=clock, group=group)
+    broken = Tracer(ProfileConfig(at_steps=(1, 2, 4, 5)), tmp_path / "full", rank=0, term=1, clock=clock, group=group)
     with caplog.at_level(logging.WARNING):
         for step in range(8):
             broken.applied(step)
@@ -192,7 +192,7 @@ def test_a_tracer_listens_for_its_steps_alone(
     assert [record.message.count("training continues without traces") for record in caplog.records] == [1]
     caplog.clear()
     (tmp_path / "small").mkdir()
-    full = Tracer(ProfileConfig(at_steps=(1,)), tmp_path / "small", rank=0, term=1, clock=clock, group=group)
+    full = Tracer(ProfileConfig(at_steps=(1, 2)), tmp_path / "small", rank=0, term=1, clock=clock, group=group)
     monkeypatch.setattr(tracing.gzip, "open", on_a_full_disk)
     with caplog.at_level(logging.WARNING):
         for step in range(4):
@@ -237,7 +237,7 @@ def test_traces_of_a_real_job_change_no_bit(tmp_path: Path, rows: Path, capsys: 
     """Two ranks, traced, have the hash of one that is not; merged, there are steps, phases and exchanges of both."""
     tree = {**CLASSIFIER, "max_steps": 6, "validation": {}}
     succeed(start([config(tmp_path / "alone", rows, tree)]))
-    keys = ["--profile.at-steps", "[3]", "--profile.ranks", "all"]
+    keys = ["--profile.at-steps", "[3, 4]", "--profile.ranks", "all"]
     done = start([config(tmp_path / "two", rows, tree), *keys], num_ranks=2)
     succeed(done)
     assert result(tmp_path / "two")["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]

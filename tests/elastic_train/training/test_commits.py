@@ -68,11 +68,17 @@ class AwayEtcd:
         self.published.append(commit)
 
 
-def opened_on(store: Store, *, etcd: AwayEtcd | None = None, **checkpoint: object) -> tuple[Commits, Ears]:
+def opened_on(
+    store: Store, *, etcd: AwayEtcd | None = None, give_up_after_s: float = 600.0, **checkpoint: object
+) -> tuple[Commits, Ears]:
     """Open the commits of one rank with a tiny model in a store."""
     background, ears = open_saves(store, fence=etcd and JoinedFence(store, etcd)), Ears()  # type: ignore[arg-type]
     config = SimpleNamespace(
-        checkpoint=CheckpointConfig(**checkpoint), run=SimpleNamespace(seed=1), identity=lambda: "config"
+        checkpoint=CheckpointConfig(**checkpoint),
+        run=SimpleNamespace(seed=1),
+        identity=lambda: "config",
+        give_up_after="20 worlds",
+        give_up_after_s=give_up_after_s,
     )
     plan = SimpleNamespace(
         config=config,
@@ -169,9 +175,9 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
 
 
 def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
-    """With `when_busy: wait` no commit is skipped."""
+    """Where every step is committed, none is skipped."""
     store = HeldStore(tmp_path)
-    commits, ears = opened_on(store, when_busy="wait")
+    commits, ears = opened_on(store, every="1 step")
     take_step(commits)
     commits.begin(is_any_busy=False)
     take_step(commits)

@@ -47,7 +47,7 @@ from tests.conftest import PATIENCE_S
 def plan_of(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(dir=str(folder), seed=1)
     checkpoint = SimpleNamespace(accept_loss=None)
-    parallel, one = SimpleNamespace(domain=None, copies=1), lambda: "one"
+    parallel, one = SimpleNamespace(copies=1), lambda: "one"
     config = SimpleNamespace(
         checkpoint_url=str(folder), checkpoint=checkpoint, run=run, parallel=parallel, identity=one
     )

@@ -66,7 +66,7 @@ PLANS = [
             "validation": {"every": "7 steps"},
             "task": {"params": {"dim": 8}},
             "parallel": {"bucket_mb": None, "expert": 2},
-            "monitoring": {"peak_tflops": 7.0},
+            "monitoring": {"port": 7},
         }
     ),
     plan_with(

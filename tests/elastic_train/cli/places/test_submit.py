@@ -309,7 +309,6 @@ def test_every_source_of_a_mixture_is_looked_at() -> None:
     ("tree", "keys"),
     [
         ({"tracking": {"mlflow_uri": "https://token@mlflow.example.com"}}, ["tracking.mlflow_uri"]),
-        ({"monitoring": {"otlp": "http://me:secret@collector:4318"}}, ["monitoring.otlp"]),
         ({"tracking": {"mlflow_uri": "postgresql://me:secret@host/mlflow"}}, ["tracking.mlflow_uri"]),
         ({"checkpoint": {"url": "abfss://mine@account.example.com/commits"}}, []),
         ({"checkpoint": {"url": "hdfs://me@host/commits"}}, []),

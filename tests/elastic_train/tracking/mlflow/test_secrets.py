@@ -86,11 +86,10 @@ def test_no_secret_is_in_logs_files_etcd_or_mlflow(tmp_path: Path, rows: Path, u
 
 
 def test_no_password_of_an_address_is_in_logs_or_files(tmp_path: Path, rows: Path) -> None:
-    """Neither of MLflow nor of traces, both of which cannot be reached; nor does `sync` ask where it has none."""
+    """Not of MLflow, which cannot be reached; nor does `sync` ask where it has none."""
     (port,), folder = free_ports(1), tmp_path / "job"
     addresses = {
         "tracking": {"mlflow_uri": f"http://me:planted@127.0.0.1:{port}"},
-        "monitoring": {"otlp": f"http://me:planted@127.0.0.1:{port}"},
         "checkpoint": {"every": "2 steps", "url": str(tmp_path / "commits")},
     }
     path = config(folder, rows, CLASSIFIER, max_steps=2, validation={"every": None}, **addresses)

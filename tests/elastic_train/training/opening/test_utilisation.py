@@ -18,6 +18,7 @@ from elastic_train.planning.reading import read_config
 from elastic_train.runs.glance import look
 from elastic_train.runs.report import report_on
 from elastic_train.tracking.metric_log import Values, read_metrics
+from elastic_train.training import supervisor
 from elastic_train.training.opening.utilisation import count, peak_of
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
@@ -93,11 +94,14 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(reported: str, known: str | None
 
 
 @pytest.mark.slow
-def test_a_run_notes_its_mfu_where_the_peak_is_known(tmp_path: Path, rows: Path) -> None:
-    """The peak is configured here, since none is known for a CPU."""
+def test_a_run_notes_its_mfu_where_the_peak_is_known(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No peak is known for a CPU; here one is."""
     path = config(tmp_path, rows, CLASSIFIER, max_steps=3, device="cpu")
     assert peak_of(make_plan(load_config(path))) is None
-    train(load_config(path, {"monitoring.peak_tflops": 0.5}))
+    monkeypatch.setattr(supervisor, "peak_of", lambda plan: 5e11)
+    train(load_config(path))
     folder = tmp_path / "run"
     known = read_utilisation(folder)
     assert known is not None and known.peak_flops == 5e11

@@ -42,7 +42,7 @@ def write(folder: Path, rows: Path, layout: Parallel) -> str:
         "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": sizes, "max_tokens": 16}},
         "batch": {"global_batch": 24, "micro_batch": 6},
         "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
-        "checkpoint": {"every": "3 steps", "keep_last": 2, "when_busy": "wait"},
+        "checkpoint": {"every": "3 steps", "keep_last": 2},
         "parallel": parallel,
         "precision": layout.get("precision", "fp32"),
         "max_steps": STEPS,

@@ -52,7 +52,7 @@ def test_steps_in_a_row_that_are_not_finite_end_training_and_the_last_good_commi
     tmp_path: Path, rows: Path
 ) -> None:
     """The exit code prevents a restart; `keep` trains on, as other trainers do."""
-    checkpoint = {"every": "1 steps", "keep_last": 2, "when_busy": "wait"}
+    checkpoint = {"every": "1 steps", "keep_last": 2}
     ids = samples_of(poisoned(tmp_path, rows, [], "nan"), *range(4, 14))
     path = poisoned(tmp_path, rows, ids, "nan", checkpoint=checkpoint)
     done = start([path], num_ranks=2)

@@ -25,7 +25,7 @@ LANGUAGE: dict[str, object] = {
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "epochs": 1,
     "validation": {"every": "2 steps"},
-    "checkpoint": {"every": "1 steps", "keep_last": 3, "when_busy": "wait"},
+    "checkpoint": {"every": "1 steps", "keep_last": 3},
 }
 WORLDS: list[tuple[int, list[str]]] = [
     (2, ["--parallel.recompute", "units"]),

@@ -33,7 +33,7 @@ JOB: dict[str, object] = {
     "batch": {"global_batch": 24, "micro_batch": 6},
     "optimizer": {"lr": 0.01, "warmup_steps": 3},
     "max_steps": 3,
-    "checkpoint": {"every": "1 steps", "keep_last": 3, "when_busy": "wait"},
+    "checkpoint": {"every": "1 steps", "keep_last": 3},
 }
 
 
