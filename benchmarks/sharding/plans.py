@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.figures import Effort
-from elastic_train.placement.deal import sum_chunks
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, num_elements, runs_of
 from elastic_train.placement.recut import Recut, owned_of, plan_recut
@@ -109,11 +108,9 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
         if me in (giver, taker):
             seating.runs_at(taker, grains)
     seating.runs_at(me, seating.trained[me])
-    seating.owned_runs(), seating.given_runs(), seating.taken_runs()
+    seating.owned_runs(), seating.deliveries(), seating.refreshes, seating.subtrees()
     for other in (me, *seating.neighbours()):
         runs_of(layout, seating.summed[other])
-    for chunk in sum_chunks(me, seats, seating.summed):
-        runs_of(layout, chunk.grains)
     seating.sections_of(me)
     for column in columns:
         others = Seating(*column, seats, 0) if len(columns) > 1 else seating

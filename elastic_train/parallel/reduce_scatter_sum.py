@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +34,12 @@ from elastic_train.parallel.exchange import add_up
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
+from elastic_train.parallel.moves import messages_of, move
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.placement.deal import Counter, subtrees_of, sum_chunks
+from elastic_train.placement.deal import Counter, subtrees_of
 from elastic_train.placement.holdings import Run, by_flat, runs_of
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Move, Seating
 from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
@@ -96,7 +96,9 @@ class _Course:
             for unit in tree.units
         ]
         self.held = [[flat for flat in unit if flat.number in self.mine] for unit in tree.units]
-        self.shared = sum_chunks(rank, seating.seats, seating.summed)
+        self.subtree_moves = [one.within(self.numbers) for one in seating.subtrees()]
+        means = () if self.sums_what_it_holds else seating.means()
+        self.mean_moves = [one.within(self.numbers) for one in means]
         self._subtrees: dict[int, tuple[Part, ...]] = {}
         self.turn = 0
         self.earlier: dict[int, Mapping[int, Leaf]] = {}
@@ -129,12 +131,6 @@ class _Course:
             leaves = sorted(leaf for seat, of_rank in pairs if seat.group == group for leaf in of_rank)
             self._subtrees[group] = subtrees_of(leaves, self.num_leaves)
         return self._subtrees[group]
-
-    def common(self, summing: int, holding: int) -> list[Run]:
-        """Return the runs that one rank sums and another one holds."""
-        summed, held = self.tree.seating.summed[summing], self.tree.seating.trained[holding]
-        runs = self.runs_of(np.intersect1d(summed, held, assume_unique=True))
-        return [run for of_flat in runs.values() for run in of_flat]
 
 
 class ReduceScatterSum:
@@ -323,39 +319,27 @@ class ReduceScatterSum:
 
     def _exchange_sums(self, course: _Course, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add the sums of the other groups' ranks that sum the same shard."""
-        layout, rank = course.tree.seating.layout, course.ranks.rank
-        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-        own = course.subtrees_at(rank) if course.shared else ()
-        for chunk in course.shared:
-            runs = [run for run in runs_of(layout, chunk.grains) if run.flat in course.numbers]
-            for part in own:
-                sends += [(chunk.to, within(run, sums[run.flat][part], course.mine[run.flat])) for run in runs]
-        for chunk in course.shared[::-1]:
-            runs = [run for run in runs_of(layout, chunk.grains) if run.flat in course.numbers]
-            for part in course.subtrees_at(chunk.to):
-                for run in runs:
-                    theirs = sums[run.flat].setdefault(part, on_huge_pages(torch.empty_like(self._totals[run.flat])))
-                    receives.append((chunk.to, within(run, theirs, course.mine[run.flat])))
+
+        def given(one: Move) -> Iterator[Tensor]:
+            for part in course.subtrees_at(one.giver):
+                for run in one.runs:
+                    if part not in (found := sums[run.flat]):
+                        found[part] = on_huge_pages(torch.empty_like(self._totals[run.flat]))
+                    yield within(run, found[part], course.mine[run.flat])
+
+        sends, receives = messages_of(course.subtree_moves, course.ranks.rank, given, given)
         if sends or receives:
             course.ranks.exchange(sends, receives)
 
     def _give(self, course: _Course) -> None:
         """Copy the means to the ranks of this group that hold them, this one included."""
-        rank, neighbours = course.ranks.rank, course.neighbours
-        held = course.runs_of(course.tree.seating.trained[rank])
-        for number, runs in course.mine.items():
-            for run in runs:
-                within(run, self._homes[number], held[number]).copy_(within(run, self._totals[number], runs))
-        given = [(other, course.common(rank, other)) for other in neighbours]
-        taken = [(other, course.common(other, rank)) for other in neighbours[::-1]]
+        held = course.runs_of(course.tree.seating.trained[course.ranks.rank])
         self.is_dirty = True
-        course.ranks.exchange(
-            [
-                (other, within(run, self._totals[run.flat], course.mine[run.flat]))
-                for other, runs in given
-                for run in runs
-            ],
-            [(other, within(run, self._homes[run.flat], held[run.flat])) for other, runs in taken for run in runs],
+        move(
+            course.ranks,
+            course.mean_moves,
+            lambda run: within(run, self._totals[run.flat], course.mine[run.flat]),
+            lambda run: within(run, self._homes[run.flat], held[run.flat]),
         )
         self.is_dirty = False
 

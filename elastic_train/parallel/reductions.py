@@ -8,16 +8,18 @@ The owner does not affect the bits, since the tree is the same. Alternatively, s
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
-from elastic_train.parallel.exchange import Scratch, Subtrees, exchange, finish_owned, others_of
+from elastic_train.parallel.exchange import Scratch, Subtrees, exchange, finish_owned
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.moves import move
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.placement.holdings import Run
+from elastic_train.placement.seating import Move
 
 Reduction = Literal["canonical", "fast"]
 Runs = Sequence[Run]
@@ -62,27 +64,14 @@ class InAnyOrder(Everywhere):
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Runs of the flat gradients by rank: those each rank owns, those this rank sends, and those it receives."""
+class AtOwners:
+    """The sum along the tree on the ranks that hold it; flat gradients are the layout's.
+
+    `owned` has the runs that each rank owns, and `deliveries` this rank's moves of finished runs to the other holders.
+    """
 
     owned: Sequence[Runs]
-    given: Sequence[Runs]
-    taken: Sequence[Runs]
-
-    def within(self, flats: Container[int]) -> Shares:
-        """Return the runs in some flat vectors, by number."""
-        owned, given, taken = (
-            [[run for run in runs if run.flat in flats] for runs in by_rank]
-            for by_rank in (self.owned, self.given, self.taken)
-        )
-        return Shares(owned, given, taken)
-
-
-@dataclass(frozen=True, slots=True)
-class AtOwners:
-    """The sum along the tree on the ranks that hold it; flat gradients are the layout's."""
-
-    shares: Shares
+    deliveries: Sequence[Move]
 
     @property
     def is_ordered(self) -> bool:
@@ -90,22 +79,18 @@ class AtOwners:
 
     def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
         """Finish this rank's grains among the elements; other ranks finish theirs."""
-        owned = [_within(elements, runs) for runs in self.shares.owned]
+        owned = [_within(elements, runs) for runs in self.owned]
         finish_owned(elements, owned, ranks, scratch)
 
     def divide(self, flats: Sequence[Tensor], divisor: float, ranks: Group) -> None:
         """Divide the grains that this rank has finished, send them to their other holders, and receive theirs."""
-        for run in self.shares.owned[ranks.rank]:
-            _at(run, flats).div_(divisor)
-        others, given, taken = others_of(ranks), self.shares.given, self.shares.taken
-        ranks.exchange(
-            [(other, _at(run, flats)) for other in others for run in given[other]],
-            [(other, _at(run, flats)) for other in others[::-1] for run in taken[other]],
-        )
 
+        def at(run: Run) -> Tensor:
+            return flats[run.flat][run.lo : run.hi]
 
-def _at(run: Run, flats: Sequence[Tensor]) -> Tensor:
-    return flats[run.flat][run.lo : run.hi]
+        for run in self.owned[ranks.rank]:
+            at(run).div_(divisor)
+        move(ranks, self.deliveries, at)
 
 
 def _within(elements: Subtrees, runs: Runs) -> list[tuple[int, int]]:

@@ -10,11 +10,9 @@ After all lanes, the holders of a grain in different groups exchange their sums,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Assignment, Part, settle
-from elastic_train.placement.holdings import shared_with
 from elastic_train.placement.seats import Seat
 
 T = TypeVar("T")
@@ -61,21 +59,6 @@ def lanes_by_owner(seats: Sequence[Seat], num_lanes: int, context: int = 1, expe
 def _share(first: int, size: int, num: int, num_lanes: int) -> range:
     """Return the lanes of `size` neighbours, from number `first`, among `num` that share all lanes."""
     return range(first * num_lanes // num, (first + size) * num_lanes // num)
-
-
-class Chunk(NamedTuple):
-    """Grains, ascending, that one rank sends to another."""
-
-    to: int
-    grains: Int64s
-
-
-def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
-    """Return the grains of its sums that a rank sends to each holder in another group: those that both hold."""
-    others = [(rank + distance) % len(seats) for distance in range(1, len(seats))]
-    others = [other for other in others if seats[other].group != seats[rank].group]
-    shared = shared_with(holdings[rank], [holdings[other] for other in others])
-    return [Chunk(other, grains) for other, grains in zip(others, shared, strict=True) if grains.size]
 
 
 def subtrees_of(leaves: Iterable[int], num_leaves: int) -> tuple[Part, ...]:

@@ -138,7 +138,7 @@ def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> l
 
 def runs_of_each(layout: Layout, holdings: Sequence[Int64s], sections: Int64s | None = None) -> list[list[Run]]:
     """Return the runs of each of several holdings."""
-    numbers = np.repeat(np.arange(len(holdings)), [grains.size for grains in holdings])
+    numbers = np.repeat(np.arange(len(holdings)), np.array([grains.size for grains in holdings], dtype=np.int64))
     grains = np.concatenate([layout.flat_of[:0], *holdings])
     order = np.lexsort((layout.start[grains], layout.flat_of[grains], numbers))
     numbers, grains = numbers[order], grains[order]

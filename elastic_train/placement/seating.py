@@ -5,8 +5,11 @@ Every rank computes the same from the layout and all ranks' seats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.placement.grains import Layout
@@ -18,10 +21,21 @@ from elastic_train.placement.holdings import (
     runs_of,
     runs_of_each,
     sections_of,
-    shared_with,
 )
-from elastic_train.placement.recut import owned_of
+from elastic_train.placement.recut import Transfer, owned_of, plan_of_one
 from elastic_train.placement.seats import Seat
+
+
+class Move(NamedTuple):
+    """A transfer as runs of flat vectors; each run is contiguous in the memory of both ranks."""
+
+    giver: int
+    taker: int
+    runs: Sequence[Run]
+
+    def within(self, flats: Container[int]) -> Move:
+        """Return the move of the runs in some flat vectors, by number."""
+        return self._replace(runs=[run for run in self.runs if run.flat in flats])
 
 
 class Seating:
@@ -87,18 +101,46 @@ class Seating:
         """Return the runs that each rank finishes, by rank."""
         return runs_of_each(self.layout, self.owned)
 
-    def given_runs(self) -> list[list[Run]]:
-        """Return, by holder, the runs that this rank finishes and sends to each other rank."""
-        return self._shared_runs(self.owned[self.rank], self.trained)
+    # What is moved within a step: from the only sender of each grain to those that want it.
 
-    def taken_runs(self) -> list[list[Run]]:
-        """Return, by owner, the runs that this rank receives from each other rank."""
-        return self._shared_runs(self.trained[self.rank], self.owned)
+    def deliveries(self) -> list[Move]:
+        """Return this rank's moves of finished sums from their owners to the other holders."""
+        return self.moves_of(plan_of_one(self.rank, self.owned, self.trained, self._others()))
 
-    def _shared_runs(self, mine: Int64s, theirs: Sequence[Int64s]) -> list[list[Run]]:
-        """Return the runs of this rank's grains that are also each other rank's."""
-        shared = shared_with(mine, theirs)
-        return runs_of_each(self.layout, [*shared[: self.rank], mine[:0], *shared[self.rank + 1 :]])
+    @cached_property
+    def refreshes(self) -> list[Move]:
+        """This rank's moves of trained weights within its group, so that each rank has all of them."""
+        return self.gathers(self.trained)
+
+    def gathers(self, have: Sequence[Int64s]) -> list[Move]:
+        """Return this rank's moves by which each rank of its group gets everything that the group's ranks have."""
+        everything = [np.arange(self.layout.num_grains)] * len(self.seats)
+        return self.moves_of(plan_of_one(self.rank, have, everything, self.neighbours()))
+
+    def gathers_whole(self, num_ranks: int) -> list[Move]:
+        """Return this rank's moves by which the first `num_ranks` ranks get all grains; each grain's owner sends it."""
+        everything = np.arange(self.layout.num_grains)
+        wants = [everything if rank < num_ranks else everything[:0] for rank in range(len(self.seats))]
+        transfers = plan_of_one(self.rank, self.all_owned, wants, range(len(self.seats)))
+        return [Move(giver, taker, self.runs_at(giver, grains)) for giver, taker, grains in transfers]
+
+    def subtrees(self) -> list[Move]:
+        """Return this rank's moves of its group's sums to the ranks of other groups that sum the same grains."""
+        others = [other for other in self._others() if self.seats[other].group != self.seat.group]
+        return self.moves_of(plan_of_one(self.rank, self.summed, self.summed, others))
+
+    def means(self) -> list[Move]:
+        """Return this rank's moves of its group's means from the ranks that sum them to those that hold them."""
+        return self.moves_of(plan_of_one(self.rank, self.summed, self.trained, [self.rank, *self.neighbours()]))
+
+    def _others(self) -> list[int]:
+        """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
+        return [(self.rank + distance) % len(self.seats) for distance in range(1, len(self.seats))]
+
+    def moves_of(self, transfers: Sequence[Transfer]) -> list[Move]:
+        """Return transfers between ranks that have whole flat vectors."""
+        by_transfer = runs_of_each(self.layout, [one.grains for one in transfers])
+        return [Move(*one[:2], runs) for one, runs in zip(transfers, by_transfer, strict=True)]
 
     def sections_of(self, rank: int) -> Int64s:
         """Return the sections of grains, by number, at whose ends a rank's memory is cut: its group's bases.

@@ -1,8 +1,8 @@
-"""Weights that several ranks hold: their digest, their equality, and gathering them on one rank."""
+"""Weights that several ranks hold: their digest and their equality."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,8 +17,6 @@ from elastic_train.job.sharded.share import Share
 from elastic_train.parallel.group import Group
 from elastic_train.placement.digest import digests_of, tensor_digests
 from elastic_train.placement.grains import Layout
-from elastic_train.placement.holdings import Run
-from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
 
@@ -105,22 +103,3 @@ def _gathered(group: Group, owned: list[Int64s], mine: Mapping[int, bytes]) -> d
 
 def _content(tensor: Tensor) -> memoryview:
     return bytes_of(tensor.detach().cpu().contiguous())
-
-
-def gather_whole(
-    group: Group,
-    seating: Seating,
-    held: Callable[[Run], Tensor],
-    whole: Callable[[Run], Tensor],
-    num_ranks: int = 1,
-) -> None:
-    """Gather the whole weights on the first `num_ranks` ranks, which must have memory for them."""
-    runs = [seating.runs_at(rank, grains) for rank, grains in enumerate(seating.all_owned)]
-    mine, is_first = runs[group.rank], group.rank < num_ranks
-    for run in mine if is_first else ():
-        whole(run).copy_(held(run))
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    group.exchange(
-        [(to, held(run)) for to in others if to < num_ranks for run in mine],
-        [(giver, whole(run)) for giver in others for run in runs[giver]] if is_first else [],
-    )

@@ -48,10 +48,11 @@ from elastic_train.parallel.devices.squares import squares_of_vectors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.parallel.reductions import AtOwners, Reduction, Shares
+from elastic_train.parallel.moves import move
+from elastic_train.parallel.reductions import AtOwners, Reduction
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
-from elastic_train.placement.holdings import Column, Run, grains_side_by_side, runs_of
+from elastic_train.placement.holdings import Column, Run, grains_side_by_side
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
@@ -206,10 +207,11 @@ class Zero1Share(Share):
 
     def _tree_of(self, one: Summed) -> Tree:
         numbers, seating = self.flats_of(one.parameters), self.seating_of_all(one.ranks, one.repeats)
-        shares = Shares(seating.owned_runs(), seating.given_runs(), seating.taken_runs())
+        owned = [[run for run in runs if run.flat in numbers] for runs in seating.owned_runs()]
+        deliveries = [one.within(numbers) for one in seating.deliveries()]
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
         placed = [each for each in self.flat.placed() if each.flat in numbers] if one.is_beside else []
-        return Tree(flats, one.ranks, one.leaves, AtOwners(shares.within(numbers)), placed)
+        return Tree(flats, one.ranks, one.leaves, AtOwners(owned, deliveries), placed)
 
     def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:
         """Return the numbers of the flat vectors that contain some parameters."""
@@ -224,16 +226,8 @@ class Zero1Share(Share):
         return Seating(self.layout, self.circle, seats, ranks.rank)
 
     def refresh(self, column: Group, *, everything: bool = False) -> None:
-        self._share(column, self.seating.holdings if everything else self.seating.trained, self.flat.weights_at)
-
-    def _share(self, group: Group, holdings: Sequence[Int64s], at: Callable[[Run], Tensor]) -> None:
-        """All-gather held runs within this copy into whole vectors; `holdings` has the grains of each rank."""
-        ranks, rank = self.seating.neighbours(), self.seating.rank
-        runs = {one: runs_of(self.layout, holdings[one]) for one in (*ranks, rank)}
-        sends = [(to, at(run)) for to in ranks for run in runs[rank]]
-        receives = [(giver, at(run)) for giver in ranks[::-1] for run in runs[giver]]
-        if sends or receives:
-            group.exchange(sends, receives)
+        seating = self.seating
+        move(column, seating.gathers(seating.holdings) if everything else seating.refreshes, self.flat.weights_at)
 
     def measure(self) -> Tensor:
         vectors, lengths = [one for one, _ in self._gradients], [lengths for _, lengths in self._gradients]
@@ -244,7 +238,7 @@ class Zero1Share(Share):
         vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in self._trained_flats()}
         for one in self.trained_runs:
             vectors[one.run.flat][one.run.lo : one.run.hi].copy_(one.moments[AVERAGE])
-        self._share(column, self.seating.trained, lambda run: vectors[run.flat][run.lo : run.hi])
+        move(column, self.seating.refreshes, lambda run: vectors[run.flat][run.lo : run.hi])
         with self.flat.showing(vectors):
             yield
 

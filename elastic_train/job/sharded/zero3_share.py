@@ -19,9 +19,9 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
-from elastic_train.job.sharded.shared_weights import gather_whole
 from elastic_train.job.sharded.zero2_share import Zero2Share
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.moves import move
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run, by_flat
 from elastic_train.placement.seating import Seating
@@ -126,7 +126,7 @@ class Zero3Share(Zero2Share):
     def make_whole(self, column: Group, num_ranks: int = 1) -> None:
         if column.rank < num_ranks:
             self.flat.allocate()
-        gather_whole(column, self.seating, self._given_at, self.flat.weights_at, num_ranks)
+        move(column, self.seating.gathers_whole(num_ranks), self._given_at, self.flat.weights_at)
 
     def held_weights(self) -> State:
         whole = super().held_weights()

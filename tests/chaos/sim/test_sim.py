@@ -217,7 +217,6 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     for module, names in {
         "job.resharding.reshard": (seats_of_holders, plan_recut, grains_in),
         "placement.table": (Seating, owned_of),
-        "job.sharded.zero1_share": (runs_of,),
         "job.commit_pieces": (cuts_of,),
     }.items():
         own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}

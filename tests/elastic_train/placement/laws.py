@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Part, merge_plan, parts_of, root_of
-from elastic_train.placement.deal import Chunk, deal_lanes, group_lanes, sum_chunks
 from elastic_train.placement.deal import Counter as LaneCounter
+from elastic_train.placement.deal import deal_lanes, group_lanes
 from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Circle, Run
 from elastic_train.placement.norm import grain_squares
-from elastic_train.placement.recut import Recut
+from elastic_train.placement.recut import Recut, Transfer, plan_of_one
 from elastic_train.placement.seats import Seat
 
 SHAPES = st.one_of(
@@ -183,15 +183,22 @@ def lane_tree(num_lanes: int) -> Tree:
 Leaf = tuple[int, int]
 
 
-def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Chunk]:
-    """Return the chunks of each leaf that a rank sends: to every other holder of its group, that holder's grains.
+def leaf_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Transfer]:
+    """Return the transfers of each leaf that a rank sends: to every other holder of its group, that holder's grains.
 
     The first receiver is its right neighbour, so that not all ranks send to the same receiver at once.
     """
     mine = seats[rank]
     others = [other for other, seat in enumerate(seats) if seat.group == mine.group and other != rank]
     others.sort(key=lambda other: (seats[other].slot - mine.slot) % mine.size)
-    return [Chunk(other, holdings[other]) for other in others if holdings[other].size]
+    return [Transfer(rank, other, holdings[other]) for other in others if holdings[other].size]
+
+
+def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Transfer]:
+    """Return the transfers of sums that a rank sends to each holder in another group: the grains that both hold."""
+    others = [(rank + distance) % len(seats) for distance in range(1, len(seats))]
+    others = [other for other in others if seats[other].group != seats[rank].group]
+    return [one for one in plan_of_one(rank, holdings, holdings, others) if one.giver == rank]
 
 
 def num_sent(
@@ -213,7 +220,7 @@ def sums_of_step(
     seats: Sequence[Seat],
     holdings: Sequence[Int64s],
     num_lanes: int,
-    leaf_chunks_of: Callable[..., Sequence[tuple[int, Int64s]]] = leaf_chunks,
+    leaf_chunks_of: Callable[..., Sequence[Transfer]] = leaf_chunks,
     deal: Callable[[Seat, int, int], Sequence[Sequence[int]]] = deal_lanes,
 ) -> list[dict[int, Tree]]:
     """Run a step's exchange symbolically; return every rank's sums by grain, as trees of lanes.
@@ -232,7 +239,7 @@ def sums_of_step(
             if turn < len(turns[rank]) and seat.slot < len(turns[rank][turn]):
                 lane = turns[rank][turn][seat.slot]
                 arriving[rank] += [(lane, grain) for grain in holdings[rank].tolist()]
-                for to, grains in leaf_chunks_of(rank, seats, holdings):
+                for _, to, grains in leaf_chunks_of(rank, seats, holdings):
                     arriving[to] += [(lane, grain) for grain in grains.tolist()]
         for rank, leaves in enumerate(arriving):
             for lane, grain in sorted(leaves):
@@ -242,7 +249,7 @@ def sums_of_step(
     arrived = [
         (to, grain, counters[rank][grain].parts)
         for rank in range(num_ranks)
-        for to, grains in sum_chunks(rank, seats, holdings)
+        for _, to, grains in sum_chunks(rank, seats, holdings)
         for grain in grains.tolist()
     ]
     for to, grain, parts in arrived:

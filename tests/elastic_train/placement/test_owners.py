@@ -56,10 +56,13 @@ def test_what_ranks_give_one_another_makes_everybody_whole(
     paths: list[Path] = [("", str(data.draw(st.integers(0, 3)))) for _ in range(num_ranks)]
     circle, seats = circle_of(layout), seats_of(paths, copies)
     seatings = [Seating(layout, circle, seats, rank) for rank in range(num_ranks)]
-    owned, given_to = seatings[0].owned_runs(), [seating.given_runs() for seating in seatings]
+    owned, given_to = seatings[0].owned_runs(), [seating.deliveries() for seating in seatings]
     for rank, seating in enumerate(seatings):
-        assert seating.taken_runs() == [given[rank] for given in given_to]
-        got = sum(run.hi - run.lo for runs in seating.taken_runs() for run in runs)
+        taken = [one for one in seating.deliveries() if one.taker == rank]
+        assert sorted(taken) == sorted(
+            one for other, moves in enumerate(given_to) for one in moves if one[:2] == (other, rank)
+        )
+        got = sum(run.hi - run.lo for one in taken for run in one.runs)
         got += sum(run.hi - run.lo for run in owned[rank])
         assert got == int(layout.span[seating.trained[rank]].sum())
         whole = np.concatenate([seating.trained[other] for other in (rank, *seating.neighbours())])

@@ -141,9 +141,9 @@ def test_a_loss_that_is_passed_over_is_caught() -> None:
 def test_a_leaf_that_reaches_the_neighbours_grains_is_caught() -> None:
     """A chunk's boundary is off by one grain: its owner misses a leaf, another rank adds it twice."""
 
-    def shifted(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[tuple[int, Int64s]]:
+    def shifted(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> list[Transfer]:
         return [
-            (chunk.to, chunk.grains[1:] if chunk.to == 1 else chunk.grains)
+            chunk._replace(grains=chunk.grains[1:]) if chunk.taker == 1 else chunk
             for chunk in leaf_chunks(rank, seats, holdings)
         ]
 

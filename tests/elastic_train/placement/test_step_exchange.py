@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.core.lanes import parts_of
-from elastic_train.placement.deal import deal_lanes, group_lanes, sum_chunks
+from elastic_train.placement.deal import deal_lanes, group_lanes
 from elastic_train.placement.domains import Path
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seats import seats_of
-from tests.elastic_train.placement.laws import blocks, check_sums, leaf_chunks, num_sent, sums_of_step
+from tests.elastic_train.placement.laws import blocks, check_sums, leaf_chunks, num_sent, sum_chunks, sums_of_step
 
 LAYOUT = blocks(2, 6)
 CIRCLE = circle_of(LAYOUT)
@@ -69,4 +69,4 @@ def test_a_rank_alone_sends_nothing() -> None:
 
 def test_a_rank_begins_with_its_right_neighbour() -> None:
     seats = seats_of([()] * 4, 1)
-    assert [chunk.to for chunk in leaf_chunks(2, seats, all_held(CIRCLE, seats))] == [3, 0, 1]
+    assert [chunk.taker for chunk in leaf_chunks(2, seats, all_held(CIRCLE, seats))] == [3, 0, 1]

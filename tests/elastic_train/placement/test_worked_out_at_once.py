@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.deal import sum_chunks
 from elastic_train.placement.domains import Path, are_apart
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import column_of, grains_in, grains_side_by_side, runs_of
@@ -85,9 +84,10 @@ def check_seating(seating: Seating, brought: Sequence[Int64s]) -> None:
     shared = [[grain for grain in owned[rank] if grain in grains] for grains in trained]
     taken = [[grain for grain in grains if grain in trained[rank]] for grains in owned]
     shared[rank], taken[rank] = [], []
-    assert seating.given_runs() == [oracle.runs_of(layout, grains) for grains in shared]
-    assert seating.taken_runs() == [oracle.runs_of(layout, grains) for grains in taken]
     others = [(rank + turn) % len(seats) for turn in range(1, len(seats))]
+    given = [(rank, other, oracle.runs_of(layout, shared[other])) for other in others if shared[other]]
+    received = [(other, rank, oracle.runs_of(layout, taken[other])) for other in others[::-1] if taken[other]]
+    assert seating.deliveries() == [*given, *received]
     summed = list(trained)
     for ranks in ([rank for rank, seat in enumerate(seats) if seat.group == group] for group in range(len(seats))):
         if len({seats[rank].slot for rank in ranks}) < len(ranks):
@@ -96,8 +96,9 @@ def check_seating(seating: Seating, brought: Sequence[Int64s]) -> None:
                 summed[member] = oracle.trained_of(layout, grains)
     assert as_lists(seating.summed) == summed
     both = [(to, [grain for grain in summed[to] if grain in summed[rank]]) for to in others]
-    chunks = [(to, grains) for to, grains in both if grains and seats[to].group != seats[rank].group]
-    assert [(to, grains.tolist()) for to, grains in sum_chunks(rank, seats, seating.summed)] == chunks
+    both = [(to, grains) for to, grains in both if grains and seats[to].group != seats[rank].group]
+    sends = [(rank, to, oracle.runs_of(layout, grains)) for to, grains in both]
+    assert seating.subtrees() == [*sends, *((to, rank, runs) for _, to, runs in sends[::-1])]
     runs = runs_of(layout, seating.trained[rank], seating.sections_of(rank))
     assert runs == oracle.runs_of(layout, trained[rank], sections)
     side_by_side = oracle.side_by_side(layout, trained[rank], runs)

@@ -128,7 +128,6 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     yield from within("elastic_train.job.resharding.reshard", seats_at=same.seats_of, _plan_of=same.plan_of)
     yield from within("elastic_train.placement.table", Seating=same.seating, owned_of=same.owned_of)
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
-    yield from within("elastic_train.job.sharded.zero1_share", runs_of=same.runs_of)
     yield from within("elastic_train.job.commit_pieces", cuts_of=same.cuts_of)
     columns_of = SameColumns().of
     yield from within("elastic_train.job.build", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
