@@ -20,13 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from chaos.tasks.paced_classifier import PacedClassifier
-from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.tasks import witness
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.metric_library import Metric
 from elastic_train.tasks.models.adapters import frozen_groups, leave_base_out
-from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.training.session import Session
@@ -76,15 +74,6 @@ class PacedOnBaseUntil(PacedUntil):
 
     def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         return frozen_groups(model)
-
-
-class PacedLanguageUntil(Until, PacedLanguage):
-    """A paced language model, in stages or whole."""
-
-    def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | LaneLoss:
-        if model.training:
-            self._pace()
-        return super().run(model, batch, piece)
 
 
 class Witness(Until, witness.Witness):

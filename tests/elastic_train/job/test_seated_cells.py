@@ -35,8 +35,6 @@ from tests.memory_machine import in_memory
 pytestmark = pytest.mark.slow
 STEPS = 4
 """Enough for a fault with moments, a second fault, and a step after it."""
-FEWER = 3
-"""Enough for one fault with moments and a step after it."""
 KINDS: Sequence[Shards] = ("optimizer", "gradients", "parameters")
 
 

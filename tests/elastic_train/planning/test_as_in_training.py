@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.gradient_sum import LaneTree
-from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import circle_of, num_elements
 from elastic_train.placement.seating import Seating
@@ -24,9 +20,10 @@ from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
 from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
 from elastic_train.planning.arithmetic.traffic import exchanges_of, sent_bytes
-from tests.conftest import run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.elastic_train.placement.laws import num_sent
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 CUT = lay_out(
     [
@@ -122,28 +119,24 @@ def test_a_rank_that_is_not_seated_evenly_has_the_smallest_groups_share() -> Non
     assert seated.held == pytest.approx(facts().elements / 2)
 
 
-def kept_for_arrivals(rank: int, size: int, folder: str, bucket_bytes: float | None) -> None:
-    """Add up gradients of some bucket's size once, and say what memory is kept for what arrives."""
-    torch.set_num_threads(1)
-    group = Group(rank, size, FileStore(f"{folder}/{bucket_bytes}", size), 60)
+def kept_for_arrivals(rank: int, size: int, bucket_bytes: float | None) -> int:
+    """Add up gradients of some bucket's size once; return the memory that is kept for what arrives."""
+    group = group_of("world", rank, size)
     weights = [nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(2)]
     total = make_gradient_sum("canonical", weights, group, size, bucket_bytes)
     total.begin()
     with total.turn(rank):
         torch.stack(weights).sum().backward()
     total.finish(1.0)
-    kept = sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")
-    (Path(folder) / f"{bucket_bytes}-{rank}").write_text(str(kept))
-    os._exit(0)
+    total.close()
+    return sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("bucket_mb", [None, 0.5])
-def test_two_ranks_need_memory_for_what_arrives_beside_the_pass_alone(tmp_path: Path, bucket_mb: float | None) -> None:
+def test_two_ranks_need_memory_for_what_arrives_beside_the_pass_alone(bucket_mb: float | None) -> None:
     """Half of a bucket; after the pass one all-reduce needs none."""
     bucket_bytes = None if bucket_mb is None else bucket_mb * (1 << 20)
-    run_ranks(kept_for_arrivals, 2, str(tmp_path), bucket_bytes)
     model = replace(facts(), largest_tensor=ELEMENTS)
     planned = memory_of(model, Layout(bucket_mb=bucket_mb), Batch(4, 2), parse_cluster("2xCPU")).exchange
     assert planned == (0.0 if bucket_mb is None else 4 * ELEMENTS / 2)
-    assert [int((tmp_path / f"{bucket_bytes}-{rank}").read_text()) for rank in range(2)] == [planned] * 2
+    assert in_memory(kept_for_arrivals, 2, bucket_bytes) == [planned] * 2

@@ -12,7 +12,6 @@ from torch import nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.job.cells.cut_model import CutModel
@@ -24,7 +23,6 @@ from elastic_train.tasks.decoder.shape import DecoderShape
 from elastic_train.tasks.placements import loss_of
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss
-from elastic_train.tasks.witness import Witness
 from tests.elastic_train.tasks.language_rows import chunks_of, lists
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
@@ -142,10 +140,5 @@ def test_a_lone_part_runs_without_peers() -> None:
     assert all(bool(one.grad.any()) for one in model.parameters() if one.grad is not None)
 
 
-def test_what_cannot_be_computed_in_parts_is_refused() -> None:
-    parallel = ParallelConfig(context=2)
-    with pytest.raises(
-        ConfigError, match=r"context: 2 does not work with Witness, which does not say how .*, use parallel.recompute"
-    ):
-        cell_plan_of(Witness(), nn.Linear(2, 2), parallel)
-    assert cell_plan_of(TASK, make_model(), parallel) is None, "every rank holds the whole model"
+def test_every_context_rank_holds_the_whole_model() -> None:
+    assert cell_plan_of(TASK, make_model(), ParallelConfig(context=2)) is None

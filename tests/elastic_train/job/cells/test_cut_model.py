@@ -293,9 +293,8 @@ def test_a_model_of_which_nothing_is_said_is_whole_wherever_it_is(task: Task) ->
             cell_plan_of(task, model, ParallelConfig.model_validate({key: 2}))
 
 
-def test_a_task_without_a_plan_hears_what_else_there_is() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"parallel.tensor: 2 does not work with Witness, which does not say how .*, use parallel.shards",
-    ):
-        cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(tensor=2))
+@pytest.mark.parametrize(("key", "other"), [("tensor", "shards"), ("pipeline", "shards"), ("context", "recompute")])
+def test_a_task_without_placements_hears_what_else_there_is(key: str, other: str) -> None:
+    message = rf"parallel.{key}: 2 does not work with Witness, which does not say how .*, use parallel.{other}"
+    with pytest.raises(ConfigError, match=message):
+        cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig.model_validate({key: 2}))

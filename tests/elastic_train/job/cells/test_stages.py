@@ -263,11 +263,3 @@ def test_a_stage_that_returns_the_wrong_kind_is_refused(is_last: bool, message: 
     task.run = lambda model, batch, piece: torch.zeros(()) if is_last else LaneLoss(torch.zeros(()), 0.0)  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(ConfigError, match=message):
         run_piece(task, Layers(), {}, Piece(["b"], is_last=is_last))
-
-
-def test_a_task_without_stages_hears_what_else_there_is() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"parallel.pipeline: 2 does not work with Witness, which does not say how .*, use parallel.shards",
-    ):
-        cell_plan_of(Witness(), nn.Linear(2, 2), ParallelConfig(pipeline=2))

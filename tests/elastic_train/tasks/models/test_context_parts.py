@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.context import context_of
-from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.context_parts import try_parts_of_rows
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
-from tests.conftest import run_ranks, standby_with
 from tests.elastic_train.job.cells.test_context import batches
 from tests.elastic_train.job.cells.test_cut_transformers import SIZES
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 pytestmark = WITH_TRANSFORMERS
 FAMILIES = (
@@ -137,8 +134,8 @@ def test_models_that_mix_tokens_outside_of_attention_are_refused_whatever_their_
     assert "fails on rows in parts" in found.what or "gives other results for rows in parts" in found.what
 
 
-def of_rank(rank: int, size: int, folder: str, kind: str) -> None:
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+def of_rank(rank: int, size: int, kind: str) -> None:
+    group = group_of("world", rank, size)
     config = {"model_type": kind, **SIZES}
     task = CausalLM(hf={"config": config}, z_loss=0.1)
     whole, model = built(config), built(config)
@@ -164,7 +161,6 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("qwen3", 2), ("starcoder2", 3)])
-def test_gradients_of_all_parts_are_those_of_whole_rows(tmp_path: Path, kind: str, size: int) -> None:
+def test_gradients_of_all_parts_are_those_of_whole_rows(kind: str, size: int) -> None:
     """Of padded rows, and of several documents in a row."""
-    standby_with("tests.preload_transformers")
-    run_ranks(partial(of_rank, kind=kind), size, str(tmp_path))
+    in_memory(of_rank, size, kind)
