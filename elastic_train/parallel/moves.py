@@ -19,19 +19,14 @@ class Messages(NamedTuple):
     receives: list[tuple[int, Tensor]]
 
 
-def messages_of(
-    moves: Iterable[Move],
-    rank: int,
-    source: Callable[[Move], Iterable[Tensor]],
-    target: Callable[[Move], Iterable[Tensor]],
-) -> Messages:
+def messages_of(moves: Iterable[Move], rank: int, tensors: Callable[[Move], Iterable[Tensor]]) -> Messages:
     """Return the messages of a rank's moves; both ranks of a move must list its tensors in the same order."""
     sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
     for one in moves:
         if one.giver == rank:
-            sends += [(one.taker, tensor) for tensor in source(one)]
+            sends += [(one.taker, tensor) for tensor in tensors(one)]
         else:
-            receives += [(one.giver, tensor) for tensor in target(one)]
+            receives += [(one.giver, tensor) for tensor in tensors(one)]
     return Messages(sends, receives)
 
 
@@ -50,7 +45,7 @@ def move(
         for run in one.runs:
             into(run).copy_(source(run))
     sends, receives = messages_of(
-        others, group.rank, lambda one: map(source, one.runs), lambda one: map(into, one.runs)
+        others, group.rank, lambda one: map(source if one.giver == group.rank else into, one.runs)
     )
     if sends or receives:
         group.exchange(sends, receives)

@@ -320,14 +320,14 @@ class ReduceScatterSum:
     def _exchange_sums(self, course: _Course, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add the sums of the other groups' ranks that sum the same shard."""
 
-        def given(one: Move) -> Iterator[Tensor]:
+        def subtrees(one: Move) -> Iterator[Tensor]:
             for part in course.subtrees_at(one.giver):
                 for run in one.runs:
                     if part not in (found := sums[run.flat]):
                         found[part] = on_huge_pages(torch.empty_like(self._totals[run.flat]))
                     yield within(run, found[part], course.mine[run.flat])
 
-        sends, receives = messages_of(course.subtree_moves, course.ranks.rank, given, given)
+        sends, receives = messages_of(course.subtree_moves, course.ranks.rank, subtrees)
         if sends or receives:
             course.ranks.exchange(sends, receives)
 

@@ -12,7 +12,7 @@ parallelism), those with the same tokens share a seat. Columns reshard independe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +31,11 @@ from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.moves import messages_of
 from elastic_train.placement.domains import paths_of_cells
 from elastic_train.placement.holdings import Run, grains_in
 from elastic_train.placement.recut import Recut, plan_recut
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Move, Seating
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
 from elastic_train.placement.table import Table
 from elastic_train.system.failpoints import reach
@@ -180,21 +181,21 @@ def _move(
 
     If weights are whole on every rank, the old weights stay in that memory until the new seat is taken.
     """
-    sends: list[tuple[int, Tensor]] = []
-    receives: list[tuple[int, Tensor]] = []
     arrived: list[tuple[Tensor, Tensor]] = []
-    for giver, taker, grains in plan.transfers:
-        for run in seating.runs_at(taker, grains) if group.rank in (giver, taker) else ():
-            one = _cut_out(share, old if group.rank == giver else runs, run)
-            moments = [moment for _, moment in sorted(one.moments.items())]
-            if group.rank == giver:
-                sends += [(taker, tensor) for tensor in (one.weights, *moments)]
-            else:
-                weights = one.weights
-                if not share.is_shared_out:
-                    weights = on_huge_pages(torch.empty_like(weights))
-                    arrived.append((one.weights, weights))
-                receives += [(giver, tensor) for tensor in (weights, *moments)]
+
+    def tensors(one: Move) -> Iterator[Tensor]:
+        for run in one.runs:
+            held = _cut_out(share, old if group.rank == one.giver else runs, run)
+            weights = held.weights
+            if group.rank == one.taker and not share.is_shared_out:
+                weights = on_huge_pages(torch.empty_like(weights))
+                arrived.append((held.weights, weights))
+            yield weights
+            yield from (moment for _, moment in sorted(held.moments.items()))
+
+    own = [one for one in plan.transfers if group.rank in one[:2]]
+    moves = [Move(giver, taker, seating.runs_at(taker, grains)) for giver, taker, grains in own]
+    sends, receives = messages_of(moves, group.rank, tensors)
     if sends or receives:
         group.exchange(sends, receives)
         _check(group, sends, receives)
