@@ -37,27 +37,21 @@ app = App(
     error_formatter=partial(wrong_usage, "elastic-train"),
     default_parameter=NO_EMPTY,
 )
-TRAIN, WATCH, USE, CLUSTER = map(Group.create_ordered, ("Train", "Watch and check", "Use the model", "Clusters"))
-PLACES = "elastic_train.cli.places"
+TRAIN, LOOK, DATA, PLACES = map(Group.create_ordered, ("Train", "Look at runs", "Data and models", "Places"))
+_PLACES = "elastic_train.cli.places"
 LATER = {
-    "data": ("elastic_train.cli.datasets:app", "Make, describe and verify datasets.", TRAIN),
-    "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of a run.", WATCH),
-    "plan": (
-        "elastic_train.cli.planning:app",
-        "Say what a run will need before it runs: memory, time, money, faults.",
-        TRAIN,
-    ),
-    "doctor": (f"{PLACES}.doctor.command:doctor", "Examine this machine as a node of a job.", CLUSTER),
-    "submit": (f"{PLACES}.submit.command:app", "Submit a job to a cluster, or print what would be submitted.", CLUSTER),
-    "leave": (f"{PLACES}.job:leave", "Ask one node of a job, or --all, to leave after a step.", CLUSTER),
-    "ray": (f"{PLACES}.on_ray:ray", "Train on a Ray cluster, each of whose actors is a node.", CLUSTER),
+    "data": ("elastic_train.cli.datasets:app", "Import, pack, describe and verify datasets.", DATA),
+    "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of RUN.", LOOK),
+    "plan": ("elastic_train.cli.planning:app", "Predict memory, time, cost and the price of faults.", TRAIN),
+    "doctor": (f"{_PLACES}.doctor.command:doctor", "Check whether this machine can be a node of a job.", PLACES),
+    "submit": (f"{_PLACES}.submit.command:app", "Submit a job to Slurm or Kubernetes, or print it.", PLACES),
+    "leave": (f"{_PLACES}.job:leave", "Ask one node of a job, or --all, to leave after a step.", PLACES),
+    "ray": (f"{_PLACES}.on_ray:ray", "Train on a Ray cluster, where each node is an actor.", PLACES),
 }
 """Commands that are imported on first use, by name; what the list of all commands says of them, and their groups."""
 for _name, _later in LATER.items():
     app.command(_later[0], name=_name)
-app.register_install_completion_command(
-    help="Complete commands and options in bash, zsh or fish, from the next shell on."
-)
+app.register_install_completion_command(help="Install completion for bash, zsh or fish.")
 
 _NO_FLAGS = Flags()
 
@@ -66,12 +60,13 @@ _NO_FLAGS = Flags()
 def init(
     kind: Literal["text", "lm", "images", "sft"], folder: Path, *, data: str | None = None, model: str | None = None
 ) -> int:
-    """Write a commented configuration and a task to change into FOLDER, and print the commands that train it.
+    """Write a commented configuration and a task into FOLDER.
 
-    KIND is text (a classifier of texts), lm (a language model), images, or sft (a model of transformers, fine-tuned on
-    chats by LoRA). Without --data it trains on a small dataset that needs no download: docstrings, handwritten digits,
-    or chats on Python. --data: the folder or URL of a dataset of your own, with `train` and perhaps `validation` in it,
-    as `data import` writes it. --model: the folder of the model that sft fine-tunes; without it, a tiny one.
+    It prints the commands that train them. KIND is text (a classifier of texts), lm (a language model), images, or sft
+    (a model of transformers, fine-tuned on chats by LoRA). Without --data it trains on a small dataset that needs no
+    download: docstrings, handwritten digits, or chats on Python. --data: the folder or URL of a dataset of your own,
+    with `train` and perhaps `validation` in it, as `data import` writes it. --model: the folder of the model that sft
+    fine-tunes; without it, a tiny one.
     """
     from elastic_train.cli.templates import write_starter
 
@@ -80,7 +75,7 @@ def init(
 
 @app.command(group=TRAIN)
 def train(config: Path, *overrides: Overrides) -> int:
-    """Train as CONFIG says, or resume from the newest valid commit in its run.dir.
+    """Train CONFIG, or resume from the newest valid commit in run.dir.
 
     This runs one process; for several use `elastic-train launch`, or let torchrun start `-m elastic_train CONFIG`. Any
     key can be set on the command line, --batch.micro-batch 8, or in the environment,
@@ -93,19 +88,18 @@ def train(config: Path, *overrides: Overrides) -> int:
 
 @app.command(group=TRAIN)
 def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) -> int:
-    """Start one node of a job (the same line on every node), with exit codes that a scheduler can act on.
+    """Start one node of a job: the same line on every node.
 
-    --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1), --endpoint HOST:PORT of an etcd (or @FILE, which
-    says so), --id JOB. Each of them that is not given is read from the PET_* variables (Kubernetes operators set
-    them), else from Slurm's, else from SkyPilot's.
-    Under Slurm and SkyPilot any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for
-    a job of one node, or on the first node that a scheduler names; several nodes elsewhere need one. --recovery live
-    (survivors never stop) or restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after
-    which a silent worker counts as lost (3). --grace-s: seconds from SIGTERM to SIGKILL. --timeout-s: how long to wait
-    for MIN nodes, and for the etcd of the first (900); then the exit code is 77. --local-addr: the
-    address by which other nodes reach this one (default: the one by which it reaches etcd). --no-compact: leave etcd's
-    history alone; else the leader compacts what is older than ten minutes, if etcd holds nothing but such jobs. Any key
-    of CONFIG can follow.
+    Its exit codes tell a scheduler what to do. --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1),
+    --endpoint HOST:PORT of an etcd (or @FILE, which says so), --id JOB. Each of them that is not given is read from the
+    PET_* variables (Kubernetes operators set them), else from Slurm's, else from SkyPilot's. Under Slurm and SkyPilot
+    any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for a job of one node, or on
+    the first node that a scheduler names; several nodes elsewhere need one. --recovery live (survivors never stop) or
+    restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after which a silent worker
+    counts as lost (3). --grace-s: seconds from SIGTERM to SIGKILL. --timeout-s: how long to wait for MIN nodes, and for
+    the etcd of the first (900); then the exit code is 77. --local-addr: the address by which other nodes reach this one
+    (default: the one by which it reaches etcd). --no-compact: leave etcd's history alone; else the leader compacts what
+    is older than ten minutes, if etcd holds nothing but such jobs. Any key of CONFIG can follow.
     """
     from elastic_train.launch import node, options
 
@@ -115,7 +109,10 @@ def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) 
 
 @app.command(group=TRAIN)
 def validate(config: Path, *overrides: Overrides) -> int:
-    """Check CONFIG, its task and its data without training; print the resolved keys and what follows from them."""
+    """Check CONFIG, its task and its data without training.
+
+    It prints the resolved keys and what follows from them.
+    """
     from elastic_train.job.plan import make_plan
     from elastic_train.training.opening.inspection import inspect_alone
 
@@ -130,7 +127,10 @@ def validate(config: Path, *overrides: Overrides) -> int:
 
 @app.command(group=TRAIN)
 def keys(part: str = "", /, *, json_: Json = False) -> int:
-    """List every configuration key with its default, type and meaning, or those whose name has PART in it."""
+    """List the configuration keys with default, type and meaning.
+
+    PART: only the keys whose name contains it.
+    """
     rows = [row for row in all_keys() if part in row[0]]
     if not rows:
         near = nearest_key(part)
@@ -145,9 +145,9 @@ def keys(part: str = "", /, *, json_: Json = False) -> int:
     return 0
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None = None, json_: Json = False) -> int:
-    """Show how runs differ: configuration, final metrics, throughput, goodput, faults, weights.
+    """Compare runs: keys, metrics, speed, goodput, faults, weights.
 
     A run is its folder, or its id in MLflow (mlflow:ID, or ID alone), at --mlflow-uri. --scaling: of runs of one job
     on different numbers of ranks, speed-up, efficiency, share of communication, alpha and beta of the exchanges as
@@ -160,7 +160,7 @@ def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None
     return comparing.compare(runs, mlflow_uri=mlflow_uri, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def audit(
     run: str,
     *,
@@ -168,20 +168,20 @@ def audit(
     forensic: Flag = False,
     json_: Json = False,
 ) -> int:
-    """Prove from RUN's commits that every sample counted once; print what is proven and what is not.
+    """Prove from RUN's commits that every sample counted once.
 
-    RUN is a run's folder or the URL of its commits; the job may still be running. --data: folder or URL of the training
-    set, if it has moved since; only an unfinished epoch needs it. Of a mixture all sources are needed: give --data once
-    for each, in their order, if they have moved. --forensic names the repeated or missing samples of a
-    run that was trained with `run.forensic`. Exit code 0: everything is proven; 65: something is wrong; 1: something
-    could not be proven.
+    It prints what is proven and what is not. RUN is a run's folder or the URL of its commits; the job may still be
+    running. --data: folder or URL of the training set, if it has moved since; only an unfinished epoch needs it. Of a
+    mixture all sources are needed: give --data once for each, in their order, if they have moved. --forensic names the
+    repeated or missing samples of a run that was trained with `run.forensic`. Exit code 0: everything is proven; 65:
+    something is wrong; 1: something could not be proven.
     """
     from elastic_train.cli.audit import audit as audit_run
 
     return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def status(
     run: str,
     /,
@@ -190,7 +190,7 @@ def status(
     why: Annotated[bool, Parameter(negative="")] = False,
     json_: Json = False,
 ) -> int:
-    """Say whether RUN is done, can be resumed or has failed, and --why it stopped.
+    """Say if RUN is done, resumable or failed, and --why it stopped.
 
     RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
     --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
@@ -205,35 +205,36 @@ def status(
     return status_of(run, overrides, is_why=why, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = None, json_: Json = False) -> int:
-    """Say what happened in RUN, or in several runs side by side: progress, time, faults and their price, phases, saves.
+    """Summarise runs: progress, time, cost of faults, phases, saves.
 
-    A RUN is its folder; it may still go on, or have failed. --html FILE: a page with curves, throughput, the phases of
-    all ranks and all the rest, which needs nothing but itself. --plan FILE: what `elastic-train plan --json` has worked
-    out, to be shown beside the memory that ranks have had.
+    Several runs are shown side by side. RUN is a folder; the run may still train, or have failed. --html FILE: write a
+    self-contained page with curves, throughput and the phases of all ranks. --plan FILE: show the output of
+    `elastic-train plan --json` next to the measured memory.
     """
     from elastic_train.cli.runs.report import report as report_runs
 
     return report_runs(runs, html=html, plan=plan, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def top(
     run: str | None = None, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False
 ) -> int:
-    """Show RUN while it trains: progress, nodes, the phases of ranks, the last events. Ctrl-C ends it.
+    """Show RUN while it trains: progress, nodes, phases, events.
 
-    It reads the run's files, so any machine that has them will do. --every: seconds between two looks. --once: print
-    one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd HOST:PORT[,...] needs
-    no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown; without RUN, all jobs.
+    Ctrl-C ends the display. It reads the run's files, so any machine that has them will do. --every: seconds between
+    two looks. --once: print one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd
+    HOST:PORT[,...] needs no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown;
+    without RUN, all jobs.
     """
     from elastic_train.cli.runs.top import top as show
 
     return show(run, etcd=etcd, is_once=once, every_s=every, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def profile(
     run: str,
     *overrides: Overrides,
@@ -244,12 +245,12 @@ def profile(
     on: str | None = None,
     json_: Json = False,
 ) -> int:
-    """Merge the traces of RUN's ranks into one that Perfetto reads, and say what went between them, by kind and size.
+    """Merge the traces of RUN's ranks into one for Perfetto.
 
-    RUN is a folder in which `profile.at_steps` had traces taken, or a configuration: then --ranks processes here train
-    up to step --at, of which --steps steps are traced, in --out (by default run.dir with -profile). Any key of a
-    configuration can follow. --on: a cluster, as `plan --on` has it, or what `plan calibrate` has written; each
-    bandwidth is then given as a share of what its links can do.
+    It also prints what the ranks exchanged, by kind and size. RUN is a folder in which `profile.at_steps` had traces
+    taken, or a configuration: then --ranks processes here train up to step --at, of which --steps steps are traced, in
+    --out (by default run.dir with -profile). Any key of a configuration can follow. --on: a cluster, as `plan --on` has
+    it, or what `plan calibrate` has written; each bandwidth is then given as a share of what its links can do.
     """
     from elastic_train.cli.runs.profile import profile as profile_run
 
@@ -259,7 +260,7 @@ def profile(
 Weights = Literal["trained", "ema"]
 
 
-@app.command(group=USE)
+@app.command(group=DATA)
 def export(
     run: str,
     target: Path | None = None,
@@ -271,14 +272,14 @@ def export(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Write the model of a commit of RUN to TARGET (by default a name in RUN's folder).
+    """Write RUN's model for transformers, safetensors or torch.
 
-    --to hf (the default): a folder that transformers' AutoModel classes load, with the tokenizer; the package's own
-    decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a folder of peft, or with --merge a whole
-    model. --to safetensors or torch: one file of weights, of any task. --weights ema: their average, of a run with
-    optimizer.ema_decay. --commit: newest, best, a step, term-step or key; by default the best one if early stopping
-    ended the run or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved
-    (once for each source of a mixture).
+    TARGET: by default a name in RUN's folder. --to hf (the default): a folder that transformers' AutoModel classes
+    load, with the tokenizer; the package's own decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a
+    folder of peft, or with --merge a whole model. --to safetensors or torch: one file of weights, of any task.
+    --weights ema: their average, of a run with optimizer.ema_decay. --commit: newest, best, a step, term-step or key;
+    by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train:
+    where the training set is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import export as export_model
 
@@ -287,7 +288,7 @@ def export(
     )
 
 
-@app.command(group=USE)
+@app.command(group=DATA)
 def generate(
     run: str,
     *,
@@ -303,7 +304,7 @@ def generate(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Let the language model of RUN go on with a --prompt, and print both.
+    """Continue a --prompt with RUN's language model, and print both.
 
     --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
     text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
@@ -329,7 +330,7 @@ def generate(
     )
 
 
-@app.command(group=USE)
+@app.command(group=DATA)
 def evaluate(
     run: str,
     *,
@@ -340,12 +341,12 @@ def evaluate(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Compute the loss and the metrics of RUN's model, of any task, over --data, a folder or URL with a manifest.
+    """Compute the loss and the metrics of RUN's model on --data.
 
-    On the validation set of the run they are those of training, to the last bit. --max-samples: only the first ones.
-    --weights ema: the average of the weights. --commit: newest, best, a step, term-step or key; by default the best one
-    if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train: where the training set is,
-    if it has moved (once for each source of a mixture).
+    --data: a folder or URL with a manifest. On the validation set of the run they are those of training, to the last
+    bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest, best, a step,
+    term-step or key; by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the
+    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
     """
     from elastic_train.cli.models import evaluate as evaluate_run
 
@@ -354,7 +355,7 @@ def evaluate(
     )
 
 
-@app.command(group=USE)
+@app.command(group=DATA)
 def predict(
     run: str,
     *,
@@ -366,7 +367,7 @@ def predict(
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Write what RUN's model predicts for each row of --data to --out, a Parquet file.
+    """Write RUN's predictions for --data to --out, a Parquet file.
 
     --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
     its probability and those of all classes, and needs no labels; a language model gives the mean loss of a row, and
@@ -380,11 +381,12 @@ def predict(
     return predict_rows(run, data, out, commit=commit, train=train or (), batch=batch, weights=weights, is_json=json_)
 
 
-@app.command(group=WATCH)
+@app.command(group=LOOK)
 def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False) -> int:
-    """Send MLflow what it has missed of RUN (the tracker was down, the run was killed), from RUN's local metrics.
+    """Send MLflow or TensorBoard the metrics of RUN that it missed.
 
-    --tensorboard: write event files for TensorBoard instead, of what RUN/tensorboard lacks.
+    A tracker misses metrics while it is down, or when the run is killed. --tensorboard: write event files for
+    TensorBoard instead, of what RUN/tensorboard lacks.
     """
     if tensorboard:
         from elastic_train.tracking.destinations.event_files import FOLDER, sync_event_files

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elastic_train.planning.report import Report
     from elastic_train.planning.search import Outcome, ScalingRow
 
-app = App(name="plan", help="Say what a run will need before it runs: memory, time, money, and what faults will cost.")
+app = App(name="plan", help="Predict memory, time, cost and the price of faults.")
 
 MOST_NAMED = 3
 """Of layouts that one reason is against; --json and --html have all."""

@@ -28,13 +28,19 @@ finally:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--help"]], ids=["nothing", "help"])
-def test_every_command_says_what_it_is_for(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=False)
+def test_every_command_has_a_line_in_its_group(arguments: list[str]) -> None:
+    """At 80 columns each summary is one line, and every group is complete."""
+    environ = {**os.environ, "COLUMNS": "80"}
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "[]", done.stderr
-    lines = [line.strip("│ ").split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith("│ ")]
-    said = {words[0]: words[1] for words in lines if len(words) == 2}
-    for name in (*main.LATER, "train", "launch", "report"):
-        assert name in said, name
+    titles = re.findall(r"^╭─ (.+?) ─+╮$", done.stdout, re.MULTILINE)
+    assert titles == ["Commands", "Train", "Look at runs", "Data and models", "Places"]
+    lines = [line.removeprefix("│ ") for line in done.stdout.splitlines() if line.startswith("│ ")]
+    assert {line.split()[0] for line in lines if not line.startswith("-")} == {
+        name for name in main.app if not name.startswith("-")
+    }
+    assert not [line for line in lines if line.startswith(" ")], "a summary has a second line"
 
 
 def _commands(app: App, *path: str) -> Iterator[tuple[str, ...]]:
