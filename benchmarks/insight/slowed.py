@@ -1,13 +1,14 @@
 """Check that the detector names processes that are really slowed, one after another, in real jobs.
 
-The causes are those of chaos: busy programs on a rank's core, SIGSTOP for part of the time, a cable with late packets;
-late rows come from the task. There are two jobs, as no single one allows all causes: one with two ranks that compute on
-a core each, and one with three ranks, more than a small machine has cores, which sleep for most of a lane, as if
-waiting for a device; its last rank has its own cable. A case draws the kind of slowness, the rank, the amount, and the
-number of quiet steps before.
+The causes are busy programs on a rank's core, SIGSTOP for part of the time, a link that delays packets, and late rows,
+which the task produces. No single job allows all of them, so there are two. In the first, two ranks compute, each on
+its own core. In the second, three ranks sleep for most of a lane, as if waiting for a device, so they do not need a
+core each; the last rank has its own network link. Each case draws the cause, the rank, the amount, and the number of
+quiet steps beforehand.
 
-The slowness begins with the first step whose row shows it, since read-ahead hides late rows for a while. A report is
-right if it names the slow rank and the kind; any other report about a rank, or during quiet steps, is a false alarm.
+The slowness starts with the first history row that shows it, because read-ahead hides late rows for a while. A report
+is correct if it names the slow rank and the cause. Any other report about a rank, and any report during quiet steps, is
+a false alarm.
 """
 
 from __future__ import annotations

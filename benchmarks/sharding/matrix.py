@@ -1,8 +1,8 @@
-"""Test every mode, number of copies and ranks through every change of world, for the bits of one unsharded rank.
+"""Check that sharded jobs keep the bits of one unsharded rank: all modes, copies, sizes and changes of world.
 
-The ranks are processes with real connections, which train a tiny model with the trainer's own state, sums and commits.
-A killed rank leaves its group at a point of a step and discards its state; `one_hash` runs some of these changes with
-the whole trainer, whose processes are really killed.
+The ranks are connected processes that train a tiny model with the trainer's own state, sums and commits. A rank is
+"killed" by leaving its group at some point of a step and discarding its state. `one_hash` runs some of these changes
+with the whole trainer and kills processes for real.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from elastic_train.tasks.models.text_encoder import EncoderShape
 
 T = TypeVar("T")
 TINY = Work(EncoderShape(4096, 11, 16, 32, 3, 2, 0.1, 1, 1, 8), num_lanes=5, micro_batch=1, num_tokens=8)
-"""The embedding is two grains; the only numbers of ranks that divide the lanes are one and five."""
+"""The embedding has two grains, and five lanes divide evenly over one or five ranks only."""
 SIZES, COPIES = (1, 2, 3, 4), (1, 2)
 COMMITTED, CHANGED, STEPS = 2, 3, 5
-"""The steps of the commit, of the change, and of the end."""
+"""Steps of the commit, of the change of world, and of the end."""
 ALONE, TIMEOUT_S = "alone", 60.0
 POINTS = ("backward", "summed", "met")
-"""Where a rank is killed: in a backward pass; with a step's sum, before the exchange; after it, if it alone got
-through."""
+"""Points at which a rank is killed: in the backward pass; after it has summed its gradients; after the exchange, which
+no other rank has completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Life:
         return job
 
     def _lose_one(self, job: Job, point: str) -> None:
-        """Take a step in which a rank is lost, as far as this rank gets."""
+        """Take a step in which a rank is lost, up to the point that this rank reaches."""
         shards, is_gone = job.state.shards, self._who == self._gone
         try:
             measured = job.compute(_die if is_gone and point == "backward" else _live)

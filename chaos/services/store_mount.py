@@ -1,7 +1,7 @@
 """A node's private mount of the commit folder, which can be made read-only for that node.
 
-The node's writes then fail as on a file system remounted read-only after an error, or with one machine's permissions
-missing; its reads and other nodes' writes are unaffected.
+The node's writes then fail, as on a file system that was remounted read-only after an error, or where one machine lacks
+permissions. Its reads and the other nodes' writes still work.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StoreMount:
     def set_readonly(self, *, is_readonly: bool) -> None:
         """Make the mount read-only or writable, for running and future processes.
 
-        A node in a network namespace also has its own mounts, to which another namespace's mount options do not
-        propagate.
+        Nodes in network namespaces have mount namespaces too. Mount options do not propagate to these, so the folder is
+        remounted in each.
         """
         remount = ("mount", "-o", f"remount,bind,{'ro' if is_readonly else 'rw'}", str(self.folder))
         _insist(*remount)
@@ -85,6 +85,6 @@ def run_as_root(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True)
     except FileNotFoundError as error:
-        raise NoMountError(f"there is no {command[0]}") from error
+        raise NoMountError(f"{command[0]} is not installed") from error
     except subprocess.CalledProcessError as error:
         raise NoMountError(f"{' '.join(command)}: {error.stderr.decode().strip()}") from error

@@ -1,6 +1,6 @@
-"""Bugs planted in model parallelism, in the training processes: a wrong lane, a wrong shard, or a missed step.
+"""Plant bugs in model parallelism, in the training processes: a wrong lane, a wrong shard, or a missed step.
 
-Each is invisible in a single replica without faults, so the fault-free run gives the correct result.
+None shows in a single replica without faults, so the fault-free run gives the correct result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rendezvous.membership.rules.cells import Arrangement, CellShape
 
 
 class BuggyLanguage(PacedLanguage):
-    """The paced language model, in a process where the product has the planted bug `plant`, a name in `BUGS`."""
+    """The paced language model in a process with a planted bug: `plant` is a name in `BUGS`."""
 
     def __init__(self, plant: str, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ class BuggyLanguage(PacedLanguage):
 
 
 def two_cells_with_one_lane() -> None:
-    """Every replica except the first computes the lane before each of its own, and reports that lane."""
+    """Let every replica but the first compute, and report, the lane before each of its own."""
     training, said = Feed.training, History.step
 
     def one_before(lanes: range) -> range:
@@ -56,7 +56,7 @@ def two_cells_with_one_lane() -> None:
 
 
 def neighbours_part() -> None:
-    """When a replica is refilled, its members swap ranks, and a survivor uses its old shard as that of its new rank."""
+    """Reverse the ranks of a refilled replica, whose survivors then use their old shards at their new ranks."""
     arrange, take_place = cells.arrange, placing.take_place
 
     def arrange_crossed(
@@ -80,7 +80,7 @@ def neighbours_part() -> None:
 
 
 def stage_misses_a_step() -> None:
-    """After a fault, model-parallel rank 1 counts the world's first step as applied without changing its weights."""
+    """Let model-parallel rank 1 count the first step after a fault as applied without updating its weights."""
     apply, counted = AppliedState.apply, set[int]()
 
     def apply_or_miss(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:

@@ -1,7 +1,7 @@
 """`elastic-train data`: make, describe and verify datasets.
 
-`synth`, and what `imports.py` adds, write to a temporary folder and rename it when it is whole; run again with the same
-options, they leave a finished dataset as it is. DATA is a folder or fsspec URL with a manifest, or one with `train/`
+`synth` and the commands of `imports.py` write to a temporary folder and rename it when complete. Repeated with the same
+options, they leave a finished dataset unchanged. DATA is a folder or fsspec URL with a manifest, or one with `train/`
 and `validation/` in it.
 """
 
@@ -29,7 +29,7 @@ from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
 
-app = App(name="data", help="Make, describe and verify datasets.")
+app = App(name="data", help="Import, pack, describe and verify datasets.")
 app.command(imports)
 app.command(pack)
 

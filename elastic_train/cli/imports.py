@@ -1,7 +1,7 @@
-"""`elastic-train data import` and `data pack`: make datasets of what is there: text, rows, images, documents.
+"""`elastic-train data import` and `data pack`: make datasets from text, rows, images and documents.
 
-Each writes to a temporary folder and renames it when it is whole; run again with the same options and sources, it
-leaves a finished dataset as it is.
+Each writes to a temporary folder and renames it when complete. Repeated with the same options and sources, it leaves a
+finished dataset unchanged.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Chosen:
     """Options of imports of text."""
 
     seed: int = corpora.DEFAULTS.seed
-    "Decides the split and the row order, and which docstrings are taken."
+    "Seed of the split, the row order and the choice of docstrings."
     vocabulary: int = corpora.DEFAULTS.vocabulary
     "Size of the byte-level BPE tokeniser's vocabulary."
     max_tokens: int = corpora.DEFAULTS.max_tokens
-    "Most tokens to keep of a text."
+    "Maximum number of tokens of a text; longer texts are truncated."
     replace: Flag = False
     "Replace whatever is in OUT."
 
@@ -74,7 +74,7 @@ class Split:
     validation_share: float = SHARE
     "Share of the rows to keep for validation, by their content; 0 for none. Ignored if validation rows are given."
     seed: int = 7
-    "Decides the split, and the order of images."
+    "Seed of the split and of the order of images."
     replace: Flag = False
     "Replace whatever is in OUT."
 
@@ -92,7 +92,7 @@ class Images:
     skip_corrupt: Flag = False
     "Leave out images that do not decode, and list them."
     max_megapixels: float = MOST_MEGAPIXELS
-    "Most megapixels of an image; task.params.max_megapixels is the limit of training."
+    "Largest image in megapixels; task.params.max_megapixels is the limit in training."
 
     def check(self) -> ImageCheck:
         if not self.max_megapixels > 0:
@@ -112,7 +112,7 @@ class Columns:
     tokenizer: Path | None = None
     "A model's folder, or any tokenizer.json: the text column, or the chat, becomes `input_ids`."
     max_tokens: int | None = None
-    "Most tokens to keep of a text or a chat; default: all."
+    "Maximum number of tokens of a text or chat; default: no limit."
     numeric: Names = ()
     "Columns of numbers that tasks take as metadata by default."
     categorical: Names = ()
@@ -388,7 +388,7 @@ def _report_new(out: Path, made: Written, noun: str = "image") -> int:
 
 
 def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: bool = True) -> int:
-    """Print a line on each dataset that was made, and if the command ends with it, the next command."""
+    """Print a line for each dataset and, unless the caller prints more, the next command."""
     if not is_new:
         return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
     for manifest in manifests:
@@ -399,7 +399,7 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
 
 
 def _next_for(columns: Sequence[str], out: str) -> str:
-    """Return the command that goes on with a dataset that has these columns."""
+    """Return the next command for a dataset with these columns."""
     kind = (
         "images" if "image" in columns else "" if "input_ids" not in columns else "text" if "label" in columns else "lm"
     )
@@ -409,7 +409,7 @@ def _next_for(columns: Sequence[str], out: str) -> str:
 
 
 def report_written(manifest: Manifest) -> int:
-    """Print a line on a dataset that was made."""
+    """Print the size and the digest of a new dataset."""
     labels = "" if manifest.label_counts is None else f"{counted(len(manifest.label_counts), 'label')}, "
     return print_text(
         f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "

@@ -1,7 +1,7 @@
-"""A network namespace with one virtual cable to the rest of this machine, so that a node can really be disconnected.
+"""Connect a network namespace to this machine by one veth pair, so that its node can be disconnected for real.
 
-Needs root and iproute2, and removes everything it created. etcd has its own address, so that the node can be limited to
-reaching etcd only.
+Needs root and iproute2, and removes everything it created. etcd has a separate address, so a node can be cut off from
+the other nodes but not from etcd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUTSIDE = ("nodes", "etcd")
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
-"""Cables are numbered by process id; an interface name has room for five digits."""
+"""Cables are numbered by process id modulo this limit: interface names have room for five digits."""
 
 _KNOCK = """
 import socket, sys
@@ -44,9 +44,9 @@ class NoNamespacesError(ChaosError):
 
 @dataclass(frozen=True, slots=True)
 class Cable:
-    """The ends of a cable and their addresses, which contain a number that is unique on this machine.
+    """A veth pair and its addresses, with a number that is unique on this machine.
 
-    With a relay, packets between the nodes can be routed through it to lose or delay them.
+    Packets between the nodes can be routed through the relay, if there is one, which drops or delays them.
     """
 
     number: int
@@ -93,12 +93,12 @@ class Cable:
         _ip("-n", self.namespace, "addr", "add", f"{self.address('nodes')}/32", "dev", "lo")
 
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
-        """Lose or delay part of the packets between the inside node and other nodes; etcd is not affected."""
+        """Drop or delay packets between the inside node and other nodes, but not to etcd."""
         self.impair(Impairment(loss, delay_s), ("nodes",))
 
     def impair(self, impairment: Impairment, whose: Sequence[str] = _OUTSIDE) -> None:
         """Impair the packets between the inside node and these addresses."""
-        assert self.relay is not None, "it was laid"
+        assert self.relay is not None, "the cable has no relay"
         self.relay.impairment = impairment
         outside, inside = self.relay.ends
         for each in whose:
@@ -223,9 +223,7 @@ def _lay(laid: Cable) -> None:
         _ip("link", "set", outside, "up")
         _ip("-n", name, "link", "set", inside, "up")
         for whose in _OUTSIDE:
-            _ip(
-                "rule", "add", *laid._between(whose), "lookup", laid._table(whose)
-            )  # empty until packets are to be lost
+            _ip("rule", "add", *laid._between(whose), "lookup", laid._table(whose))  # its table is empty until `impair`
 
 
 def _ip(*arguments: str) -> None:

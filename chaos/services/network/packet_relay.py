@@ -1,8 +1,8 @@
 """A lossy or slow network: two TUN interfaces, and a thread that forwards packets between them.
 
 Some kernels have netem for this (`tc qdisc add … netem loss 20% delay 50ms`); TUN is available wherever containers are.
-TCP retransmits lost packets with exponential backoff, so the only visible effect is delay. Packets of a direction keep
-their order.
+TCP retransmits lost packets with exponential backoff, so programs see only delays. Packets of one direction keep their
+order.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ MOST_HELD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Impairment:
-    """What happens to packets, in each direction alike.
+    """Loss, delay and bandwidth, the same in both directions.
 
-    `loss` is the fraction of packets to drop, 0 to 1; up to `jitter_s` is added to `delay_s`, drawn for each packet.
+    `loss` is the fraction of dropped packets, 0 to 1. Each packet is delayed by `delay_s` plus a random part of
+    `jitter_s`.
     """
 
     loss: float = 0.0
