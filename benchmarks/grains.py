@@ -1,4 +1,4 @@
-"""What grains cost: norm and digest by grains beside torch's norm and one hash, clipping in a step.
+"""Measure the cost of grains: their norm and digest against torch's norm and one hash, and clipping in a step.
 
     python -m benchmarks.grains [--million 16] [--json]
 

@@ -1,4 +1,4 @@
-"""What equal bits cost: the canonical sum against all_reduce, and a whole step against a hand-written DDP loop.
+"""Measure the cost of equal bits: the canonical sum against all_reduce, a step against a hand-written DDP loop.
 
     python -m benchmarks.reduction [--json] [--quick]
 

@@ -148,9 +148,9 @@ class HungError(ElasticTrainError):
 
 
 class StateLostError(ElasticTrainError):
-    """What this process holds is of no use: the rest was lost with other workers, and there is no commit to load.
+    """This process's state is useless: other workers took the rest with them, and there is no commit to load.
 
-    A fault of theirs, so its agent starts it again without counting it (`rendezvous.torchelastic.live_agent`).
+    As other workers failed, the agent restarts this process without counting it (`rendezvous.torchelastic.live_agent`).
     """
 
     exit_code = 79

@@ -1,7 +1,7 @@
-"""What a worker imports before it trains; a node's standby process imports it once, for all workers that it forks.
+"""Import once, in a node's standby process, the modules that all of its forked workers need.
 
-So it does with what every worker would find out about installed packages. What only some jobs need is imported by
-`prepare`, which is given the arguments of the program: transformers is a fifth of what all imports would take.
+Facts about installed packages are looked up here as well. `prepare` gets the program's arguments and imports what only
+some jobs need: transformers alone would be a fifth of all import time.
 """
 
 import contextlib

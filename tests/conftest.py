@@ -39,7 +39,7 @@ CLASSES = 4
 START_TIMEOUT_S = 400.0
 RANKS_TIMEOUT_S = 300.0
 PATIENCE_S = 240.0
-"""How long a test waits for an expected event, however busy the machine is; how soon it happens is not tested."""
+"""Seconds that a test waits for an expected event on a busy machine; no test checks how soon it happens."""
 MOST_UNSEEN = 50_000
 """The number of new objects after which the garbage collector runs."""
 standbys.FORKS_WITHIN_S = PATIENCE_S  # later a node starts programs, not forks: too slow for tests

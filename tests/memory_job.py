@@ -37,7 +37,7 @@ from tests.memory_machine import Machine, die, let_others_run, rank_here, when_a
 from tests.memory_world import group_of
 
 LOOK_EVERY_S = 1e-3
-"""How long a rank that waits for its save waits before it lets other ranks run."""
+"""Seconds that a rank waits for its save before it lets other ranks run."""
 
 
 class Loss(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a cell costs beside torch's own tensor parallelism and pipelining, and whether it shows in the weights.
+"""Compare replica groups with torch's own tensor parallelism and pipelining: speed, and the bits of the weights.
 
     python -m benchmarks.cells [--json] [--quick] [--only NAME]
 

@@ -1,4 +1,4 @@
-"""What a save costs training, and how fast it is written and read: against torch.save, dcp.save and dcp.async_save.
+"""Compare saves with torch.save, dcp.save and dcp.async_save: stall of training, write speed, read speed.
 
     python -m benchmarks.checkpoint [--json] [--sizes 0.1,1,4] [--rounds 5]
 

@@ -1,4 +1,4 @@
-"""What writing commits past the page cache (O_DIRECT) costs and saves, against ordinary buffered writes.
+"""Compare writing commits past the page cache (O_DIRECT) with buffered writes.
 
     python -m benchmarks.checkpoint.page_cache [--sizes 0.25,1] [--rounds 7] [--folder DIR]
 

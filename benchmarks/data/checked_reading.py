@@ -1,4 +1,4 @@
-"""What it costs to compare row groups, and entries of the row cache, with their checksums.
+"""Measure the cost of comparing row groups and cache entries with their checksums.
 
     python -m benchmarks.data.checked_reading [--rows 40000] [--rounds 7] [--folder FOLDER]
 

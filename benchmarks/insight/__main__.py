@@ -1,4 +1,4 @@
-"""What a run sees of itself, and what that costs.
+"""Measure the accuracy and the cost of monitoring.
 
     python -m benchmarks.insight [--json] [--quick] [--only NAME]
 

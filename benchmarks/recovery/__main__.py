@@ -1,4 +1,4 @@
-"""What a fault costs: seconds from a fault to the next applied step, side by side, and the throughput that is kept.
+"""Measure the cost of faults: seconds until the next applied step, and throughput under repeated faults.
 
     python -m benchmarks.recovery [--json] [--faults N] [--only NAME,...] [--minutes M]
 

@@ -1,4 +1,4 @@
-"""What stock torchrun fails at, tried again and again: a worker restarts, a node joins, the node of rank 0 is lost.
+"""Repeat what stock torchrun fails at: a worker restarts, a node joins, the node of rank 0 is lost.
 
     python -m benchmarks.recovery.elasticity [--json] [--turns N] [--stock-turns M]
         [--only stock,restart,live] [--keep DIR]

@@ -1,4 +1,4 @@
-"""What sharded state costs and saves: bits, memory, time of a step, and what a lost rank and a commit cost.
+"""Measure sharded state: bits, memory, step time, and the cost of a lost rank and of a commit.
 
     python -m benchmarks.sharding [--json] [--quick] [--only NAME]
 

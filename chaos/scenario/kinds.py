@@ -15,8 +15,8 @@ Lasting = Literal["never", "may", "must"]
 Need = Literal["s3", "tracker", "own_data", "freezing_disk", "tls", "orders"]
 """Resources that a kind may require of a scenario, named as in its file."""
 Passage = Literal["proxy", "cable", "relay"]
-"""What a real run inserts into a node's traffic in order to disturb it: a proxy before etcd, a cable of the node's own,
-or such a cable with a relay, which can delay and drop packets."""
+"""Device in a node's traffic that a real run uses to disturb it: a proxy before etcd, a separate cable for the node, or
+a cable with a relay, which can delay and drop packets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Fault(_Section):
 
 
 class Nodes(_Section):
-    """How the job is launched: one torchrun per node."""
+    """Launch settings of the job: one torchrun per node."""
 
     count: PositiveInt = 2
     """Number of nodes at the start, and at most."""
@@ -168,7 +168,7 @@ class Scenario(_Section):
     name: str
     """Results go to runs/<name>."""
     description: str
-    """What happens, in one line."""
+    """Summary in one line."""
     config: str | None = None
     """The trainer's configuration; scenarios without one are for `run --command`."""
     set: dict[str, object] = Field(default_factory=dict)

@@ -18,7 +18,7 @@ _OF_AN_ELEMENT = ("stop_node", "preempt_node")
 
 
 class OnSlurm(BaseModel):
-    """How jobs are submitted."""
+    """Settings for submitting jobs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -66,7 +66,7 @@ def _needed(command: Callable[..., object]) -> dict[str, str]:
 
 
 PIPE_CLOSED = 128 + 13
-"""What a program ends with whose output nobody reads any more: that of one ended by SIGPIPE."""
+"""Exit code of a program whose output is no longer read, as after SIGPIPE."""
 
 
 @contextlib.contextmanager

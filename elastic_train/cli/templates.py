@@ -28,9 +28,10 @@ ROW_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """What is trained, as files; `data` are the commands that make a small dataset for it at `data/`, from the files of
-    `trial`, and `own_data` those that make one of the user's file for a model of the user's: MODEL stands for its
-    folder, LENGTH for the tokens of a row.
+    """Files of a kind of job that `init` writes.
+
+    `data` holds the commands that make a small dataset at `data/` from the files of `trial`; `own_data` those for the
+    user's own file and model, where MODEL stands for the model's folder and LENGTH for the tokens of a row.
 
     Without `task`, `path` names a task of the package.
     """
@@ -193,7 +194,7 @@ validation: {every: 1 epoch}
 epochs: 10
 """,
     task='''\
-"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
 
 from torch import nn
 
@@ -239,7 +240,7 @@ validation: {every: 1 epoch}
 epochs: 3
 """,
     task='''\
-"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
 
 from torch import nn
 
@@ -281,7 +282,7 @@ validation: {every: 50 steps}
 epochs: 3
 """,
     task='''\
-"""What is trained here: change what you like. `elastic_train.Task` has the methods that a class of your own needs."""
+"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
 
 from torch import nn
 

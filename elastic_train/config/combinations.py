@@ -52,7 +52,7 @@ _OFF: Mapping[Feature, str] = {
     "audit_lanes": "run.audit_lanes to null",
     "ema": "optimizer.ema_decay to null",
 }
-"""How to do without a feature."""
+"""Settings that turn a feature off."""
 _SAVING: Mapping[Feature, str] = {
     **dict.fromkeys(("tensor", "pipeline"), "parallel.shards"),
     **dict.fromkeys(("sequence", "context"), "parallel.recompute"),

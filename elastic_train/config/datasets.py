@@ -13,7 +13,7 @@ from elastic_train.config.section import Old, Section, folder
 from elastic_train.core.mixture.shares import shares_of
 
 _UNNAMEABLE = re.compile(r"[^\w\-./ ]", re.ASCII)
-"""What MLflow takes in no metric's name."""
+"""Characters that MLflow refuses in the name of a metric."""
 
 
 class SourceConfig(Section):

@@ -27,7 +27,7 @@ EventKind = Literal[
 ]
 Action = Literal["tell", "snapshot", "drop", "stop"]
 OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link", "wrong_gradient")
-"""What is wrong with one rank, whose node can be dropped."""
+"""Events that name one rank, whose node can be dropped."""
 
 
 LOOPBACK = "127.0.0.1"

@@ -10,7 +10,7 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
 
 
 class Forms(NamedTuple):
-    """What a key takes: the units of its periods (steps, epochs, worlds, s), and all of its valid forms as advice."""
+    """The units that a key takes (steps, epochs, worlds, s), and all of its valid forms as advice."""
 
     units: tuple[str, ...]
     advice: str

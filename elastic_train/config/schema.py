@@ -38,7 +38,7 @@ from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Val
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
-"""What a key was before, and is now."""
+"""The old and the new value of a key."""
 IDENTITY = ("run.seed", "task", "batch", "data.block_row_groups", "data.length_bucketing", "data.mixture")
 """Keys and sections that `Config.identity` is made of."""
 

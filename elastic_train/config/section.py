@@ -29,11 +29,11 @@ from elastic_train.config import yaml12
 log = logging.getLogger(__name__)
 Value = object
 MOST_BYTES_OF_A_NAME = 255
-"""What file systems take of one part of a path."""
+"""Length limit of one component of a path on common file systems."""
 MOST_CHARS_OF_A_NAME = 128
-"""What trackers take of a run's or a project's name: MLflow has room for 250, Weights & Biases for 128."""
+"""Length limit of the names of runs and projects: 250 in MLflow, 128 in Weights & Biases."""
 _EXACT = 2**53
-"""Above it not every whole number is a float."""
+"""Above this, not every integer has an exact float."""
 
 
 class Old(NamedTuple):

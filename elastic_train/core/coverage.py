@@ -21,7 +21,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CoverageSums:
-    """How many samples were applied, and the two sums of their mixed ids, modulo 2^64.
+    """Number of applied samples, and the two sums of their mixed ids, modulo 2^64.
 
     Sums add and subtract, so those of ranks, lanes and steps combine in any order. After a whole epoch they equal
     `CoverageSums.of_all(num_samples)`, or a sample was repeated or skipped.

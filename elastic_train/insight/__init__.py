@@ -1,1 +1,1 @@
-"""Where a run's time goes and what is wrong with it: phases of every rank, events, pages; no influence on results."""
+"""Monitoring of a run, without influence on its results: phases of every rank, events, metrics pages, traces."""

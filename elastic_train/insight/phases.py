@@ -1,8 +1,8 @@
-"""Where a rank's step time goes, phase by phase, and which rank the others wait for.
+"""Measure each rank's time per phase, and find the rank that the others wait for.
 
-A clock's marks tile its rank's time: the time since the last mark belongs to the phase that the next mark names, less
-the time waiting for peers. So a row's phases add up to the seconds between two rows. Results are not affected, and a
-mark costs less than a microsecond.
+Marks divide a rank's time completely: the time since the last mark, less the time waiting for peers, belongs to the
+phase that the next mark names. The phases of a row therefore add up to the seconds between two rows. Results are not
+affected, and a mark costs less than a microsecond.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class RayJob:
     run_id: str | None = None
     endpoint: str | None = None
     conf: str | None = field(default_factory=lambda: os.environ.get(CONF), repr=False)
-    """How to reach that etcd, as in PET_RDZV_CONF where the job is started; None: as each node's own says."""
+    """Options for that etcd, by default PET_RDZV_CONF of the machine that starts the job; None: each node's own."""
     most_failures: int = MOST_FAILURES
-    """Lost or failed nodes that are replaced within an hour; -1: all."""
+    """Number of lost or failed nodes replaced per hour; -1: no limit."""
     grace_s: float = 30.0
     timeout_s: float = TIMEOUT_S
     options: Mapping[str, object] = field(default_factory=lambda: {"scheduling_strategy": "SPREAD"})

@@ -30,7 +30,7 @@ TO_ETCD = (*ETCD_KEYS, "cacert", "ssl_cert", "ssl_cert_key")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start one node of a job; `endpoint` is None if the job needs its own etcd."""
+    """Settings of one node of a job; `endpoint` is None if the job needs its own etcd."""
 
     config: Path
     overrides: tuple[str, ...]

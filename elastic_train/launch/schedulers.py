@@ -28,7 +28,7 @@ _OWN_ADDRESSES = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the environment says about the job; None if nothing.
+    """Facts about the job from the environment; None for each that is not given.
 
     `host` is the node that starts the job's etcd if there is no other; `is_host` is True if that is this node.
     """

@@ -31,9 +31,9 @@ from rendezvous.waiting import Bystander, Call, GivenUp
 
 T = TypeVar("T")
 SMALL_BYTES = 4096
-"""The most bytes of a rank that are gathered by way of rank 0, in 1 + log2(size) hops instead of a ring's size - 1."""
+"""Up to this many bytes per rank are gathered through rank 0, in 1 + log2(size) hops instead of a ring's size - 1."""
 SLOT_BYTES = 1024
-"""What every exchange of objects sends first: most are shorter, and are exchanged by one collective."""
+"""Bytes of the first collective of an exchange of objects; most objects fit, and need no second one."""
 _LENGTH = struct.Struct("<Q")
 
 

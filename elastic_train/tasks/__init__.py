@@ -1,4 +1,4 @@
-"""What is trained: the `Task` protocol that a user's own class satisfies, and the tasks that come with the package."""
+"""The `Task` protocol, which users' own classes implement, and the tasks of the package."""
 
 from elastic_train.tasks.task import Finishing, Grouping, LaneLoss, ParameterGroup, Task, load_task
 

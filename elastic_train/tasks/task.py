@@ -282,8 +282,8 @@ class Chatting(Tokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: the likeliest at temperature 0, else one of the `top_k` likeliest (0: of all), drawn from
-    torch's generator seeded with `seed`. At most `num_tokens`."""
+    """Choose at most `num_tokens` tokens: the likeliest at temperature 0; above it, one of the `top_k` likeliest (0: of
+    all), drawn from torch's generator seeded with `seed`."""
 
     num_tokens: int = 64
     temperature: float = 0.0

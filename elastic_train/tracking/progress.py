@@ -28,7 +28,7 @@ PANEL_EVERY_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ResumeBanner:
-    """Where a run resumes and what the interruption cost; None for unknown values."""
+    """Step at which a run resumes, and the cost of the interruption; None for unknown values."""
 
     commit: str
     step: int

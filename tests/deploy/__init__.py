@@ -1,1 +1,1 @@
-"""What runs jobs for users, for real: a Slurm cluster in namespaces. `make test-deploy` runs these."""
+"""Tests with real schedulers, such as a Slurm cluster in namespaces; run by `make test-deploy`."""

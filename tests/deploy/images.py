@@ -17,11 +17,11 @@ from tests.deploy.pages import command
 
 TOOLS = ("buildah", "podman", "runc", "mmdebstrap")
 PACKAGES = " ".join((*TOOLS, "catatonit"))
-"""What Debian calls them, and what a container is started by; with --no-install-recommends."""
+"""Debian's packages for building and starting containers, installed with --no-install-recommends."""
 DEPENDENCIES = "/dependencies"
 """Where the base image has torch and the rest: what is installed here, bound into it, so that nothing is fetched."""
 WITH_TORCH = f"{DEPENDENCIES}/with-torch"
-"""Where torch itself is: an empty folder bound over it makes a base without one."""
+"""Folder of torch: an empty folder bound over it makes a base image without torch."""
 INDEX = "/index"
 BASE, IMAGE = "localhost/debian-with-torch", "localhost/elastic-train:test"
 IMAGE_FROM_INDEX = "localhost/elastic-train:from-index"

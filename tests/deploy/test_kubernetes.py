@@ -99,7 +99,7 @@ OPERATORS = {
         "PYTHONUNBUFFERED": "1",
     },
 }
-"""What the operators add to a container's environment, by their documentation."""
+"""Variables that the operators document to add to a container's environment."""
 OF_ONE_JOB = ("Job", "JobSet", "TrainJob", "TrainingRuntime", "PyTorchJob", "ConfigMap", "PodDisruptionBudget")
 """Kinds of which each job has its own; the others are shared by all jobs of a namespace."""
 

@@ -44,7 +44,7 @@ PATIENT = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""How long Ray waits for its own parts, by default 30 s, too little for a busy machine; nor do actors yield."""
+"""Timeout for Ray's own parts: the default of 30 s is too short on a busy machine, and actors do not yield."""
 
 
 def test_rays_own_command_line_takes_the_pages_command() -> None:

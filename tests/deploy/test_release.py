@@ -15,7 +15,7 @@ from tests.release.__main__ import is_told
 
 pytestmark = pytest.mark.deploy
 UNDECLARED = {"| huey"}
-"""What MLflow brings, and has its licence (MIT) in its sources alone."""
+"""Dependency of MLflow whose licence (MIT) is in its sources only."""
 
 
 def test_what_the_changelog_does_not_tell_is_no_release() -> None:

@@ -36,7 +36,7 @@ from tests.elastic_train.training.live.test_live import history
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-etcd")]
 LOOK_S = "10"
-"""How often a job's nodes look for the first of them, which is otherwise each half minute."""
+"""Seconds between a job's checks for its first node; the default is half a minute."""
 
 
 def start_etcd(slurm: SlurmCluster, folder: Path, path: dict[str, str], *on: str) -> str:

@@ -35,7 +35,7 @@ PATIENT = ("--hang-timeout-s", "200", "--grace-s", "100")
 """A node that gets no processor for some seconds is neither lost nor hung: there are just the worlds of the test."""
 STEPS = 120
 FROM_TAG = "+tag"
-"""What tells the package of a tag from the one that is installed here, in what it writes."""
+"""Marker by which files of the tagged package differ from those of the installed one."""
 SERIES = ".".join(version("elastic-train").split(".")[:2])
 
 

@@ -1,4 +1,4 @@
-"""What a node's standby process imports beyond what every job needs, by the arguments of its workers."""
+"""Imports of a node's standby process for particular jobs, chosen by the workers' arguments."""
 
 from __future__ import annotations
 

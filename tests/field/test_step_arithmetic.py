@@ -23,7 +23,7 @@ TASK = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": MO
 WRONG = {**TASK, "path": "tests.field.averaging_task:MeanOfMeans"}
 SGD = {"name": "sgd", "lr": 0.5, "weight_decay": 0, "warmup_steps": 0, "schedule": "constant"}
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
-"""How far sums of at most 150 tokens in another order may part in a few steps."""
+"""Tolerance for sums of at most 150 tokens in a different order, after a few steps."""
 
 
 def write_texts(folder: Path, lengths: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Which sample of which source comes when, after docs/arithmetic.md alone. The letters are those of that page."""
+"""Compute the order of a mixture from docs/arithmetic.md alone, with the letters of that page."""
 
 # ruff: noqa: N803
 

@@ -1,4 +1,4 @@
-"""Which sample comes when, after docs/arithmetic.md alone. The letters are those of that page."""
+"""Compute the order of samples from docs/arithmetic.md alone, with the letters of that page."""
 
 from __future__ import annotations
 

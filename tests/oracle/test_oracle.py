@@ -173,7 +173,7 @@ def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
     ],
 )
 def test_the_orders_of_mixtures_agree(sources: list[list[int]], weights: list[str], lanes: int) -> None:
-    """Which source, which of its epochs, which of its lanes; and when a job is over."""
+    """Source, epoch and lane of each place, and the end of the job."""
     ours = importlib.import_module("elastic_train.core.order")
     dealing = importlib.import_module("elastic_train.core.mixture.dealing")
     from elastic_train.core.mixture.shares import shares_of

@@ -23,7 +23,7 @@ from chaos.judge.evidence.run_files import (
 PATIENCE_S = 300.0
 """Default for runs that do not state it."""
 EARLY_S = TOLERANCE_S
-"""How much before a fault its consequences may be stamped: smaller clock differences are not corrected."""
+"""Seconds before a fault at which its consequences may be stamped: smaller clock differences are not corrected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ Undo = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """How a kind is done; `do` returns its undo, if there is one."""
+    """Implementation of a kind; `do` returns its undo, if there is one."""
 
     kind: str
     do: Callable[[JobOnSlurm, Due], Undo | None]

@@ -17,7 +17,7 @@ from chaos.sim.job.shape import Shape
 IN_RECOVERY = 0.25
 """Share of faults that follow within one lease of the previous one, while the job is still recovering."""
 IS_READ = 0.75
-"""How often damaged files must be read again: all nodes die within a lease. Otherwise members still hold the state."""
+"""Share of damages after which all nodes die within a lease, so the files are read. Else members hold the state."""
 LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Duration factors of kinds that must last until others notice."""
 LONE_S = 120.0

@@ -58,7 +58,7 @@ class Node:
     ranks: tuple[int, ...]
     is_leaving: bool
     missed_by: int
-    """How many members cannot reach it."""
+    """Number of members that cannot reach it."""
 
 
 def list_jobs(etcd: str | None, *, is_json: bool) -> int:

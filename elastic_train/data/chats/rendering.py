@@ -94,7 +94,7 @@ class ChatTokenizer:
 
     @property
     def masks(self) -> str:
-        """How the assistant's turns are found, in words."""
+        """The method that finds the assistant's turns, in words."""
         return "its generation mask" if self._has_mask(None) else "the text before and after each turn"
 
     def render(self, chat: Chat) -> Rendered:

@@ -26,7 +26,7 @@ from elastic_train.parallel.cells.links import CellLinks, shared, summed
 
 @dataclass(frozen=True, slots=True)
 class RouterLosses:
-    """What a model's routers add to a lane's summed loss, block by block, over the tokens at `places`.
+    """Auxiliary losses that a model's routers add to a lane's summed loss, per block, over the tokens at `places`.
 
     `balance` times the number of tokens, times the number of experts, times the sum over experts of (share of tokens) *
     (mean probability), which is at least 1, with equality for an even spread (Fedus et al. 2021, section 2.2). And `z`

@@ -35,10 +35,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is built from a source: `name` is an auto class of transformers; with `draws_head`, weights outside the
-    model's body are initialised randomly if a folder lacks them.
+    """The kind of model to build: `name` is an auto class of transformers.
 
-    `attention` is its implementation; None lets transformers choose, which also suits models without any.
+    With `draws_head`, weights outside the model's body are initialised randomly if the folder lacks them. `attention`
+    names the implementation; None lets transformers choose, also for models without attention.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How workers of an uninstrumented script are grouped into worlds."""
+"""Grouping of an uninstrumented script's workers into worlds."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ SET: Mapping[Feature, Mapping[str, Any]] = {
     "recompute: selective": {"parallel.recompute": "selective"},
     "ema": {"optimizer.ema_decay": 0.9},
 }
-"""How each is set, with what it needs."""
+"""Keys that set each feature, and those that it needs."""
 
 
 def settings(*features: Feature) -> Mapping[str, Any] | None:

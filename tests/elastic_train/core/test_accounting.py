@@ -66,5 +66,5 @@ def test_one_sample_in_place_of_another_is_found_in_its_epoch(epoch: int) -> Non
 
 
 def test_a_run_whose_first_commits_kept_no_sums_is_not_judged() -> None:
-    """What happened in its first epochs is not known."""
+    """Its first epochs are unknown."""
     check_epoch(2, WHOLE, SampleAccount(), WHOLE)

@@ -35,7 +35,7 @@ def test_a_commit_key_round_trips(place: tuple[int, int]) -> None:
     ],
 )
 def test_other_keys_are_not_commits(key: str) -> None:
-    """What commit_key would not have written is not a commit."""
+    """A name that commit_key cannot produce is not a commit."""
     assert place_of(key) is None
 
 

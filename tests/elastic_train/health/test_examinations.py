@@ -49,7 +49,7 @@ def test_no_sum_of_a_known_product_is_rounded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", list(MOST))
 def test_a_wide_product_of_copies_is_known_too(dtype: torch.dtype) -> None:
-    """What an accelerator computes, of which one element is wrong."""
+    """The product of an accelerator that gets one element wrong."""
     known = known_product(dtype, CPU, tiles=3)
     assert known.product.shape == (384, 384)
     assert [known.wrong(shift) for shift in (0, 5, 400)] == [None, None, None]

@@ -133,7 +133,7 @@ def values_of(kind: object) -> list[object]:
 def test_nor_does_what_only_training_needs(
     values: dict[str, object], changed: Changed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither a GPU nor a tracker's package is."""
+    """Neither a GPU nor a tracker's package is needed."""
 
     def missing() -> None:
         raise ConfigError("not installed")

@@ -23,14 +23,14 @@ class Device:
     num_errors: int | None = 0
     """None where it keeps no count of errors."""
     is_lost: bool = False
-    """Whether it has fallen off the bus since it was found."""
+    """True if it has fallen off the bus since it was found."""
     is_away: bool = False
-    """Whether it had before that."""
+    """True if it had fallen off the bus before that."""
 
 
 @dataclass
 class NvmlLibrary:
-    """What stands for libnvidia-ml.so.1 of a machine with some GPUs; a handle is a GPU's number and one."""
+    """Stand-in for libnvidia-ml.so.1 on a machine with some GPUs; a handle is the GPU's number plus one."""
 
     devices: list[Device]
     _kept: list[object] = field(default_factory=list)

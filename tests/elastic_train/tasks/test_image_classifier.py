@@ -167,7 +167,7 @@ def damaged_avif() -> bytes:
 
 
 def test_a_model_without_adapters_has_the_groups_that_its_optimizer_had_before(tmp_path: Path) -> None:
-    """What a task of one's own freezes stays in the optimizer's state, so its commits load."""
+    """Parameters that a custom task freezes stay in the optimizer's state, so its commits load."""
     task = prepared(described(tmp_path / "rows"))
     model = task.build_model()
     for parameter in model.blocks.parameters():  # type: ignore[union-attr]

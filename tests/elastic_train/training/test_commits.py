@@ -175,7 +175,7 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
 
 
 def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
-    """Where every step is committed, none is skipped."""
+    """A job that commits every step skips none."""
     store = HeldStore(tmp_path)
     commits, ears = opened_on(store, every="1 step")
     take_step(commits)

@@ -1,4 +1,4 @@
-"""What rank 0 reports about the rows of all ranks, and the actions that follow."""
+"""Rank 0's reports on the rows of all ranks, and the actions that follow."""
 
 from __future__ import annotations
 

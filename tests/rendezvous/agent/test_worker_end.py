@@ -1,4 +1,4 @@
-"""How workers end: exit code 0 counts only if the announced work was finished; signals are named."""
+"""Ends of workers: exit code 0 counts only if the announced work was finished; signals are named."""
 
 from __future__ import annotations
 

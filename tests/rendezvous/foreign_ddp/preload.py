@@ -1,4 +1,4 @@
-"""What the script imports: workers that are started as `-m` a module are forks of a process that has it."""
+"""Imports of the script: workers started with `-m` are forked from a process that has imported them."""
 
 import torch
 import torch.distributed

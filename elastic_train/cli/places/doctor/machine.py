@@ -19,7 +19,7 @@ RANKS_TO_EXPECT = 1024
 """For a world of so many there should be room; jobs are seldom larger."""
 LEAST_SHM, LEAST_TEMP, LEAST_MEMLOCK = 256 << 20, 256 << 20, 1 << 30
 FILLING_S = 1.0
-"""How long memory may take to be filled that is examined, of each device."""
+"""Maximum seconds for filling the tested memory of each device."""
 SHM, INFINIBAND = Path("/dev/shm"), Path("/sys/class/infiniband")
 
 

@@ -54,7 +54,7 @@ class Meeting:
         self.own, self.clock = own, clock
         self.said: dict[str, dict[str, dict[str, object]]] = {kind: {} for kind in ROUNDS}
         self.late_s: dict[str, float] = {}
-        """How long after it was written, by this machine's clock, the time of each other was first seen."""
+        """Seconds, by this machine's clock, from each peer's timestamp until this node first saw it."""
         self._prefix = f"{Keys(run_id).prefix}doctor/"
         self._store, self._watch, self._lease = store, store.watch(self._prefix), store.lease(LEASE_S)
 

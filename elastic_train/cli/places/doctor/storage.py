@@ -25,7 +25,7 @@ from elastic_train.tracking.mlflow_run import (
 from elastic_train.world import one_store
 
 PIECE, MOST_PIECES, MOST_S = 4 << 20, 16, 3.0
-"""How much is written to measure the speed: so many pieces of so many bytes, and no longer than that."""
+"""Bytes of a piece, maximum number of pieces, and maximum seconds of the write test."""
 SLOW_MB_S = 20.0
 FIRST_LOOK_S = 0.5
 

@@ -18,16 +18,16 @@ from elastic_train.launch.options import parse_nodes
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"
 MOUNT = "/runs/"
-"""What the pods share, unless they have no claim; everything else is in the image, or gone with the pod."""
+"""Folder that the pods share if they have a claim. Everything else is in the image, or lost with the pod."""
 SCRATCH = (MOUNT, "/tmp/", "/dev/shm/")
-"""Where a pod can write."""
+"""Folders in which a pod can write."""
 _NAME, MOST_CHARS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 50
 """A name of Kubernetes' to which controllers add endings of their own."""
 CPUS_PER_RANK, GIB_PER_RANK = 4, 16
 _CPUS = re.compile(r"(\d+(?:\.\d+)?)(m)?", re.ASCII)
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)([MGTPE]i?|Ki|k)?", re.ASCII)
 _LEAST_MEMORY = 256 << 20
-"""What a process with torch needs at the very least: a number without a unit means bytes."""
+"""Minimum memory, in bytes, of a process with torch; a smaller number was probably meant with a unit."""
 _UNITS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
@@ -42,13 +42,13 @@ class KubernetesJob:
     image: str | None
     cpus: str | None = None
     memory: str | None = None
-    """Of each node; by default as much as its ranks need, of which it has one for each GPU."""
+    """Memory of each node; default: enough for its ranks, one per GPU."""
     gpus: int | None = None
-    """Of each node."""
+    """GPUs of each node."""
     has_claim: bool = True
-    """Whether the nodes share a volume, at MOUNT."""
+    """True if the nodes share a volume at MOUNT."""
     is_openshift: bool = False
-    """Whether the cluster gives pods their users."""
+    """True if the cluster assigns users to pods."""
 
     def problems(self) -> Iterator[str]:
         """Yield all that is wrong with it."""

@@ -14,7 +14,7 @@ from elastic_train.config.credentials import has_password
 from elastic_train.launch.options import Flags, parse_nodes
 
 LEAVE_S = 120
-"""How long before its end a job is asked to leave; the scripts say so, too (--signal)."""
+"""Seconds before its time limit at which a job is asked to leave; the scripts' --signal has the same number."""
 _TIME = re.compile("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
 _RANKS = "one launcher runs on each node and starts its ranks: give --ranks and --gpus"
 _NOT_SUBMITTED = "no job would be submitted: give --dry-run to see the script"

@@ -1,4 +1,4 @@
-"""Which process left a world, and the explanation: a process, an agent, or a world that was formed again."""
+"""Departures from a world and their explanations: a process, an agent, or a world that was formed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deploy/slurm/train.sbatch makes of its nodes' exit codes: its text is run, with programs in place of Slurm's."""
+"""Reactions of deploy/slurm/train.sbatch to its nodes' exit codes: its text runs with stand-ins for Slurm."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_steps_end_with_the_pass_of_the_slowest_source(
 def test_a_lane_has_the_blocks_of_each_step(
     made: tuple[Mixture, list[Order], list[int]], first: int, num_steps: int, micro_batch: int
 ) -> None:
-    """What a step takes is in the blocks that are there for it, which come in the order of their first steps."""
+    """Each step's samples are in the blocks loaded for it, and blocks come in the order of their first steps."""
     mixture, _, _ = made
     lane = mixture.num_lanes - 1
     blocks = list(mixture.blocks(lane, range(first, first + num_steps), micro_batch))

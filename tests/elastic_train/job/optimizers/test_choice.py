@@ -1,4 +1,4 @@
-"""Which optimizer a configuration makes, with which parameters, and what is refused."""
+"""The optimizer and the parameter groups of a configuration, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a commit is cut: each writer's spans are its grains, joined where they are contiguous in memory."""
+"""Spans of a commit: each writer's are its grains, joined where they are contiguous in memory."""
 
 from __future__ import annotations
 

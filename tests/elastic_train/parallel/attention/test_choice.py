@@ -1,4 +1,4 @@
-"""Which attention kernel is chosen: the first that passes a probe; run on CPUs in place of a GPU."""
+"""Choice of the attention kernel: the first that passes a probe. CPUs stand in for the GPU."""
 
 from __future__ import annotations
 
