@@ -64,6 +64,7 @@ class Group(PointToPoint):
         self.rank, self.size = rank, size
         self._store, self._timeout_s, self._address, self._of = store, timeout_s, address, device
         self._parts: list[Group] = []
+        self.begun = {}
         self._resting = resting
         self._is_broken = is_broken
         self._host: Backend | None = None
@@ -175,7 +176,7 @@ class Group(PointToPoint):
 
         def finish() -> None:
             while pending:
-                pending[0].wait()
+                self.finish(pending[0])
                 pending.pop(0)
 
         self._guard(finish)
@@ -201,7 +202,7 @@ class Group(PointToPoint):
         if self.size == 1:
             return tensor.unsqueeze(0).clone()
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        if tensor.nbytes <= SMALL_BYTES and not self._holds(tensor):
+        if tensor.nbytes <= SMALL_BYTES and not self._holds(tensor) and self._is_broken is not None:
             self._gather_by_root(tensor.contiguous(), gathered)
             return gathered
         self._run(
@@ -258,7 +259,7 @@ class Group(PointToPoint):
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        self.all_gather(torch.zeros(1, dtype=torch.int64))
+        self.all_gather(torch.zeros(1))
 
     def round_trip_s(self) -> float:
         """Return the round trip to the nearest peer in seconds; 0 if unknown."""
@@ -298,10 +299,15 @@ class Group(PointToPoint):
         """Give up waits in host memory, also of the parts; return the device groups to abort."""
         found = [one for part in self._parts for one in part._let_go()]
         self._parts = []
-        groups = [group for group in (self._host, self._device) if group is not None]
-        self._host = None
+        groups, begun = [group for group in (self._host, self._device) if group is not None], self.begun
+        self._host, self.begun = None, {}
         if self._bystander is not None:
-            self._bystander.leave(groups.clear)
+
+            def drop() -> None:
+                begun.clear()
+                groups.clear()
+
+            self._bystander.leave(drop)
             self._bystander = None
         for call in self._expected:
             call.give_up()

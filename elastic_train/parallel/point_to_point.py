@@ -94,6 +94,12 @@ class PointToPoint(ABC):
     traffic: Traffic | None = None
     """Recorder of operations, if any."""
     _tag = 0
+    begun: dict[int, Work]
+    """Works that nobody has waited for to their end, by identity.
+
+    gloo never reads past a message whose receive was dropped: it would not even see that the peer has ended, and other
+    waits for that peer would never end. So an exchange that failed keeps the rest of its works until the group is gone.
+    """
 
     def send(self, rank: int, tensor: Tensor) -> Work:
         """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
@@ -128,7 +134,9 @@ class PointToPoint(ABC):
         noted = self.traffic.note(kind, tensor.nbytes) if self.traffic is not None else None
         try:
             work = operation(self.backend(tensor))
-            return work if noted is None else _Timed(work, noted)
+            work = work if noted is None else _Timed(work, noted)
+            self.begun[id(work)] = work
+            return work
         except OWN_ERRORS:
             raise
         except RuntimeError as error:
@@ -141,6 +149,11 @@ class PointToPoint(ABC):
     @abstractmethod
     def backend(self, tensor: Tensor) -> Backend:
         """Return the backend for a tensor's device."""
+
+    def finish(self, work: Work) -> None:
+        """Wait for one work in host memory; raises RuntimeError if it fails."""
+        work.wait()
+        self.begun.pop(id(work), None)
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Return True if a device exchanges the tensor; it runs operations in the order of the calls."""
@@ -160,7 +173,7 @@ class Aside(PointToPoint):
     _tag = _ASIDE
 
     def __init__(self, group: PointToPoint) -> None:
-        self.rank, self.size, self._group = group.rank, group.size, group
+        self.rank, self.size, self._group, self.begun = group.rank, group.size, group, group.begun
 
     @property
     def traffic(self) -> Traffic | None:  # type: ignore[override]
@@ -170,7 +183,7 @@ class Aside(PointToPoint):
     def wait(self, works: Iterable[Work]) -> None:
         try:
             for work in works:
-                work.wait()
+                self.finish(work)
         except OWN_ERRORS:
             raise
         except RuntimeError as error:

@@ -64,6 +64,7 @@ class SimGroup(Group):
         self._is_broken, self._timeout_s, self._look_s = is_broken, timeout_s, look_s
         self._resting, self._num_calls = resting, 0
         self._bystander, self._device, self._parts = None, None, []
+        self.begun = {}
         if size == 1:
             return
         assert store is not None, "a world of several ranks meets at a store"

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError, PeerLostError
-from elastic_train.parallel.group import Group, connect
+from elastic_train.parallel.group import SLOT_BYTES, SMALL_BYTES, Group, connect
 from elastic_train.parallel.point_to_point import Aside
 from rendezvous.process_table import is_stopped
 from rendezvous.waiting import Bystander
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.slow
 
 def ranks(rank: int, size: int, folder: str) -> None:
     """Run each collective once, close the group, and let the interpreter exit normally."""
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60)
+    is_broken = (lambda waited_s: False) if Path(folder).name == "live" else None
+    group = Group(rank, size, FileStore(f"{folder}/store", size), 60, is_broken=is_broken)
     mine = torch.tensor([float(rank), 10.0 * rank])
     total, copied = mine.clone(), mine.clone()
     group.all_reduce(total)
@@ -40,25 +41,36 @@ def ranks(rank: int, size: int, folder: str) -> None:
         "all_gather": group.all_gather(mine).tolist(),
         "all_reduce": total.tolist(),
         "broadcast": copied.tolist(),
+        "large": group.all_gather(torch.full([SMALL_BYTES], rank)).sum(1).tolist(),
         "object": group.broadcast_object({"rank": rank, "text": "ä" * rank}, source=2),
+        "long object": group.broadcast_object("ä" * SLOT_BYTES),
+        "objects": group.all_gather_objects({"rank": rank}),
+        "long objects": group.all_gather_objects("ä" * rank * (SLOT_BYTES // 3)),
         "exchange": arrived.tolist(),
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(results))
     group.close()
 
 
-def test_collectives_agree_and_closing_is_clean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["live", "restart"])
+def test_collectives_agree_and_closing_is_clean(tmp_path: Path, mode: str) -> None:
     """Every rank gets the same from each collective; processes that close their group exit with 0."""
-    run_ranks(ranks, 3, str(tmp_path))
+    folder = tmp_path / mode
+    folder.mkdir()
+    run_ranks(ranks, 3, str(folder))
     everything = [[0.0, 0.0], [1.0, 10.0], [2.0, 20.0]]
     expected = {
         "all_gather": everything,
         "all_reduce": [3.0, 30.0],
         "broadcast": [1.0, 10.0],
+        "large": [0, SMALL_BYTES, 2 * SMALL_BYTES],
         "object": {"rank": 2, "text": "ää"},
+        "long object": "ä" * SLOT_BYTES,
+        "objects": [{"rank": 0}, {"rank": 1}, {"rank": 2}],
+        "long objects": ["ä" * rank * (SLOT_BYTES // 3) for rank in range(3)],
         "exchange": everything,
     }
-    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)] == [expected] * 3
+    assert [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)] == [expected] * 3
 
 
 def test_a_world_of_one_needs_no_peers() -> None:

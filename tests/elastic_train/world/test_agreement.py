@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,31 +33,33 @@ KINDS = {"DataError": DataError, "ValueError": ValueError}
 class Choosy(PacedClassifier):
     """Rejects one row of the second epoch, which the inspection before the first step does not find."""
 
-    def __init__(self, *, kind: str, **params: object) -> None:
+    def __init__(self, *, kind: str, by: int | None = None, **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
-        self._kind = KINDS[kind]
+        self._kind, self._by = KINDS[kind], by
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64], draw: SampleRandom) -> dict[str, Tensor]:  # type: ignore[override]
-        if draw.epoch == 1 and BAD in ids:
+        if draw.epoch == 1 and (BAD in ids if self._by is None else os.environ["RANK"] == str(self._by)):
             raise self._kind(f"sample {BAD}: its label is a comet")
         return super().collate(rows, ids, draw)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "codes", "sentence"),
+    ("kind", "by", "codes", "sentence"),
     [
-        ("DataError", {65}, "train: sample 200 (part-1.parquet, row group 5, row 4): its label is a comet"),
-        ("ValueError", {1}, "ValueError: sample 200: its label is a comet"),
+        ("DataError", None, {65}, "train: sample 200 (part-1.parquet, row group 5, row 4): its label is a comet"),
+        ("ValueError", None, {1}, "ValueError: sample 200: its label is a comet"),
+        ("ValueError", 0, {1}, "ValueError: sample 200: its label is a comet"),
     ],
-    ids=["an error that names a row", "an unforeseen one"],
+    ids=["an error that names a row", "an unforeseen one", "one of the rank that hosts the store"],
 )
 def test_all_ranks_end_with_the_sentence_of_the_one_that_found_a_bad_row(
-    tmp_path: Path, rows: Path, kind: str, codes: set[int], sentence: str
+    tmp_path: Path, rows: Path, kind: str, by: int | None, codes: set[int], sentence: str
 ) -> None:
     """Otherwise two of three ranks would exit with 1 and gloo's message."""
     config = write_config(tmp_path, rows, 60, lane_ms=0.0)
-    task = ("--task.path", f"{__name__}:Choosy", "--task.params.kind", kind)
+    task = ["--task.path", f"{__name__}:Choosy", "--task.params.kind", kind]
+    task += [] if by is None else ["--task.params.by", str(by)]
     done = start([config, *task], num_ranks=3)
     assert set(done.codes) == codes, done.output
     assert sum(sentence in line for line in done.output.splitlines() if "rror: " in line) >= 3, done.output
