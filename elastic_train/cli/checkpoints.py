@@ -47,11 +47,11 @@ STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
 def ls(
     run: str, commit: str | None = None, *, best: str = "min loss", verify: Flag = False, json_: Json = False
 ) -> int:
-    """List the commits of RUN, newest first; mark the head, the best, pinned and held ones. Of one COMMIT show all.
+    """List the commits of RUN, newest first, or show one COMMIT.
 
-    --best 'max macro_f1' is the metric to show and to choose the best by. Records and file sizes are checked; --verify
-    also reads all files, and the exit code is 65 if no commit is whole, or the one that is named is not. `newest` names
-    the COMMIT that training would resume from.
+    The head, the best, pinned and held commits are marked. --best 'max macro_f1' is the metric to show and to choose
+    the best by. Records and file sizes are checked; --verify also reads all files, and the exit code is 65 if no commit
+    is whole, or the one that is named is not. `newest` names the COMMIT that training would resume from.
     """
     if commit is not None:
         return _show(open_run(run), commit, verifies=verify, is_json=json_)
@@ -111,12 +111,13 @@ def prune_(
     dry_run: Flag = False,
     json_: Json = False,
 ) -> int:
-    """Delete the commits of RUN that no rule keeps and the remains of failed saves; try --dry-run first.
+    """Delete the commits of RUN that no rule keeps.
 
-    A commit is kept if any rule asks for it: --keep-last N, --keep-every-steps K and --keep-every-s S (the first of
-    every period), --keep-best 'max macro_f1'. --keep-last 200GB keeps as many of the newest as fit. Pinned commits,
-    those that a reader holds, and the newest whole one are always kept. Attempts of the newest term are left alone for
-    six hours, because a save may still be writing them, and so are unfinished uploads to S3.
+    The remains of failed saves are deleted as well; try --dry-run first. A commit is kept if any rule asks for it:
+    --keep-last N, --keep-every-steps K and --keep-every-s S (the first of every period), --keep-best 'max macro_f1'.
+    --keep-last 200GB keeps as many of the newest as fit. Pinned commits, those that a reader holds, and the newest
+    whole one are always kept. Attempts of the newest term are left alone for six hours, because a save may still be
+    writing them, and so are unfinished uploads to S3.
     """
     retention = Retention.of(
         last=int(keep_last) if keep_last.isdecimal() else 1,
@@ -146,7 +147,10 @@ def prune_(
 
 @app.command
 def pin(run: str, commit: str, *, remove: Flag = False, json_: Json = False) -> int:
-    """Keep COMMIT of RUN, whatever the retention rules say; --remove: let the rules delete it again."""
+    """Keep COMMIT of RUN, whatever the retention rules say.
+
+    --remove: let the rules delete it again.
+    """
     store = open_run(run)
     if remove:
         key = name_to_key(store, commit)
@@ -170,13 +174,14 @@ def plan(
     keep_last: int = 5,
     json_: Json = False,
 ) -> int:
-    """Show what saving more or less often costs in time, lost work and storage, for RUN's measurements or your numbers.
+    """Show the cost of saving more or less often.
 
-    RUN's folder gives the size, stall, time to publication and fault rate; options override them. --state-gb: size of a
-    commit (for AdamW in fp32 three times the weights). --mtbf-h: hours between faults that end the whole job (N nodes
-    fail N times as often as one). --rpo-min: minutes of training that a fault may cost at most. --stall-s: how long a
-    save stops training (without RUN 0.11 s per GB). --write-mb-s: the store's write rate (500). --restart-s: seconds
-    from a fault to training again.
+    The cost is in time, lost work and storage, by RUN's measurements or your numbers. RUN's folder gives the size,
+    stall, time to publication and fault rate; options override them. --state-gb: size of a commit (for AdamW in fp32
+    three times the weights). --mtbf-h: hours between faults that end the whole job (N nodes fail N times as often as
+    one). --rpo-min: minutes of training that a fault may cost at most. --stall-s: how long a save stops training
+    (without RUN 0.11 s per GB). --write-mb-s: the store's write rate (500). --restart-s: seconds from a fault to
+    training again.
     """
     facts = measure(run) if run else Measured(None, None, None, 0)
     state_gb, mtbf_s = state_gb or facts.state_gb, mtbf_h * 3600 if mtbf_h else facts.mtbf_s

@@ -44,9 +44,10 @@ def synth(
     rows_per_group: int = 2048,
     replace: Flag = False,
 ) -> int:
-    """Write any number of synthetic rows, with labels that can be learned, to OUT, in constant memory.
+    """Write synthetic rows with learnable labels to OUT.
 
-    OUT may be an fsspec URL; only a local folder appears in one step, when it is whole.
+    Memory is constant for any number of rows. OUT may be an fsspec URL; only a local folder appears in one step, when
+    it is whole.
     """
 
     def write(url: str) -> Manifest:
@@ -66,7 +67,7 @@ def synth(
 
 @app.command(name="describe")
 def describe_(data: str, *, json_: Json = False) -> int:
-    """Show what is in DATA: rows, files, labels, lengths, missing values."""
+    """Show DATA's rows, files, labels, lengths and missing values."""
     facts = [describe.describe(manifest, track=shown) for manifest in _manifests(data)]
     if json_:
         rows = [fact.to_dict() for fact in facts]
@@ -86,9 +87,10 @@ def verify_(
     add_lengths: str | None = None,
     json_: Json = False,
 ) -> int:
-    """Read every file of DATA and compare it with the manifest; list damaged ones and exit with 65 if there are any.
+    """Compare every file of DATA with the manifest.
 
-    Damage is named by row group, column and bytes where the checksums of the row groups are known.
+    Damaged files are listed, and the exit code is 65 if there are any. Damage is named by row group, column and bytes
+    where the checksums of the row groups are known.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted
 
-app = App(name="import", help="Make a dataset, OUT/train and OUT/validation, of text, rows or images.")
+app = App(name="import", help="Make OUT/train and OUT/validation from text, rows or images.")
 
 Names = Annotated[tuple[str, ...], Parameter(consume_multiple=True, show_default=False)]
 Held = Annotated[
@@ -181,7 +181,9 @@ def import_docstrings(
     chosen: Chosen | None = None,
     site_packages: Path | None = None,
 ) -> int:
-    """Import the docstrings of the installed libraries; the label is the library. Nothing is downloaded or executed.
+    """Import the docstrings of the installed libraries.
+
+    The label is the library. Nothing is downloaded or executed.
 
     Parameters
     ----------
@@ -205,7 +207,10 @@ def import_text(
     text_key: str = "text",
     label_key: str = "label",
 ) -> int:
-    """Import your own FILES: .jsonl or .csv with a text and a label in each row, or .txt named after the label."""
+    """Import text FILES, and train a tokenizer on them.
+
+    FILES are .jsonl or .csv with a text and a label in each row, or .txt named after the label.
+    """
     options = (chosen or Chosen()).options()
     parts = {TRAIN: files, **({VALIDATION: validation} if validation else {})}
     imported = corpora.import_text(out, parts, options, text_key=text_key, label_key=label_key, track=shown)
@@ -222,11 +227,12 @@ def import_rows(
     chats: Chats | None = None,
     split: Split | None = None,
 ) -> int:
-    """Import rows of any fields from FILES of one kind, of any size, as a stream.
+    """Import rows of any fields, or chats, from FILES.
 
-    JSON lines (.jsonl, .json) have one object a line, with the same fields in all; tables (.csv with commas, .tsv with
-    tabs) have a header. With --tokenizer and no column of text, rows are chats: messages, or a prompt and its response,
-    become tokens, and labels of the assistant's turns alone. `data pack` packs them.
+    All FILES are of one kind and are read as a stream, so they may have any size. JSON lines (.jsonl, .json) have one
+    object a line, with the same fields in all; tables (.csv with commas, .tsv with tabs) have a header. With
+    --tokenizer and no column of text, rows are chats: messages, or a prompt and its response, become tokens, and labels
+    of the assistant's turns alone. `data pack` packs them.
     """
     source = next((kind for kind, suffixes in _KINDS.items() if files[0].suffix.lower() in suffixes), None)
     if source is None:
@@ -251,10 +257,11 @@ def import_hf_folder(
     split: Split | None = None,
     images: Images | None = None,
 ) -> int:
-    """Import a dataset of Hugging Face from FOLDER: what `save_to_disk` wrote, or a clone of its repository.
+    """Import a Hugging Face dataset from FOLDER.
 
-    Its splits `train` and `validation` are kept; without the second, a share of the first validates. With --tokenizer
-    and no column of text, rows are chats, as in `import rows`.
+    FOLDER was written by `save_to_disk`, or is a clone of the dataset's repository. Its splits `train` and `validation`
+    are kept; without the second, a share of the first validates. With --tokenizer and no column of text, rows are
+    chats, as in `import rows`.
     """
     chosen = columns or Columns()
     options = replace(chosen.options((split or Split()).checked()), images=(images or Images()).check())
@@ -272,10 +279,11 @@ def import_images(
     split: Split | None = None,
     images: Images | None = None,
 ) -> int:
-    """Import images from FOLDER/LABEL/FILE, or from FOLDER/train/LABEL/FILE and FOLDER/validation/….
+    """Import images from FOLDER/LABEL/FILE.
 
-    Every image is decoded once, and those that do not decode are refused by name. The table stores its bytes as they
-    are. --digits: in place of a FOLDER, scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; nothing is downloaded.
+    FOLDER/train/LABEL/FILE and FOLDER/validation/… set the split. Every image is decoded once, and those that do not
+    decode are refused by name. The table stores its bytes as they are. --digits: in place of a FOLDER, scikit-learn's
+    1,797 handwritten digits of 8 x 8 pixels; nothing is downloaded.
     """
     chosen, check = (split or Split()).checked(), (images or Images()).check()
     if digits == (folder is not None):
@@ -301,11 +309,12 @@ def pack(
     open_rows: int = packing.OPEN_ROWS,
     json_: Json = False,
 ) -> int:
-    """Pack documents into rows of at most LENGTH tokens, each document once, and say how much room is wasted.
+    """Pack documents into rows of at most LENGTH tokens.
 
-    SOURCES are files (.jsonl, .csv, .parquet, .arrow with a document in each row; a .txt is one document) or datasets
-    of this project. Rows keep the boundaries of their documents, and a column `labels` beside lists of token ids (-100:
-    not to be predicted). Padding that `attention_mask` hides is left out. Memory is bounded, whatever the size.
+    Each document is packed once, and the wasted space is printed. SOURCES are files (.jsonl, .csv, .parquet, .arrow
+    with a document in each row; a .txt is one document) or datasets of this project. Rows keep the boundaries of their
+    documents, and a column `labels` beside lists of token ids (-100: not to be predicted). Padding that
+    `attention_mask` hides is left out. Memory is bounded, whatever the size.
 
     Parameters
     ----------

@@ -114,10 +114,11 @@ def plan(
 def calibrate(
     config: Path | None = None, *overrides: Overrides, out: Path | None = None, rounds: int = 5, json_: Json = False
 ) -> int:
-    """Measure this machine and its network: FLOP/s, memory bandwidth, and alpha and beta of the links.
+    """Measure the speed of this machine and its network.
 
-    With CONFIG the passes of its own model are timed, too. Under torchrun ranks 0 and 1 measure what is between them;
-    alone, this starts two processes. The machine should have nothing else to do.
+    FLOP/s, memory bandwidth, and alpha and beta of the links are measured. With CONFIG the passes of its own model are
+    timed, too. Under torchrun ranks 0 and 1 measure what is between them; alone, this starts two processes. The machine
+    should have nothing else to do.
 
     Parameters
     ----------

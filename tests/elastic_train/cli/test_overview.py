@@ -62,6 +62,18 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
     assert not found
 
 
+@pytest.mark.slow
+def test_subcommands_have_a_line_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lists = 0
+    for path in [path for path in _commands(main.app) if path]:
+        main.app([*path, "--help"], result_action="return_value")
+        for listed in re.findall(r"╭─ Commands ─+╮\n(.*?)╰", capsys.readouterr().out, re.DOTALL):
+            lists += 1
+            assert not [line for line in listed.splitlines() if line.startswith("│   ")], path
+    assert lists >= 5
+
+
 def test_each_command_with_another_name_says_what_to_type_today(capsys: pytest.CaptureFixture[str]) -> None:
     """No name of today is in the table, and each successor is a command of today."""
     today = {" ".join(path) for path in _commands(main.app)}

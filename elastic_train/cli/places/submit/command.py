@@ -31,14 +31,15 @@ def submit_slurm(
     sbatch: Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)] = (),
     dry_run: Flag = False,
 ) -> int:
-    """Submit CONFIG as a job on one allocation of N or MIN:MAX --nodes, by the script deploy/slurm/train.sbatch.
+    """Submit CONFIG to Slurm on N or MIN:MAX --nodes.
 
-    Of N nodes any number trains, from 1 on; of MIN:MAX, MIN at least. --time: a limit as sbatch takes it; two minutes
-    before, the job commits and is requeued. --endpoint HOST:PORT of an etcd, or @FILE; without, the first node starts
-    one. --id: the job's name there, by which others can join. --gpus: of each node. --array: MAX jobs of one node in
-    place of one allocation, which come and go as the queue gives them; needs --endpoint and --id.
-    --sbatch=--partition=gpu: one more option of sbatch, which may be repeated; its value needs no quotes. All other
-    flags are those of `launch`. --dry-run prints the script, which can be submitted as it is.
+    The job is one allocation, started by deploy/slurm/train.sbatch. Of N nodes any number trains, from 1 on; of
+    MIN:MAX, MIN at least. --time: a limit as sbatch takes it; two minutes before, the job commits and is requeued.
+    --endpoint HOST:PORT of an etcd, or @FILE; without, the first node starts one. --id: the job's name there, by which
+    others can join. --gpus: of each node. --array: MAX jobs of one node in place of one allocation, which come and go
+    as the queue gives them; needs --endpoint and --id. --sbatch=--partition=gpu: one more option of sbatch, which may
+    be repeated; its value needs no quotes. All other flags are those of `launch`. --dry-run prints the script, which
+    can be submitted as it is.
     """
     variables = sources.variables_in(config, os.environ)
     job = slurm.SlurmJob(
@@ -72,13 +73,13 @@ def submit_k8s(
     openshift: Flag = False,
     dry_run: Flag = False,
 ) -> int:
-    """Submit CONFIG to Kubernetes as a job of N or MIN:MAX --nodes, by the manifests of deploy/kubernetes.
+    """Submit CONFIG to Kubernetes on N or MIN:MAX --nodes.
 
-    --id: its name. --image: one that has elastic-train and the task. --kind: an indexed-job (the default), a jobset, or
-    what Kubeflow's trainer-v2 or its pytorchjob operator runs. --cpus, --memory, --gpus: of each node; by default 4
-    CPUs and 16Gi for each GPU, or for one rank. --no-claim: no volume that nodes share; commits go to checkpoint.url.
-    --openshift: the cluster gives pods their users. It needs kubectl, and an etcd in the namespace
-    (deploy/kubernetes/etcd). --dry-run prints the manifests.
+    The manifests are those of deploy/kubernetes. --id: its name. --image: one that has elastic-train and the task.
+    --kind: an indexed-job (the default), a jobset, or what Kubeflow's trainer-v2 or its pytorchjob operator runs.
+    --cpus, --memory, --gpus: of each node; by default 4 CPUs and 16Gi for each GPU, or for one rank. --no-claim: no
+    volume that nodes share; commits go to checkpoint.url. --openshift: the cluster gives pods their users. It needs
+    kubectl, and an etcd in the namespace (deploy/kubernetes/etcd). --dry-run prints the manifests.
     """
     resolved = _checked(config, overrides, os.environ, [])
     job = kubernetes.KubernetesJob(
