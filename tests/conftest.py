@@ -59,6 +59,8 @@ UNFINISHED: dict[str, float] = {}
 def pytest_configure() -> None:
     """Run the garbage collector rarely from the start: importing everything makes a million permanent objects."""
     gc.set_threshold(MOST_UNSEEN)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # an interrupt ends a run also where it was started in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,12 +1,12 @@
-"""Exchange partial sums between ranks to finish the tree of lanes: by halving and doubling, or in chunks.
+"""Exchanges between ranks: of partial sums, to finish the tree of lanes, and of the runs that a plan moves.
 
-Both give the tree's sum and differ only in which rank adds which elements. The volume is that of a ring, or (k + 1) / 2
-times it for k subtrees per rank.
+Sums are exchanged by halving and doubling, or in chunks. Both give the tree's sum and differ only in which rank adds
+which elements. The volume is that of a ring, or (k + 1) / 2 times it for k subtrees per rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
+from elastic_train.placement.holdings import Run
+from elastic_train.placement.seating import Move
 from elastic_train.system.huge_pages import on_huge_pages
 
 
@@ -146,3 +148,42 @@ def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
 def others_of(group: PointToPoint) -> list[int]:
     """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]
+
+
+class Messages(NamedTuple):
+    """Contiguous tensors to send and to receive, as pairs of a rank and a tensor."""
+
+    sends: list[tuple[int, Tensor]]
+    receives: list[tuple[int, Tensor]]
+
+
+def messages_of(moves: Iterable[Move], rank: int, tensors: Callable[[Move], Iterable[Tensor]]) -> Messages:
+    """Return the messages of a rank's moves; both ranks of a move must list its tensors in the same order."""
+    sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    for one in moves:
+        if one.giver == rank:
+            sends += [(one.taker, tensor) for tensor in tensors(one)]
+        else:
+            receives += [(one.giver, tensor) for tensor in tensors(one)]
+    return Messages(sends, receives)
+
+
+def move(
+    group: Group, moves: Iterable[Move], source: Callable[[Run], Tensor], target: Callable[[Run], Tensor] | None = None
+) -> None:
+    """Copy runs of this rank from its memory to the takers' memory, by default the same; collective over the group.
+
+    Moves of a rank to itself are copied first.
+    """
+    into, others = target or source, list[Move]()
+    for one in moves:
+        if one.giver != one.taker:
+            others.append(one)
+            continue
+        for run in one.runs:
+            into(run).copy_(source(run))
+    sends, receives = messages_of(
+        others, group.rank, lambda one: map(source if one.giver == group.rank else into, one.runs)
+    )
+    if sends or receives:
+        group.exchange(sends, receives)

@@ -30,11 +30,10 @@ from torch import Tensor
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Lanes, Part
 from elastic_train.parallel.buckets import Filling
-from elastic_train.parallel.exchange import add_up
+from elastic_train.parallel.exchange import add_up, messages_of, move
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
-from elastic_train.parallel.moves import messages_of, move
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.deal import Counter, subtrees_of

@@ -14,9 +14,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from elastic_train.parallel.exchange import Scratch, Subtrees, exchange, finish_owned
+from elastic_train.parallel.exchange import Scratch, Subtrees, exchange, finish_owned, move
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.moves import move
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.placement.holdings import Run
 from elastic_train.placement.seating import Move

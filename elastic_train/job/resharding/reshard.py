@@ -30,8 +30,8 @@ from elastic_train.job.sharded.held_tree import HeldRun, Retained, run_around
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.parallel.exchange import messages_of
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.moves import messages_of
 from elastic_train.placement.domains import paths_of_cells
 from elastic_train.placement.holdings import Run, grains_in
 from elastic_train.placement.recut import Recut, plan_recut

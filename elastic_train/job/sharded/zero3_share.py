@@ -20,8 +20,8 @@ from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.zero2_share import Zero2Share
+from elastic_train.parallel.exchange import move
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.moves import move
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run, by_flat
 from elastic_train.placement.seating import Seating

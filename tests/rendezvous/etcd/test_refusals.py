@@ -45,11 +45,14 @@ def fill(server: EtcdServer) -> None:
 
 
 def make_room(server: EtcdServer) -> None:
-    """Follow the message: delete, compact, defragment, disarm."""
+    """Follow the message: delete, compact, defragment, disarm.
+
+    Without `physical`, the compaction may still run when the file is defragmented, and the next write finds no room.
+    """
     store = patient(server.endpoint)
     client = client_of(store)
     client.delete_prefix("/foreign/")
-    client.compact(store.get("/foreign/").revision)
+    client.compact(store.get("/foreign/").revision, physical=True)
     client.defragment()
     store.close()
     clear_alarms(server.endpoint)
