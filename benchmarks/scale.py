@@ -10,6 +10,8 @@ growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and 
 kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
 machine     date, cores and versions
 held        descriptors and threads of a rank once a world has formed, the most of any, by ranks
+gather      milliseconds in which every rank gets a number of every other, by ranks: by a ring, by way of rank 0 (as in
+            live worlds), and the ratio, in turn in one run; each step has two of these, a new world about twenty
 
 All ranks are processes of one machine; each takes `LANE_MS` longer for its lane, so that cores are free for what is
 measured. The last line is JSON.
@@ -32,6 +34,7 @@ from benchmarks.figures import Effort, measure_chosen
 from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.live import run_job
 from benchmarks.sharding.live.recovery import step_s
+from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.judge.evidence.run_files import Evidence
 from chaos.scenario.schedule import Due
@@ -39,6 +42,7 @@ from chaos.scenario.schedule import Due
 RANKS = 4
 """Per node."""
 LANE_MS = 500.0
+NUM_GATHERS = 20
 QUIET_S = 15.0
 """Before each kill, so that standby processes have imported."""
 PARTS = ("rto", "detect", "form", "restore", "step")
@@ -65,6 +69,29 @@ def by_ranks(effort: Effort) -> dict[str, object]:
         "torch": torch.__version__,
     }
     return {"by_ranks": found, "growth": _growth(found), "held": held, "kills": kills, "machine": machine}
+
+
+def gather(effort: Effort) -> dict[str, object]:
+    """Return the median milliseconds of a small `all_gather`, by ranks."""
+    found = {}
+    for size in (8, 16, 32):
+        ring, by_root = map(max, zip(*run(_gather, size), strict=True))  # the slowest rank
+        found[str(size)] = {"ring_ms": ring, "by_root_ms": by_root, "ratio": round(ring / by_root, 1)}
+        effort.say(f"{size} ranks: {found[str(size)]}")
+    return {"gather": found}
+
+
+def _gather(meeting: Meeting) -> list[float]:
+    """Return this rank's median milliseconds by a ring and by way of rank 0."""
+    ranks = [
+        meeting.of(range(meeting.group.size), name, is_broken=is_broken)
+        for name, is_broken in (("ring", None), ("by root", lambda waited_s: False))
+    ]
+    mine, taken = torch.tensor([1.0]), [list[float](), list[float]()]
+    for _ in range(NUM_GATHERS):
+        for of_way, group in zip(taken, ranks, strict=True):
+            of_way.append(meeting.timed(lambda group=group: group.all_gather(mine)))  # type: ignore[misc]
+    return [round(1000 * statistics.median(of_way), 2) for of_way in taken]
 
 
 def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
@@ -104,9 +131,10 @@ def _growth(found: Mapping[str, Mapping[str, float]]) -> dict[str, Sequence[floa
     return {name: [round(float(line[1]), 4), round(float(line[0]), 5)] for name, line in lines.items()}
 
 
-FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = dict.fromkeys(
-    ("by_ranks", "growth", "held", "kills", "machine"), by_ranks
-)
+FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = {
+    **dict.fromkeys(("by_ranks", "growth", "held", "kills", "machine"), by_ranks),
+    "gather": gather,
+}
 
 
 if __name__ == "__main__":

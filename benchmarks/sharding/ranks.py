@@ -37,11 +37,13 @@ class Meeting:
         """Form another world of the first `size` ranks."""
         return self.of(range(size), name)
 
-    def of(self, members: Sequence[int], name: str) -> Group:
-        """Form another world of some of these ranks, in their order."""
+    def of(self, members: Sequence[int], name: str, *, is_broken: Callable[[float], bool] | None = None) -> Group:
+        """Form another world of some of these ranks, in their order; a live one if it has `is_broken`."""
         rank, size = list(members).index(self.group.rank), len(members)
         # A file store that was never written to waits for its file when it is destroyed.
-        return Group(rank, size, FileStore(str(self.folder / name), size) if size > 1 else None, TIMEOUT_S)
+        return Group(
+            rank, size, FileStore(str(self.folder / name), size) if size > 1 else None, TIMEOUT_S, is_broken=is_broken
+        )
 
     def timed(self, act: Callable[[], object]) -> float:
         """Return this rank's seconds for `act`, which all ranks start together."""
