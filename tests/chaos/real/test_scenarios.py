@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import threading
 from collections import Counter
@@ -19,9 +18,8 @@ import yaml
 from chaos.cli import main
 from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import pids_of
-from chaos.judge.evidence.run_files import collect, items, number, whole
+from chaos.judge.evidence.run_files import collect, items, whole
 from chaos.planted.catalogue import PLANTED
-from chaos.services.network.namespace import NoNamespacesError, cable
 from tests.elastic_train.training.live.test_live import history
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
@@ -241,125 +239,3 @@ def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd
     hit = {pid for fault in evidence.of("fault") for pid in items(fault, "pids")}
     worlds = list(pids_of(evidence).values())
     assert worlds[0] - hit and worlds[0] - hit <= worlds[-1]
-
-
-@pytest.mark.long
-def test_training_does_not_wait_for_a_tracker_that_is_away(
-    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """MLflow is killed and frozen: no world ends because of it; its database has one value per metric and step."""
-    faults = [
-        {"kind": "tracker_outage", "within": [0.05, 0.1], "for_s": 4},
-        {"kind": "kill_worker", "node": "other", "after_s": 1},
-        {"kind": "tracker_outage", "within": [0.4, 0.5], "for_s": 4},
-        {"kind": "tracker_outage", "within": [0.6, 0.7], "for_s": 4},
-    ]
-    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
-    config = {**WITNESS, "epochs": 60, "validation": {"every": "50 steps"}}
-    path = scenario(tmp_path, rows, config, nodes=nodes, faults=faults, tracker=True)
-    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
-    assert found["valid"], broken(found)
-    evidence = collect(tmp_path / "run" / "faulted")
-    outages = [line for line in evidence.of("fault") if line["kind"] == "tracker_outage"]
-    assert {line["signal"] for line in outages} == {"SIGKILL", "SIGSTOP"}
-    causes = [(line["t"], line["term"]) for line in evidence.of("form") if line["rank"] == 0]
-    assert max(causes)[0] < outages[1]["t"], "a world ended with the tracker"  # type: ignore[operator]
-    assert "the tracker holds" in str(found["invariants"])
-
-
-@pytest.mark.long
-def test_data_that_goes_bad_becomes_a_hole_and_changes_nothing_else(
-    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Row groups become garbage or have flipped bits, while ranks are killed: the bits are those of a job that knew."""
-    faults = [
-        {"kind": "bad_row_group", "within": [0.1, 0.2]},
-        {"kind": "kill_job", "within": [0.3, 0.4], "for_s": 1},
-        {"kind": "flip_data", "within": [0.5, 0.6]},
-        {"kind": "kill_worker", "node": "leader", "within": [0.65, 0.8]},
-    ]
-    nodes = {"count": 2, "lease_ttl_s": 5, "recovery": "live"}
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults, own_data=True)
-    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
-    assert found["valid"], broken(found)
-    assert found["weights_sha256"] == found["reference_weights_sha256"]
-    recorded = collect(tmp_path / "run" / "faulted").of("fault")
-    damaged = [(line["file"], line["row_group"]) for line in recorded if line["kind"] in ("bad_row_group", "flip_data")]
-    holes = found["holes"]
-    assert isinstance(holes, list) and len(damaged) == 2
-    assert sorted((hole["file"], hole["row_group"]) for hole in holes) == sorted(damaged)
-    counts = np.load(tmp_path / "run" / "faulted" / "witness.npy")
-    assert {*np.flatnonzero(counts < 40)} == {place for hole in holes for place in range(hole["lo"], hole["hi"])}
-
-
-@pytest.mark.long
-def test_lost_or_late_packets_cost_only_time(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With a fifth of the packets lost or all delayed, steps slow down and a world forms; no process dies."""
-    faults = [
-        {"kind": "lose_packets", "node": 1, "within": [0.1, 0.2], "for_s": 4},
-        {"kind": "slow_network", "node": 1, "within": [0.3, 0.4], "for_s": 4},
-        {"kind": "lose_packets", "node": 1, "within": [0.5, 0.6], "for_s": 6},
-        {"kind": "kill_worker", "node": "leader", "after_s": 1},
-    ]
-    nodes = {"count": 2, "lease_ttl_s": 10, "recovery": "live"}
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 40}, nodes=nodes, faults=faults)
-    found = verdict_of([path, "--seed", "3", "--out", str(tmp_path / "run")], capfd)
-    assert found["valid"], broken(found)
-    assert found["weights_sha256"] == found["reference_weights_sha256"]
-    evidence = collect(tmp_path / "run" / "faulted")
-    applied = sorted(number(line, "t") for line in evidence.of("step") if line["rank"] == 0)
-    moments = [
-        number(line, "t") for op in ("fault", "undo") for line in evidence.of(op) if line["kind"] == "slow_network"
-    ]
-    began, ended = moments
-    assert sum(began + 1 < t < ended for t in applied) < sum(t < began for t in applied) / (began - applied[0]) * 3
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_file_system_that_freezes_ends_no_world(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Twice it blocks writes for longer than a rank may hang: only commits are late."""
-    if os.geteuid() != 0:
-        pytest.skip("only root mounts and freezes file systems")
-    found = verdict_of(["frozen-disk", "--out", str(tmp_path / "run")], capfd)
-    assert found["valid"], broken(found)
-    run = collect(tmp_path / "run" / "faulted")
-    assert [line["kind"] for line in run.of("fault")] == ["freeze_fs", "freeze_fs"]
-    assert set(pids_of(run)) == {1}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_who_joins_costs_the_others_next_to_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A node returns, and the job is started a second time: both are judged by the cost to the others."""
-    found = verdict_of(["bad-node", "--seed", "1", "--out", str(tmp_path / "run")], capfd)
-    assert found["valid"], broken(found)
-    invariants = found["invariants"]
-    assert isinstance(invariants, list)
-    (no_harm,) = [item for item in invariants if item["invariant"] == "no-harm"]
-    assert no_harm["truth"] == "true" and no_harm["why"].startswith("2 times a node was wrong or joined")
-    assert "is connected to etcd" in str(found["effects"]), "the second job came as far as the first one's etcd"
-
-
-@pytest.mark.long
-@pytest.mark.xdist_group("network")
-def test_misled_addresses_cost_worlds_and_nothing_else(
-    tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The last node's name resolves to 127.0.1.1 when the next world forms; later others refuse it for a while."""
-    faults = [
-        {"kind": "hosts_file", "node": 1, "at_step": 10, "for_s": 60},
-        {"kind": "kill_worker", "node": 0, "at_step": 20},
-        {"kind": "refuse_address", "node": 1, "at_step": 120, "for_s": 10},
-    ]
-    path = scenario(tmp_path, rows, {**WITNESS, "epochs": 120}, nodes={"count": 2, "lease_ttl_s": 2}, faults=faults)
-    try:
-        with cable():
-            pass
-    except NoNamespacesError as error:
-        pytest.skip(str(error))
-    found = verdict_of([path, "--seed", "2", "--out", str(tmp_path / "run"), "--no-reference"], capfd)
-    assert found["valid"], broken(found)
-    evidence = collect(tmp_path / "run" / "faulted")
-    worlds = {line["term"]: line["world"] for line in evidence.of("form")}
-    assert list(worlds.values()).count(2) >= 2, "both came together again after a name that meant nothing to others"

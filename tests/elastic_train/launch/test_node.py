@@ -197,15 +197,6 @@ def test_code_that_quits_does_not_end_a_run_in_good_order(tmp_path: Path, rows: 
     assert re.search(said, done.output)
 
 
-@pytest.mark.long
-def test_a_sample_that_ends_its_process_is_named_where_none_may_be_left_out(tmp_path: Path, rows: Path) -> None:
-    """With the code for data that are wrong, after which nobody starts it again."""
-    line = command(poisoned(tmp_path, rows), "--ranks", "2")
-    done = run(line)
-    assert done.code == 65, done.output
-    assert f"sample {POISON} (row group " in done.output and "ends its process with SIGSEGV" in done.output
-
-
 def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> None:
     """Before any restart is spent that could not help."""
     config = Path(poisoned(tmp_path, rows))
@@ -213,22 +204,6 @@ def test_a_job_that_gets_nowhere_ends_with_93(tmp_path: Path, rows: Path) -> Non
     done = run(command(str(config), "--ranks", "2"))
     assert done.code == 93, done.output
     assert "the last 2 worlds, up to term" in done.output and "got no further than step" in done.output
-
-
-@pytest.mark.long
-def test_a_sample_of_the_validation_set_that_ends_its_process_is_suspected(tmp_path: Path, rows: Path) -> None:
-    """Every step can be computed, and only the validation after the last ends one process after the other."""
-    config = Path(poisoned(tmp_path, rows))
-    tree = yaml.safe_load(config.read_text()) | {"give_up_after": "3 worlds"}
-    tree["task"]["params"] |= {"ids": [3], "validated": True}
-    config.write_text(yaml.safe_dump(tree))
-    done = run(command(str(config), "--ranks", "2"))
-    assert done.code == 93, done.output
-    assert "got no further than step 40" in done.output
-    suspect = (
-        f"points to the samples of the validation set {rows / 'validation'} (3 of 3 worlds ended while they validated)"
-    )
-    assert suspect in done.output
 
 
 def applied(run: Path) -> int:

@@ -22,14 +22,12 @@ from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.errors import DataError, PeerLostError, UnreadableError
 from elastic_train.parallel.group import Group
 from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
-from tests.conftest import Finished, write_rows
-from tests.conftest import start as start_processes
+from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.training.jobs import (
     CLASSIFIER,
     PARAMS,
     WITNESS,
-    history,
     result,
     succeed,
 )
@@ -184,28 +182,6 @@ def test_the_witness_counts_all_but_the_hole(tmp_path: Path, torn: Path) -> None
     assert truths(tmp_path)["witness"] == "true"
     np.save(tmp_path / "run" / "witness.npy", np.where(np.arange(331) == 5, 2, counts))
     assert truths(tmp_path)["witness"] == "false"
-
-
-@pytest.mark.long
-def test_a_replay_keeps_the_holes_of_the_first_run(tmp_path: Path) -> None:
-    """A run that crashed after a hole resumes from before it, and keeps the hole although the file is intact again."""
-    data = write_rows(tmp_path / "data", 331, seed=1)
-    whole = (data / "part-1.parquet").read_bytes()
-    damage(data, "part-1.parquet", 2)
-    reference = tmp_path / "reference"
-    succeed(start([config(reference, data, CLASSIFIER, **QUARANTINE)]))
-    since = result(reference)["holes"][0]["since"]  # type: ignore[index]
-
-    params = {**PARAMS, "marker": str(tmp_path / "failed"), "after": 4 * (since + 4)}
-    task = {"task": {"path": "tests.tasks:FailsOnce", "params": params}, "checkpoint": {"every": "1000 steps"}}
-    path = config(tmp_path / "crashed", data, {**CLASSIFIER, **task}, **QUARANTINE)
-    first: Finished = start_processes([path], num_ranks=1)
-    assert first.code != 0 and "planted failure" in first.output
-    (data / "part-1.parquet").write_bytes(whole)
-    succeed(start([path], num_ranks=3))
-    assert result(tmp_path / "crashed")["weights_sha256"] == result(reference)["weights_sha256"]
-    assert truths(tmp_path / "crashed")["coverage"] == "true"
-    assert {line["term"] for line in history(tmp_path / "crashed", "step") if line.get("num_left_out")} == {1, 2}
 
 
 def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_path: Path) -> None:

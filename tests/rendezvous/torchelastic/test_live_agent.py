@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous import EtcdServer
-from rendezvous.etcd.connection import GIVE_UP_AFTER_S
 from rendezvous.torchelastic import bound_agent
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.entry_point import create_handler
@@ -43,18 +41,6 @@ class Dying:
 
     def poll(self) -> int | None:
         return self._codes.pop() if self._codes else -int(signal.SIGKILL)
-
-
-@pytest.mark.long
-def test_a_node_starts_while_etcd_is_away(run_id: str) -> None:
-    """A node that returns during an outage waits with the others for a while, and does not exit."""
-    with EtcdServer() as server:
-        server.stop()
-        threading.Timer(GIVE_UP_AFTER_S + 0.5, server.begin).start()
-        parameters = RendezvousParameters("etcd", server.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
-        handler = create_handler(parameters)
-        assert not handler.is_closed()
-        handler.shutdown()
 
 
 class Started:

@@ -145,36 +145,6 @@ def is_of(worker: dict[str, Any], node: Node) -> bool:
     return parent_of(worker["pid"]) == node.pid
 
 
-@pytest.mark.long
-def test_worlds_of_1_3_2_4_1(job: Job) -> None:
-    """Nodes join two at a time, are killed, leave and are killed at once: max_restarts is 0 throughout.
-
-    In every world the ranks are numbered from 0, and have one term and one model; no worker survives its node.
-    """
-    nodes = [job.node("--nnodes=1:4")]
-    workers = job.await_world(1, above=0)
-    for change, size in ((2, 3), (-1, 2), (2, 4), (-3, 1)):
-        lost = [worker["pid"] for worker in workers[: max(0, -change)]]
-        victims = [node for node in nodes if any(parent_of(pid) == node.pid for pid in lost)]
-        nodes = [node for node in nodes if node not in victims]
-        nodes += [job.node("--nnodes=1:4") for _ in range(change)]
-        for number, victim in enumerate(victims):
-            if number == 1:
-                victim.terminate()  # one leaves, with a lease to revoke and a worker to stop
-            else:
-                kill(victim)
-        workers = job.await_world(size, above=workers[0]["context"]["term"])
-        assert [worker["rank"] for worker in workers] == list(range(size))
-        assert {worker["context"]["num_nodes"] for worker in workers} == {size}
-        assert {worker["context"]["cause"] for worker in workers} == {"lost" if victims else "joined"}
-        assert all(worker["weights"] == workers[0]["weights"] for worker in workers)
-        assert {parent_of(worker["pid"]) for worker in workers} == {node.pid for node in nodes}
-        assert not any(is_alive(pid) for pid in lost)
-    assert job.finish(*nodes) == [0], job.output()
-    assert all(victim.wait(timeout=PATIENCE_S) != 0 for victim in job.nodes if victim not in nodes)
-    assert not any(is_alive(line["pid"]) for line in job.said("trains"))
-
-
 def test_a_command_line_for_torchs_own_backends_runs(job: Job) -> None:
     """With only the backend's name changed it trains, and lists in one line of output the keys without effect."""
     job.forks = False

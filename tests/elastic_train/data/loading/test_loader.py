@@ -22,7 +22,6 @@ from elastic_train.data.loading.collate import Collate
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import (
     LaneDataLoader,
@@ -201,35 +200,6 @@ def test_one_worker_resumes_from_a_cursor(dataset: Manifest) -> None:
     steps.close()  # type: ignore[attr-defined]
     assert worker.exitcode == 0 and not multiprocessing.active_children()
     assert cursor_of(loader.state_dict()) == Cursor(1, 2 * MICRO_BATCH)
-
-
-@pytest.mark.long
-def test_the_number_of_workers_changes_at_every_resume(dataset: Manifest, tmp_path: Path) -> None:
-    """Four, one, two, no workers in worlds of other sizes, over one cache: the pure order; signals change nothing."""
-    order, cursor, done = order_of(dataset), Cursor(), 0
-    reader = Reader(dataset, ["label"], cache=RowCache(tmp_path, dataset, ["label"]))
-    for num_workers, lanes, num_steps in ((4, range(5), 3), (1, range(2, 4), 2), (2, range(5), 2), (0, range(1, 5), 3)):
-        loader = LaneLoader(
-            reader,
-            order,
-            collate,
-            lanes=lanes,
-            micro_batch=MICRO_BATCH,
-            cursor=cursor,
-            num_steps=num_steps,
-            num_workers=num_workers,
-        )
-        steps = iter(loader)
-        read = [micro_batches(next(steps))]
-        workers = multiprocessing.active_children()
-        assert len(workers) == num_workers, "those of the loader before have ended"
-        for worker in workers:
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGTERM)
-            os.kill(worker.pid, signal.SIGUSR1)
-        read += [micro_batches(step) for step in steps]
-        assert read == expected_steps(order, lanes, done, num_steps)
-        done, cursor = done + num_steps, cursor_of(loader.state_dict())
 
 
 def inner_loader(

@@ -57,7 +57,6 @@ ROWS = [
     pytest.param(Row({"tensor": 2, "sequence": True}, lost_at=0.65), marks=pytest.mark.hunt),
     Row({"expert": 2}, has_experts=True, is_like_one=True),
     pytest.param(Row({"context": 2}, lost_at=0.65), marks=pytest.mark.hunt),
-    pytest.param(Row({"tensor": 2, "context": 2, "sequence": True}), marks=pytest.mark.long),
 ]
 
 

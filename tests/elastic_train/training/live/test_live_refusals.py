@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from rendezvous import EtcdServer
-from tests.conftest import PATIENCE_S
 from tests.elastic_train.training.live.test_live import (
-    ENDLESS,
     eventually,
     finish,
     launch,
@@ -22,7 +20,7 @@ from tests.elastic_train.training.live.test_live import (
     weights,
     write_config,
 )
-from tests.rendezvous.etcd.test_refusals import QUOTA, Users, fill, make_room
+from tests.rendezvous.etcd.test_refusals import QUOTA, fill, make_room
 
 pytestmark = pytest.mark.slow
 __all__ = ["nothing_left", "undisturbed"]
@@ -49,25 +47,3 @@ def test_a_worker_that_dies_while_etcd_is_full_ends_nobody(
         run, log = finish(job, tmp_path)
     assert log.count("another is started in its place") == 1, log
     assert weights(run) == undisturbed(60)
-
-
-@pytest.mark.long
-def test_a_job_whose_password_was_changed_waits_and_one_with_a_wrong_one_ends_at_once(
-    tmp_path: Path, rows: Path
-) -> None:
-    """A worker dies while etcd rejects the job's password: nobody exits; at the start a wrong password is an error."""
-    with EtcdServer() as server:
-        users = Users(server)
-        config = write_config(tmp_path, rows, ENDLESS)
-        refused = launch(tmp_path, server, config, ranks=1, conf=",user=job,password=wrong")
-        assert refused.wait(PATIENCE_S) != 0
-        log = (tmp_path / "node.log").read_text()
-        assert "refused the user 'job'" in log and "Correct `user` and `password`" in log
-        launch(tmp_path, server, config, ranks=2, conf=",user=job,password=right")
-        term, ranks = until_whole(tmp_path / "run", 2)
-        users.set_password("job", "other")
-        os.kill(ranks[1], signal.SIGKILL)
-        eventually(lambda: (tmp_path / "node.log").read_text().count("waiting for etcd") >= 2, "both wait")
-        users.set_password("job", "right")
-        _, again = until_whole(tmp_path / "run", 2, above=term)
-        assert ranks[0] in again.values()

@@ -32,9 +32,8 @@ STEPS = 100
 """As many as take a minute at the pace of a job that has to last until two nodes have joined."""
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_node_that_computes_wrongly_costs_a_world_nothing(
-    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object], ranks: int
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """One of its workers computes wrongly and none joins; the world is unchanged, and later accepts a healthy node.
 
@@ -46,7 +45,7 @@ def test_a_node_that_computes_wrongly_costs_a_world_nothing(
     term, _ = until_whole(tmp_path / "run", 1)
     points.mkdir()
     assert give(points, "flip_product")
-    unfit = launch_alone(tmp_path, etcd, config, "unfit", ranks=ranks, **{VARIABLE: str(points)})
+    unfit = launch_alone(tmp_path, etcd, config, "unfit", ranks=2, **{VARIABLE: str(points)})
     assert unfit.wait(PATIENCE_S) == 71
     assert str(done_by(points, "flip_product")).endswith("computes wrongly")
     log = (tmp_path / "unfit.log").read_text()

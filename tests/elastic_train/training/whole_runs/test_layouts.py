@@ -37,7 +37,7 @@ from tests.rounding import assert_same_but_for_rounding
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # reference runs
 Keys = Mapping[str, object]
 Reference = Callable[[Keys], Path]
-LONG, HUNT = pytest.mark.long, pytest.mark.hunt  # other rows, or `test_lost_ranks`, have these
+HUNT = pytest.mark.hunt  # other rows, or `test_lost_ranks`, have these
 DEVICES = {"on_devices": True}
 
 TENSOR, CONTEXT, EXPERT, STAGES = ({f"parallel.{key}": 2} for key in ("tensor", "context", "expert", "pipeline"))
@@ -88,8 +88,6 @@ ROWS = [
     pytest.param(4, {**TENSOR, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**TENSOR, **GRADIENTS, **UNITS}, DEVICES),
     pytest.param(4, {**TENSOR, **OPTIMIZER, **ONCE, **UNITS, **AUDITED}, {}, marks=HUNT),
-    pytest.param(6, {**TENSOR, **SMALL}, {}, marks=LONG),
-    pytest.param(6, {**TENSOR, **GRADIENTS, **ALL_AT_ONCE}, {}, marks=LONG),
     # sequence parallelism
     pytest.param(4, {**SEQUENCE, **OPTIMIZER, **ONCE, **SMALL}, {}),
     pytest.param(4, {**SEQUENCE, **PARAMETERS, **UNITS, **AUDITED}, DEVICES),
@@ -112,8 +110,6 @@ ROWS = [
     pytest.param(4, {**CHUNKS, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
     pytest.param(4, {**CHUNKS, **OPTIMIZER, **ALL_AT_ONCE}, DEVICES),
     pytest.param(4, {**GPIPE, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
-    pytest.param(6, {**STAGES, **OPTIMIZER}, {}, marks=LONG),
-    pytest.param(4, {**CHUNKS, "compile": True}, {}, marks=LONG),
     # experts spread over ranks, some of which have one lane more
     pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}),
     pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}),

@@ -164,8 +164,6 @@ AT_ANY_EXCHANGE = [
     *({**EXPERTS, **shards} for shards in (GRADIENTS, ROUNDED)),
     *({**degrees, **ALL_OFFLOADED} for degrees in (TENSOR, CONTEXT, STAGES, EXPERTS)),
     *({**CHUNKS, **EXPERTS, **shards} for shards in (GRADIENTS, ALL_OFFLOADED)),
-    pytest.param({**BOTH, **SEQUENCE, **OFFLOADED}, marks=pytest.mark.long),
-    pytest.param({**BOTH, **STAGES, **SEQUENCE, **OPTIMIZER}, marks=pytest.mark.long),
 ]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.runs.status import status_of
-from elastic_train.data.corpora.synthetic import synthesise
 from tests.conftest import Finished, run_source, start
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, failing, history, result, succeed
 
@@ -31,33 +30,6 @@ def test_a_failed_run_resumes_at_another_world_size(tmp_path: Path, rows: Path, 
     for key in ("weights_sha256", "metrics", "coverage"):
         assert result(tmp_path)[key] == result(alone)[key], key
     assert result(tmp_path)["term"] == 2
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_policy_data_gives_the_same_metrics_resumed_or_not(tmp_path: Path) -> None:
-    """Eleven classes with a long tail; after a crash or a request to leave, other ranks finish with equal metrics."""
-    for name, num_rows, seed in (("train", 720, 1), ("validation", 300, 2)):
-        synthesise(str(tmp_path / name), num_rows, "policy", seed, rows_per_group=64)
-    params: dict[str, object] = {"max_tokens": 32, "dim": 16, "depth": 1, "heads": 2}
-
-    def end_of(name: str, path: str, failing: dict[str, object], *worlds: int | None) -> dict[str, object]:
-        task = {"path": path, "params": {**params, **failing}}
-        folder = tmp_path / name
-        arguments = [config(folder, tmp_path, CLASSIFIER, task=task, epochs=1)]
-        codes = [start(arguments, num_ranks=num_ranks, timeout_s=280).code for num_ranks in worlds]
-        assert [code == 0 for code in codes] == [number == len(worlds) for number in range(1, len(worlds) + 1)]
-        end = result(folder)
-        assert end["term"] == len(worlds) and end["world"] == (worlds[-1] or 1)
-        return end
-
-    straight = end_of("straight", "elastic_train.tasks.text_classifier:TextClassifier", {}, None)
-    for how, worlds in (("raise", (2, 3)), ("SIGTERM", (None, 2))):
-        failing = {"marker": str(tmp_path / f"{how} failed"), "after": 40, "how": how}
-        resumed = end_of(how, "tests.tasks:FailsOnce", failing, *worlds)
-        for key in ("weights_sha256", "metrics", "coverage", "step"):
-            assert resumed[key] == straight[key], key
-    assert {"loss", "macro_f1"} <= straight["metrics"].keys()  # type: ignore[attr-defined]
 
 
 def test_sigterm_commits_and_exits_with_75(tmp_path: Path, rows: Path, alone: Path) -> None:

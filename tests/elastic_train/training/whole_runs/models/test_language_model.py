@@ -67,32 +67,6 @@ def test_any_world_and_mode_gives_the_same_bits(
     assert set(found["metrics"]) == {"loss", "samples", "perplexity", "token_accuracy"}  # type: ignore[call-overload]
 
 
-@pytest.mark.long
-def test_compiled_blocks_have_one_hash_at_any_world_and_through_a_kill(
-    tmp_path: Path, fewer_rows: Path, alone: dict[str, object]
-) -> None:
-    """Compiled blocks have their own hash, in every mode; an epoch's last micro-batches differ in shape: uncompiled."""
-    params = {"model": MODEL, "max_tokens": 16, "fixed_width": True}
-    job = {**LANGUAGE, "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}, "compile": True}
-    points = tmp_path / "points"
-    points.mkdir()
-    arm(points, "record", "kill", nth=2)
-    path = config(tmp_path / "killed", fewer_rows, job)
-    assert start_processes([path], num_ranks=2, environ={VARIABLE: str(points)}).code != 0
-    done = succeed(start([path], num_ranks=3))
-    assert "Resuming from step" in done.output and "2 blocks compiled before training" in done.output
-    worlds: list[tuple[int | None, list[str]]] = [
-        (None, []),
-        (4, ["--parallel.shards", "parameters", "--parallel.recompute", "units"]),
-    ]
-    for num_ranks, how in worlds:
-        folder = tmp_path / str(num_ranks)
-        succeed(start([config(folder, fewer_rows, job), *how], num_ranks=num_ranks))
-        for key in ("weights_sha256", "metrics"):
-            assert result(folder)[key] == result(tmp_path / "killed")[key]
-    assert result(tmp_path / "None")["weights_sha256"] != alone["weights_sha256"]
-
-
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, fewer_rows: Path, alone: dict[str, object]
 ) -> None:

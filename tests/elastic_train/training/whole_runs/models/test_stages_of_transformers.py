@@ -59,7 +59,6 @@ def of_gpt2(tmp_path_factory: pytest.TempPathFactory, fewer_rows: Path, folder_o
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
     [
-        pytest.param(2, stages(2), marks=pytest.mark.long),  # the stretches below have these
         (4, [*stages(2, kind="gpipe"), "--parallel.bucket_mb", "0.001"]),
         (4, [*stages(2), "--parallel.shards", "gradients", "--parallel.copies", "1"]),
         (3, [*stages(3), "--parallel.recompute", "units"]),
