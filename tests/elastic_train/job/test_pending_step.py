@@ -21,6 +21,7 @@ from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.resharding import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
+from elastic_train.job.resharding.placing import take_place
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients
@@ -59,10 +60,14 @@ class Rank(Group):
         return self._meeting.gather(self.rank, tensor)
 
 
+def make_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+
+
 def make_state(mesh: Mesh, step: int) -> AppliedState:
     """Return the state of a place in a cell of two at a step, with the next step's gradient ready."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    model = make_model()
     recipe = OptimizerConfig(lr=0.1, warmup_steps=0, clip_norm=0.5)
     plan = CellPlan({"0": "column"}, dims={"0.weight": 0, "0.bias": 0})
     state = build_state(model, recipe, 9, "cpu", False, (), ParallelConfig(tensor=2), plan, plan.dims)
@@ -181,3 +186,13 @@ def test_copies_of_a_part_have_one_gradient() -> None:
             wrong[3, grain] += 1
         with pytest.raises(WeightsDifferError, match=who):
             gradient_norm.norm_of(wrong, shards.table)
+
+
+def test_a_rank_that_comes_to_another_place_has_the_initial_weights_there() -> None:
+    """What it held is of no use there; the next world gives it the place's state."""
+    there, state = Mesh(1, 2, Cell(tensor=2)), make_state(Mesh(0, 2, Cell(tensor=2)), 2)
+    plan: Any = SimpleNamespace(first_weights=lambda: make_model().state_dict().items())
+    take_place(plan, state, there, Group(0, 1, None, 1.0))
+    assert (state.place, state.shards.part) == (Place(0, 0), 1)
+    for mine, expected in zip(weights_of(state), weights_of(make_state(there, 0)), strict=True):
+        assert torch.equal(mine, expected)

@@ -148,6 +148,15 @@ def lose(folder: Path, rows: Path, layout: Parallel, size: int, losses: list[Los
     return run
 
 
+@pytest.mark.parametrize("parallel", [PARAMETERS, TENSOR, {**TENSOR, **PARAMETERS}, {**STAGES, **OPTIMIZER}], ids=str)
+def test_a_rank_lost_before_the_first_step_is_replaced(
+    tmp_path: Path, few_rows: Path, undisturbed: Callable[[Parallel], tuple[object, ...]], parallel: Parallel
+) -> None:
+    """The other rank has its shards already, and the newcomer gets the initial weights of the lost one's."""
+    lose(tmp_path, few_rows, parallel, 2, [Loss(1, 1, "backward")])
+    assert found(tmp_path) == undisturbed(parallel)
+
+
 BOTH, SEQUENCE = {**TENSOR, **CONTEXT}, {"sequence": True}
 AT_ANY_EXCHANGE = [
     *({**TENSOR, **shards} for shards in ({}, OPTIMIZER, GRADIENTS, PARAMETERS)),
