@@ -97,16 +97,13 @@ def test_ctrl_c_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: 
     assert max(line["step"] for line in restores) > 0
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committed(
-    tmp_path: Path, rows: Path, recovery: str
-) -> None:
+def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committed(tmp_path: Path, rows: Path) -> None:
     """A step of ten minutes, 30 s from SIGTERM to SIGKILL: the job leaves in time and loses no applied step."""
     config, marker = Path(write_config(tmp_path, rows, 40)), tmp_path / "stall"
     tree = yaml.safe_load(config.read_text())
     tree["task"] = {"path": "tests.tasks:Stalls", "params": {**PARAMS, "marker": str(marker)}}
     config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 600.0}))
-    line = command(str(config), "--ranks", "2", "--recovery", recovery, "--grace-s", "30")
+    line = command(str(config), "--ranks", "2", "--grace-s", "30")
     job = begin(line)
     until_whole(tmp_path / "run", 2)
     eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
@@ -180,10 +177,9 @@ def test_a_row_that_ends_every_process_that_inspects_it_keeps_no_job_from_traini
     assert "3 worlds in a row did not get past step 0" in done.output
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_node_that_ends_with_0_has_finished(tmp_path: Path, rows: Path, recovery: str) -> None:
+def test_a_node_that_ends_with_0_has_finished(tmp_path: Path, rows: Path) -> None:
     """Not one whose workers leave in the middle of the job, and whose restarts are used up."""
-    line = command(poisoned(tmp_path, rows, "leave"), "--recovery", recovery, "--max-restarts", "0")
+    line = command(poisoned(tmp_path, rows, "leave"), "--recovery", "restart", "--max-restarts", "0")
     done = run(line)
     assert done.code == 1, done.output
     assert "worker 0 exited with 0 without finishing" in done.output
@@ -266,11 +262,10 @@ def test_a_bad_configuration_is_reported_once(tmp_path: Path, rows: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, rows: Path, recovery: str) -> None:
+def test_a_run_id_that_was_just_used_by_another_job_is_refused(tmp_path: Path, rows: Path) -> None:
     """It ended with 0, without a step and without a word; the same job again has nothing left to do, and says so."""
     with EtcdServer() as server:
-        flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1", "--recovery", recovery)
+        flags = ("--endpoint", server.endpoint, "--id", "twice", "--ranks", "1")
 
         def launched(folder: str) -> Finished:
             config = write_config(tmp_path / folder, rows, 5, lane_ms=0.0)
@@ -367,8 +362,15 @@ def test_a_launch_leaves_nothing_in_the_temporary_folder(tmp_path: Path, rows: P
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", ["imports", "etcd", "standby", "worker"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGUSR1, "imports"),
+        (signal.SIGTERM, "etcd"),
+        (signal.SIGUSR1, "standby"),
+        (signal.SIGTERM, "worker"),
+    ],
+)
 def test_a_request_to_leave_at_any_moment_of_a_start_ends_with_75(
     tmp_path: Path, rows: Path, number: signal.Signals, moment: str
 ) -> None:
@@ -406,37 +408,6 @@ def listens(pid: int, number: signal.Signals) -> bool:
     """Say whether a process has a function for a signal."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
-
-
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_a_node_with_other_limits_or_in_another_mode_ends_with_2_and_the_others_do_not_notice(
-    tmp_path: Path, rows: Path, recovery: str
-) -> None:
-    """One with --nodes 1:2 and one with 1:3 once regrouped twice a second for ever; two modes stood still together."""
-    with EtcdServer() as etcd:
-        config = write_config(tmp_path, rows, ENDLESS)
-        shared = ("--ranks", "1", "--endpoint", etcd.endpoint, "--id", tmp_path.name, "--recovery", recovery)
-        first = begin(command(config, "--nodes", "1:2", "--ttl-s", "60", *shared))  # a lost lease is another world
-        try:
-            until_whole(tmp_path / "run", 1)
-            mode = "restart" if recovery == "live" else "live"
-            differing = {
-                ("1:3", recovery): "--nnodes (or --nodes) is 1:3 here, and 1:2 on the nodes that run already",
-                ("1:2", mode): f"is {mode} here, and {recovery} on the nodes that run already",
-            }
-            logs = [tmp_path / f"{own}.log" for _, own in differing]
-            others = [
-                begin(command(config, "--nodes", nodes, *shared[:-1], own), log)
-                for (nodes, own), log in zip(differing, logs, strict=True)
-            ]
-            codes = [other.wait(PATIENCE_S) for other in others]
-            for log, said in zip(logs, differing.values(), strict=True):
-                assert said in log.read_text()
-            assert codes == [2, 2]
-            assert first.poll() is None
-        finally:
-            first.kill()
-        assert [line["term"] for line in history(tmp_path / "run") if line["op"] == "form"] == [1]
 
 
 @pytest.mark.parametrize(("flags", "compacts"), [((), True), (("--compact",), True), (("--no-compact",), False)])
