@@ -60,8 +60,8 @@ class PacedUntil(Until, PacedClassifier):
     """A classifier that is paced until a file exists."""
 
 
-class PacedOnBaseUntil(PacedUntil):
-    """A paced classifier on a frozen embedding that commits do not hold, like the base of adapters."""
+class OnBase(TextClassifier):
+    """A classifier on a frozen embedding that commits do not hold, like the base of adapters."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
@@ -282,7 +282,7 @@ class Flips(FailsOnce):
 
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         self.num_losses += 1
-        if self.is_armed and self.num_losses == self.after and os.environ.get("RANK") == self.rank:
+        if self.is_armed and self.num_losses == self.after and os.environ.get("LOCAL_RANK") == self.rank:
             self.marker.touch()
             with torch.no_grad():
                 dict(model.named_parameters())["head.weight"].view(torch.int32)[0, 0] ^= (

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from elastic_train.checkpoint.format.pieces import Pieces
 from elastic_train.checkpoint.format.state_tree import leaves_of
@@ -24,11 +20,9 @@ from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
-from elastic_train.parallel.devices.device import Device
 from elastic_train.parallel.devices.host_memory import CpuMemory, pinned
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import Run
-from tests.conftest import run_ranks
 from tests.elastic_train.job.sharded.shard_jobs import (
     Offloads,
     Shards,
@@ -41,8 +35,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     train,
 )
 from tests.elastic_train.job.sharded.test_held_state import newcomers
-from tests.fake_device import KINDS, FakeDevice
-from tests.fake_memory import DeviceBytes, FakeMemory, is_on_host
+from tests.fake_memory import DeviceBytes, FakeMemory
 
 STEPS = 2
 _SMALL = 4096
@@ -71,44 +64,6 @@ def memory_of(state: AppliedState) -> FakeMemory:
     offloaded = shards_of(state).offload
     assert offloaded is not None and isinstance(offloaded.memory, FakeMemory)
     return offloaded.memory
-
-
-def seen_by_groups() -> Device:
-    """Return a device that exchanges all but host memory."""
-    device = FakeDevice()
-    return Device(
-        torch.device("cpu"),
-        lambda tensor: tensor.dtype in KINDS and not is_on_host(tensor),
-        lambda: device,
-        device.seen().connect,
-    )
-
-
-def ranks(rank: int, size: int, folder: str, connect: Callable[[], Device] | None) -> None:
-    """Train in every mode; return the weights after each step."""
-    torch.set_num_threads(1)
-    group = Group(rank, size, FileStore(f"{folder}/store", size), 60, connect() if connect else None)
-    found = {}
-    for shards, offload in MODES:
-        state, digests = seated(group, shards, offload, seed=rank), []
-        for step in range(STEPS):
-            train(group, state, step + 1)
-            digests.append(fingerprint(group, state))
-        found[f"{shards}, {offload}"] = digests
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    group.barrier()
-    os._exit(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "connect"), [(3, None), (3, seen_by_groups)], ids=["through hosts", "by devices"])
-def test_no_world_and_no_offload_show_in_the_bits(
-    tmp_path: Path, size: int, connect: Callable[[], Device] | None, whole: Sequence[str]
-) -> None:
-    run_ranks(ranks, size, str(tmp_path), connect)
-    for rank in range(size):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == {f"{shards}, {offload}": whole for shards, offload in MODES}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +15,14 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.sharded.first_weights import without_memory
 from elastic_train.job.state_shards import StateShards
+from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import FolderWeights, open_folder, runs_as_listed, stand_ins
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_causal
 from tests.elastic_train.job.sharded.test_held_state import newcomers
@@ -203,3 +207,48 @@ class Backwards(nn.Module):
 def test_blocks_that_run_in_another_order_are_seen() -> None:
     assert not runs_as_listed(Backwards(), x=torch.zeros(1, 4))
     assert runs_as_listed(nn.ModuleList([nn.Linear(4, 4)])[0], input=torch.zeros(1, 4))
+
+
+def pages_of_folders() -> int:
+    """Return the number of bytes of weight files that this process has mapped."""
+    found, is_weights = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            is_weights = words[-1].endswith(".safetensors")
+        elif is_weights and words[0] == "Rss:":
+            found += 1024 * int(words[1])
+    return found
+
+
+def test_a_stage_reads_its_own_weights_of_a_folder(tmp_path: Path) -> None:
+    """The folder's type may differ from the trained type."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 3}
+    config = transformers.AutoConfig.for_model(**{**LLAMA, **sizes, "tie_word_embeddings": False})
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    task, parallel = CausalLM(hf={"path": str(tmp_path)}), ParallelConfig(pipeline=3)
+    source = Source.of({"path": str(tmp_path)})
+    kind = Kind("AutoModelForCausalLM", source.load_config())
+    whole = source.build(kind)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for place in range(3):
+        opened = open_folder(source, kind)
+        assert opened is not None
+        model = without_memory(opened[0], torch.device("cpu"))
+        plan = cell_plan_of(task, model, parallel)
+        assert plan is not None
+        most = 0
+
+        def counted(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            nonlocal most
+            for one in weights:
+                yield one
+                most = max(most, pages_of_folders())
+
+        CutModel(model, plan, parallel.cell, CellLinks()).take_place(place, counted(opened[1]))
+        own = {name: one for name, one in model.named_parameters() if one.numel()}
+        assert all(one.equal(whole.get_parameter(name)) for name, one in own.items())
+        assert most < 0.7 * size, "a third is its own, and a page brings some around it"

@@ -270,6 +270,27 @@ def test_a_stopped_worker_is_left_out_and_a_dead_one_replaced(tmp_path: Path, ro
     eventually(lambda: not any(is_alive(pid) for pid in everyone), "the end of all that the agent has started")
 
 
+def test_ranks_with_shards_that_die_cost_no_applied_step(
+    tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
+) -> None:
+    """The survivors keep their shards, and the replacement receives its own; `test_lost_ranks` has all shard modes."""
+    points, places = tmp_path / "points", ["backward", "applied"]
+    points.mkdir()
+    environ = {VARIABLE: str(points), "ELASTIC_TRAIN__PARALLEL__SHARDS": "parameters"}
+    job = launch(tmp_path, etcd, write_config(tmp_path, rows, ENDLESS), ranks=3, **environ)
+    try:
+        term, _ = until_whole(tmp_path / "run", 3)
+        lose_ranks(tmp_path, points, 3, [(place, "raise" if place == "backward" else "kill") for place in places])
+        run = leave(job, tmp_path)
+    finally:
+        job.kill()
+    assert "is held 2 times" in (tmp_path / "node.log").read_text()
+    restored = [line for line in run.of("restore") if int(str(line["term"])) > term]
+    assert len({line["term"] for line in restored}) >= len(places)
+    assert all(int(str(line["step"])) > 0 for line in restored)
+    assert weights(run) == undisturbed(steps_of(run))
+
+
 def test_a_suspended_job_goes_on_where_it_was(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
     """All its processes are stopped, as a scheduler does, for longer than the leases and the hang timeout.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
 from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.whole_run import check_kept
@@ -18,9 +19,9 @@ from rendezvous.process_table import pids, stat_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin
 from tests.elastic_train.training.jobs import result, succeed
-from tests.elastic_train.training.live.test_layouts import write_config
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
+    JOB,
     STARTED,
     etcd,
     nothing_left,
@@ -32,6 +33,26 @@ from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
+
+
+def write_config(folder: Path, rows: Path, steps: int, parallel: Mapping[str, object]) -> str:
+    """Write the configuration of a language model; an endless job's lanes take longer."""
+    params = {"model": MODEL, "max_tokens": 16, "lane_ms": 40.0 if steps == ENDLESS else 0.0}
+    tree = {
+        **JOB,
+        "run": {"dir": str(folder / "run"), "seed": 5},
+        "data": {"train": str(rows / "train"), "too_long": "truncate"},
+        "validation": {},
+        "task": {"path": "chaos.tasks.paced_language:PacedLanguage", "params": params},
+        "parallel": parallel,
+        "max_steps": steps,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    return str(folder / "config.yaml")
 
 
 class Nodes:

@@ -6,10 +6,11 @@ stages, schedules, expert ranks, shards, copies, recomputation, offload, buckets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from chaos.tasks import paced
 from chaos.tasks.orders import give
@@ -48,8 +49,10 @@ OPTIMIZER, GRADIENTS, PARAMETERS = ({"parallel.shards": kind} for kind in ("opti
 ONCE = {"parallel.copies": 1}
 UNITS = {"parallel.recompute": "units"}
 AUDITED = {"run.audit_lanes": 2}
+COMPILED = {"compile": True, "task.params.fixed_width": True}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
 OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision", "epochs")
+OWN_BITS += (*COMPILED,)
 """The keys that determine the bits."""
 
 
@@ -62,6 +65,14 @@ def sizes(keys: Keys) -> dict[str, object]:
     """Return the other sizes of a job's model: experts for expert ranks, four blocks for four chunks or stages."""
     has_four = keys.get("parallel.schedule") == "interleaved" or keys.get("parallel.pipeline") == 4
     return {**(EXPERTS if "parallel.expert" in keys else {}), **({"depth": 4} if has_four else {})}
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    """Reset the compiler; ranks as threads restore torch's stance in any order, though it is global."""
+    yield
+    torch.compiler.set_stance("default")
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +93,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory, fewer_rows: Path) -> Ref
 
 
 ROWS = [
+    # replicas
+    pytest.param(2, UNITS, {}),
+    pytest.param(3, {**PARAMETERS, **SMALL}, {}),
+    pytest.param(4, {**GRADIENTS, "parallel.recompute": "selective"}, {}),
     # tensor parallelism: cells of two ranks
     pytest.param(4, {**TENSOR, **UNITS, **AUDITED, **SMALL}, {}),
     pytest.param(6, {**TENSOR, **OPTIMIZER, **SMALL}, {}, marks=HUNT),
@@ -130,6 +145,9 @@ ROWS = [
     pytest.param(4, {**TENSOR, **EXPERT}, {}),
     pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
+    # blocks compiled between their exchanges
+    pytest.param(4, {**TENSOR, **UNITS, **COMPILED}, {}),
+    pytest.param(4, {**EXPERT, **COMPILED}, {}, marks=HUNT),
     # other kernels; in fp16 the first steps search for the scale, and stages without a loss must skip the same updates
     pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
@@ -142,7 +160,8 @@ def test_layouts_that_compute_the_same_have_the_same_bits(
     tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys, where: dict[str, bool]
 ) -> None:
     """Jobs have dropout, clipping, an average, validations, unequal lane counts per cell, and a step of one sample."""
-    succeed(start([write(tmp_path, fewer_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
+    done = succeed(start([write(tmp_path, fewer_rows, sizes(keys)), *flags(keys)], num_ranks=num_ranks, **where))
+    assert ("blocks compiled before training" in done.output) == ("compile" in keys)
     assert_same_bits(tmp_path, reference(keys))
 
 
@@ -155,6 +174,7 @@ def test_so_have_devices_of_processes(tmp_path: Path, fewer_rows: Path, referenc
 
 
 STRETCHES: dict[str, list[tuple[int, Keys]]] = {
+    "shards": [(3, OPTIMIZER), (4, {**PARAMETERS, "parallel.copies": 3}), (2, {**GRADIENTS, **ONCE})],
     "stages": [(4, {"parallel.pipeline": 4, **GRADIENTS}), (6, {**CHUNKS, **OPTIMIZER}), (3, PARAMETERS)],
     "tensor": [(6, {**TENSOR, **GRADIENTS}), (4, {**TENSOR, **STAGES, **PARAMETERS, **ONCE}), (2, TENSOR)],
     "sequence": [(2, SEQUENCE), (4, {**SEQUENCE, **STAGES}), (4, SEQUENCE)],

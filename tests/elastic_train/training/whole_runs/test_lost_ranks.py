@@ -14,15 +14,17 @@ from chaos.judge.invariants.rollbacks import copies
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.judge.job_shape import cell_size
 from tests import memory_job, memory_live
-from tests.elastic_train.training.jobs import average_of, config, result, succeed
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, average_of, config, result, succeed
 from tests.memory_job import Loss
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
 Parallel = Mapping[str, object]
+OF_JOBS = ("precision", "compile", "on_devices")
+"""The keys of a layout that are not of the section `parallel`."""
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
-ALONE = ("tensor", "sequence", "context", "precision", "wire")
+ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile")
 """The keys that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
@@ -30,21 +32,24 @@ OPTIMIZER, GRADIENTS, PARAMETERS = ({"shards": kind} for kind in ("optimizer", "
 COPIES = {"copies": 3}
 ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
 OFFLOADED, ALL_OFFLOADED = {"offload": "optimizer"}, {**PARAMETERS, "offload": "all"}
+COMPILED = {"compile": True}
 FP16, DEVICES, ROUNDED = {"precision": "fp16"}, {"on_devices": True}, {**GRADIENTS, "wire": "bf16"}
 
 
 def write(folder: Path, rows: Path, layout: Parallel) -> str:
-    parallel = {key: value for key, value in layout.items() if key not in ("precision", "on_devices")}
+    parallel = {key: value for key, value in layout.items() if key not in OF_JOBS}
     sizes = {**MODEL, "depth": 4 if parallel.get("schedule") == "interleaved" else 2}
     if "expert" in parallel:
         sizes |= {"experts": 4, "hidden": 16}
+    params = {"model": sizes, "max_tokens": 16, "fixed_width": "compile" in layout}
     keys: dict[str, object] = {
-        "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"model": sizes, "max_tokens": 16}},
+        "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params},
         "batch": {"global_batch": 24, "micro_batch": 6},
         "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
         "checkpoint": {"every": "3 steps", "keep_last": 2},
         "parallel": parallel,
         "precision": layout.get("precision", "fp32"),
+        "compile": layout.get("compile", False),
         "max_steps": STEPS,
     }
     return config(folder, rows, keys)
@@ -114,6 +119,8 @@ ROWS = [
             ({**CONTEXT, **PARAMETERS}, 2, [Loss(3, 3, "backward"), Loss(0, 5, "applied")]),
             ({**STAGES, **GRADIENTS}, 3, [Loss(3, 5, "backward"), Loss(0, 3, "apply")]),
             ({**EXPERTS, **OPTIMIZER}, 2, [Loss(1, 6, "backward"), Loss(2, 3, "applied")]),
+            ({**TENSOR, "sequence": True, **COMPILED}, 2, [Loss(3, 8, "backward")]),
+            ({**CONTEXT, **COMPILED}, 2, [Loss(3, 8, "backward")]),
         )
     ),
 ]
@@ -219,3 +226,15 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     restored = [line for line in collect(tmp_path / "run").of("restore") if int(str(line["term"])) > 1]
     assert {line["step"] for line in restored} == {3} and all(line["commit"] for line in restored)
     assert found(tmp_path) == undisturbed(parallel)
+
+
+def test_a_lost_share_of_weights_that_no_commit_holds_is_read_by_new_processes(tmp_path: Path, few_rows: Path) -> None:
+    """The base of adapters, with one copy of each shard: the survivor ends, and a new process reads all of it."""
+    task, parallel = {"path": "tests.tasks:OnBase", "params": PARAMS}, {**PARAMETERS, "copies": 1}
+    job = {**CLASSIFIER, "task": task, "parallel": parallel, "checkpoint": {"every": "3 steps"}}
+    succeed(memory_job.start([config(tmp_path / "alone", few_rows, job)]))
+    path = config(tmp_path, few_rows, job)
+    done = memory_live.start([path], num_ranks=2, losses=[Loss(1, 6, "apply")])
+    assert "commits do not hold the frozen weights" in done.output and 0 not in done.codes
+    assert "Resuming from step" in succeed(memory_job.start([path], num_ranks=2)).output
+    assert result(tmp_path)["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]

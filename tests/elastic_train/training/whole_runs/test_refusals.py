@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.config.schema import Config
+from elastic_train.config.sources import load_config
+from elastic_train.errors import ConfigError
+from elastic_train.job.plan import make_plan
 from elastic_train.training.run import run
 from rendezvous.etcd.server import free_ports
-from tests.conftest import run_ranks, write_rows
+from tests.conftest import ROOT, run_ranks, write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, succeed
 from tests.memory_job import start
 
@@ -118,6 +122,18 @@ def test_a_rank_with_another_model_is_turned_away_with_the_first_tensor_that_dif
         "'positions float32 [16, 16]' on rank 0: all nodes must have the same"
     ) in done.output
     assert not list((tmp_path / "run").glob("commits/*"))
+
+
+def test_the_example_of_a_language_model_needs_its_number_of_tokens(fewer_rows: Path) -> None:
+    """It uses the model that it names; a configuration for other data has to give the number of token ids."""
+    given = load_config(
+        ROOT / "configs" / "language.yaml", {"data.train": fewer_rows / "train", "data.validation": None}
+    )
+    with pytest.raises(ConfigError, match=r"task.params.model.vocabulary: .* say how many token ids it has"):
+        make_plan(given)
+    whole = {**given.model_dump(), "task": {"path": given.task.path, "params": {**given.task.params, "max_tokens": 64}}}
+    whole["task"]["params"]["model"]["vocabulary"] = 64
+    assert make_plan(Config.model_validate(whole)).total_steps == 100
 
 
 def train_with_own_helper(rank: int, size: int, folder: str, port: int) -> None:
