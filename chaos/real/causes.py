@@ -34,14 +34,11 @@ class _Moment:
     stepped_at: float
 
 
-def record_causes(folder: Path, *, is_local: bool = True) -> None:
-    """Append a `why` line for each fault that is alone until the next world trains, and for the job's end.
-
-    The end's answer needs local commits: another store may be gone by now.
-    """
+def record_causes(folder: Path) -> None:
+    """Append a `why` line for each fault that is alone until the next world trains, and for the job's end."""
     run = collect(folder)
     lines = [{"fault": moment.fault["number"], **_fields(_cause_then(folder, moment))} for moment in _moments(run)]
-    if is_local and (cause := status_of(str(folder)).stopped) is not None:
+    if (cause := status_of(str(folder)).stopped) is not None:
         lines.append(_fields(cause))
     with (folder / "history" / "chaos.jsonl").open("a") as file:
         for line in lines:
@@ -85,4 +82,4 @@ def _cause_then(folder: Path, moment: _Moment) -> Cause:
             if lines:
                 (into / path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
                 terms |= {term} if is_of_term else set()
-        return cause_of(made, now=inf)
+        return cause_of(made, now=inf, slurm=lambda _: None)

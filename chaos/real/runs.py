@@ -107,7 +107,7 @@ def run_once(
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
         _run(scenario, config, folder, due, seed, changes, total_steps, replay, is_quiet, around)
     if due:
-        record_causes(folder, is_local=not scenario.s3)
+        record_causes(folder)
 
 
 def own_of_second(config: Config) -> list[str]:

@@ -103,8 +103,9 @@ def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) 
     """
     from elastic_train.launch import node, options
 
-    sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not from every rank
-    return node.launch(options.resolve(config, overrides, flags, os.environ, options.count_gpus()))
+    checked = sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not by all ranks
+    plan = options.resolve(config, overrides, flags, os.environ, options.count_gpus())
+    return node.launch(plan, checked.anchored().run.dir)
 
 
 @app.command(group=TRAIN)
@@ -195,10 +196,11 @@ def status(
     RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
     --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
     can be resumed. Exit code 0: done; 75: the same line again continues, or begins; 65: it has commits, and none is
-    whole.
+    whole; 1: the store of its commits does not answer.
 
-    With --why, the cause in one sentence, which rank and machine it was, what to do, and the files that say so. Exit
-    code 0: nothing, it is done or running; 75: start it again; 71: leave that machine out; 65: fix something first.
+    With --why, the cause in one sentence, which rank and machine it was, what to do, what the run survived before, and
+    the files that say so. Exit code 0: nothing, it is done, runs or waits; 75: start it again; 71: leave that machine
+    out; 65: fix something first. Slurm is asked about a job that ran there, and etcd for members that live.
     """
     from elastic_train.cli.runs.status import status as status_of
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 
 from elastic_train.errors import ElasticTrainError, Preempted, TooFewNodesError, translated
 from elastic_train.launch import departure
@@ -24,12 +25,26 @@ LAST_WORDS_S = 2.0
 """Seconds for workers that must end at once to report what is lost."""
 
 
-def launch(plan: Launch) -> int:
-    """Run this node until its workers have ended; return the exit code.
+def launch(plan: Launch, run_dir: str) -> int:
+    """Run this node until its workers have ended; return the exit code. A failure of its own is noted in the run.
 
     Raise ConfigError for options that the rendezvous rejects, TooFewNodesError, and ElasticTrainError otherwise: no
     etcd answers, or none can be started.
     """
+    started_at = time.time()
+    try:
+        return _launch(plan)
+    except ElasticTrainError as error:
+        from elastic_train.tracking.history import note_failed
+
+        why, kind = str(error), type(error).__name__
+        note_failed(
+            run_dir, exit_code=error.exit_code, step=0, kind=kind, why=why, started_at=started_at, is_launcher=True
+        )
+        raise
+
+
+def _launch(plan: Launch) -> int:
     for warning in plan.warnings:
         say(f"warning: {warning}\n")
     # torch takes seconds to import: not before the arguments are checked

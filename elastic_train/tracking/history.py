@@ -84,7 +84,8 @@ class History:
         """Record that the world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
         who = _who()
-        self._write("form", world=world, cause=cause, **times, **who, holds=process_usage())
+        job = {"slurm_job": number} if (number := os.environ.get("SLURM_JOB_ID")) else {}
+        self._write("form", world=world, cause=cause, **times, **who, **job, holds=process_usage())
         # the agent, which lives on, records in its own file what kills this process
         name = f"failed-{self._rank:05d}-{who['host']}-{who.get('boot')}"
         noted = {
@@ -313,17 +314,20 @@ def note_unfit(files: BackgroundFiles, run_dir: str | Path, why: str) -> None:
     _note(files, run_dir, f"unfit-{process_identity()['host']}", "unfit", why=why)
 
 
-def note_failed(run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str, started_at: float) -> None:
+def note_failed(
+    run_dir: str | Path, *, exit_code: int, step: int, kind: str, why: str, started_at: float, is_launcher: bool = False
+) -> None:
     """Record in <run.dir>/history/failed-<rank>-<host>-<process>.jsonl why this process ends, if the run has begun.
 
-    `kind` is the error's class, `started_at` the process's start (unix seconds). `of_rank` is null in a live job, whose
-    processes have another rank in each world. Waits a moment.
+    `kind` is the error's class, `started_at` the process's start (unix seconds). `of_rank` is null for a launcher, and
+    in a live job, whose processes have another rank in each world. Waits a moment.
     """
     files = BackgroundFiles()
     if files.ask(lambda: (Path(run_dir) / FOLDER).is_dir(), False):
         rank = int(os.environ.get("RANK", "0"))
         facts = {
-            "of_rank": None if live_context() else rank,
+            "of_rank": None if is_launcher or live_context() else rank,
+            **({"launcher": True} if is_launcher else {}),
             "exit_code": exit_code,
             "step": step,
             "kind": kind,

@@ -68,6 +68,8 @@ class Commits:
     last_stall_s: float = 0.0
     num_failed: int = 0
     num_failed_in_a_row: int = 0
+    why_failed: str = "on another rank"
+    """Error of this rank's last failed save."""
     failing_since_s: float = 0.0
     """Time (monotonic) at which the first of these failures was found."""
     num_skipped: int = 0
@@ -180,8 +182,8 @@ class Commits:
         """Return the error that ends training on every rank."""
         return SavesFailedError(
             f"at least {MOST_FAILED} saves in a row have failed, for {self.plan.config.give_up_after_s:.0f} s or more, "
-            f"the last before step {self.state.step}: make {self.world.store.url} writable and start again. "
-            "The time in give_up_after sets for how long to try; null for ever"
+            f"the last before step {self.state.step} ({self.why_failed}): make {self.world.store.url} writable and "
+            "start again. The time in give_up_after sets for how long to try; null for ever"
         )
 
     def _check_weights(self) -> None:
@@ -224,6 +226,8 @@ class Commits:
         """Record a save's outcome, on rank 0 for all ranks; raise errors that the storage did not cause."""
         if ended is None:
             return
+        if isinstance(ended.error, StorageError):
+            self.why_failed = str(ended.error)
         if ended.error is None:
             self.use.note_written()
         elif (

@@ -10,20 +10,32 @@ from pathlib import Path
 from elastic_train.checkpoint.commits.listing import survey_store
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import print_json, print_text
+from elastic_train.cli.runs.membership import unless_members_live
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
-from elastic_train.errors import CommitError, ConfigError, Preempted
+from elastic_train.errors import CommitError, ConfigError, Preempted, StorageError
 from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
+from elastic_train.tracking.history_files import newest_commit
 from elastic_train.tracking.run_folder import RunFolder
 from elastic_train.training.result import EARLY_STOPPING
 
-CODES = {"done": 0, "resumable": Preempted.exit_code, "failed": CommitError.exit_code}
+CODES = {
+    "done": 0,
+    "resumable": Preempted.exit_code,
+    "failed": CommitError.exit_code,
+    "unknown": StorageError.exit_code,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The state of a run: `step` is its last step, or the one from which training would continue."""
+    """The state of a run: `step` is its last step, or the one from which training would continue.
+
+    The state is unknown if the store of its commits does not answer.
+    """
 
     state: str
     step: int | None
@@ -65,28 +77,45 @@ def status_of(run: str, config: Config | None = None) -> Status:
     return found if "://" in run else replace(found, stopped=_cause_of(run, found))
 
 
+def _store_of(run: str, *, may_be_new: bool) -> Store:
+    return DeadlineStore(open_run(run, may_be_new=may_be_new), lambda: None)
+
+
 def _cause_of(run: str, found: Status) -> Cause:
     if found.state == "done":
         return Cause(found.why, "nothing", f"elastic-train export {run} writes its model", step=found.step)
     cause = cause_of(run)
+    if found.state != "unknown":
+        cause = unless_members_live(cause, _store_of(run, may_be_new=True))
     if found.state == "failed" and cause.do == "start":
         return replace(cause, do="fix", advice=f"no commit can be read: {found.why}")
+    if found.state == "unknown" and cause.do == "start":
+        return replace(cause, advice=f"{cause.advice}; from here {found.why}")
     return cause
 
 
 def _status_of(run: str, config: Config | None) -> Status:
-    store = open_run(run, may_be_new=config is not None)
-    rows = survey_store(store, Best.parse("min loss")).rows
-    head = next((row.record for row in rows if "head" in row.marks), None)
     result = None if "://" in run else RunFolder(Path(run)).result()
     done = result.get("step") if result is not None and result.get("status") == "done" else None
     is_longer = config is not None and result is not None and _goes_further(config, result)
+    store = _store_of(run, may_be_new=config is not None)
+    try:
+        rows = survey_store(store, Best.parse("min loss")).rows
+    except StorageError as error:
+        if "://" in run:
+            raise
+        if isinstance(done, int) and not is_longer:
+            return Status("done", done, f"all of its {done} steps are trained; its commits cannot be read: {error}")
+        return Status("unknown", None, f"its commits cannot be read: {error}")
+    head = next((row.record for row in rows if "head" in row.marks), None)
     if isinstance(done, int) and (head is None or done >= head.step) and not is_longer:
         return Status("done", done, f"all of its {done} steps are trained")
     if head is not None:
         return Status("resumable", head.step, f"training would continue from step {head.step} ({head.key})")
     if rows:
         return Status("failed", None, "; ".join(f"{row.key}: {row.wrong}" for row in rows))
+    if "://" not in run and (named := newest_commit(run)) is not None:
+        return Status("failed", None, f"{named}, its newest commit, is not in {store.url}: is that mounted?")
     return Status("resumable", None, f"no commits in {store.url} yet: training would begin with the first step")
 
 

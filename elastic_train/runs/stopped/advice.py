@@ -7,6 +7,7 @@ from typing import Literal
 from elastic_train.errors import (
     ConfigError,
     CorruptError,
+    ElasticTrainError,
     FencedError,
     HungError,
     NoProgressError,
@@ -39,15 +40,28 @@ LESS_MEMORY = (
 STORAGE = "make the folder or store that it names readable and writable (space, rights, credentials)"
 _KILLED = "was killed"
 _NO_MEMORY = ("killed for memory", "out of memory", "can't allocate memory", "not enough memory", "MemoryError")
+_NO_ANSWER = ("ConnectionError", "ConnectionRefusedError", "ConnectionResetError", "TimeoutError", "gaierror")
+_LIMITS = {
+    "Too many open files": "raise the limit of open files (ulimit -n, LimitNOFILE)",
+    "can't start new thread": "raise the limit of threads and processes (ulimit -u, pids.max)",
+    "Resource temporarily unavailable": "raise the limit of threads and processes (ulimit -u, pids.max)",
+}
+_BAD_DEVICE = ("uncorrectable ECC", "fallen off the bus", "CUDA-capable device", "hardware stack error", "NVLink error")
+_LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""Texts with which torch's collectives end if a task calls them and another rank has ended."""
 _BY_A_LIBRARY = ("SIGSEGV", "SIGILL", "SIGABRT", "SIGFPE")
 _OF_STORAGE = {kind.__name__ for kind in (SavesFailedError, StorageError, OSError, PermissionError)}
+_OF_ETCD = (StorageError.__name__, ElasticTrainError.__name__)
+_OF_COLLECTIVES = ("RuntimeError", "DistBackendError", "DistNetworkError")
 _FOLLOWING_CODES = (StateLostError.exit_code, TooFewNodesError.exit_code)
 _FOLLOWING_KINDS = (PeerLostError.__name__, FencedError.__name__)
 
 
 def only_follows(end: Line) -> bool:
     """Return True if a process ended because of another: a lost peer, lost state, missing nodes, a newer world."""
-    return whole(end, "exit_code") in _FOLLOWING_CODES or text(end, "kind") in _FOLLOWING_KINDS
+    kind, why = text(end, "kind"), text(end, "why") or ""
+    has_lost_one = kind in _OF_COLLECTIVES and any(words in why for words in _LOST_CONNECTION)
+    return whole(end, "exit_code") in _FOLLOWING_CODES or kind in _FOLLOWING_KINDS or has_lost_one
 
 
 def advice(code: int | None, why: str, kind: str | None, host: str | None) -> tuple[Do, str]:
@@ -75,7 +89,7 @@ def advice(code: int | None, why: str, kind: str | None, host: str | None) -> tu
         case ResultError.exit_code:
             return "start", "start it again where the result can be written: no step is trained twice"
         case 1:
-            return _of_an_error(kind, why)
+            return _of_an_error(kind, why, host)
     if code == UNFINISHED_CODE:
         return "fix", "find what ends the process: code of the task or a library calls exit, quit or os._exit"
     return "start", RESUME
@@ -89,12 +103,28 @@ def _of_a_kill(why: str, host: str | None) -> tuple[Do, str]:
     return "start", RESUME
 
 
-def _of_an_error(kind: str | None, why: str) -> tuple[Do, str]:
+def _of_etcd(why: str) -> tuple[Do, str]:
+    if "refused" in why and "grant" in why:
+        return "fix", "correct etcd's user, password or permissions, then start it again"
+    if "raised the alarm" in why:
+        return "fix", "clear etcd's alarm (free its space, then etcdctl alarm disarm), then start it again"
+    if any(sign in why for sign in ("certificate", "CERTIFICATE", "cannot be read", "SSL_ERROR")):
+        return "fix", "correct etcd's certificates or the client's, then start it again"
+    return "start", "start it again once etcd answers: it resumes from the newest commit"
+
+
+def _of_an_error(kind: str | None, why: str, host: str | None) -> tuple[Do, str]:
     """Return the remedy for an error without its own exit code."""
-    if kind is not None and (kind == StorageError.__name__ or kind.startswith("Store")) and "etcd" in why:
-        return "start", "start it again once etcd answers: it resumes from the newest commit"
+    if kind is not None and (kind in _OF_ETCD or kind.startswith("Store")) and "etcd" in why:
+        return _of_etcd(why)
+    if (limit := next((remedy for words, remedy in _LIMITS.items() if words in why), None)) is not None:
+        return "fix", f"{limit}, then start it again"
+    if kind in _NO_ANSWER:
+        return "start", "start it again once the host that it names answers (network, firewall, DNS)"
     if kind in _OF_STORAGE or "[Errno" in why:
         return "fix", f"{STORAGE}, then start it again"
+    if any(words in why for words in _BAD_DEVICE):
+        return "leave out", f"leave {host} out, have its devices examined (elastic-train doctor), and start again"
     if kind in _FOLLOWING_KINDS:
         return "start", RESUME
     if kind == WeightsDifferError.__name__:

@@ -10,7 +10,12 @@ import pytest
 
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.cli.main import main
+from elastic_train.errors import StorageError
 from elastic_train.tracking.history import note_failed
+from elastic_train.world.claims import term_key
+from rendezvous import MemoryStore
+from rendezvous.membership.records import Keys, Member, encode
+from rendezvous.membership.store import Put
 from tests.elastic_train.checkpoint.commit_samples import commit_steps
 
 
@@ -129,6 +134,57 @@ def test_a_run_that_stopped_says_why_and_what_to_do(local_store: Store, capsys: 
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = said(capsys, finished(tmp_path / "own"), "--why")
     assert (code, found["stopped"]["do"]) == (0, "nothing")  # type: ignore[index]
+
+
+def test_a_store_that_does_not_answer_hides_the_state_of_a_run_and_not_its_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the run has said itself that it is done."""
+    folder = tmp_path / "run"
+    (folder / "history").mkdir(parents=True)
+    (folder / "config.yaml").write_text("checkpoint: {url: 'memory://away'}\n")
+
+    def refuse(store: object, prefix: str) -> None:
+        raise StorageError("s3://bucket/run: no answer")
+
+    monkeypatch.setattr("elastic_train.checkpoint.stores.fsspec_store.FsspecStore.list", refuse)
+    note_failed(folder, exit_code=65, step=2, kind="RowError", why="row 7 has no label", started_at=1.0)
+    code, found = said(capsys, str(folder))
+    assert (code, found["state"]) == (1, "unknown") and "no answer" in str(found["why"])
+    assert said(capsys, str(folder), "--why")[0] == 65
+    finished(folder)
+    assert said(capsys, str(folder), "--why")[0] == 0
+
+
+def test_a_run_whose_newest_commit_is_not_in_its_store_does_not_begin_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the file system of the commits is not mounted."""
+    folder = tmp_path / "run"
+    (folder / "history").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"checkpoint: {{url: {tmp_path}/gone}}\n")
+    assert said(capsys, str(folder))[0] == 75
+    (folder / "head.json").write_text(json.dumps({"commit": "commits/00000001-00000002.json", "step": 2}))
+    code, found = said(capsys, str(folder))
+    assert (code, found["state"]) == (65, "failed") and "is that mounted?" in str(found["why"])
+    assert said(capsys, str(folder), "--why")[0] == 65
+
+
+def test_a_job_that_etcd_knows_members_of_waits(
+    local_store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another machine its processes cannot be seen, and a job that waits for nodes writes no line."""
+    commit_steps(local_store, 1, 2)
+    folder, etcd, keys = Path(local_store.url), MemoryStore(), Keys("job")
+    claim = {"run_id": "job", "host": "b", "etcd": "10.0.0.2:2379"}
+    local_store.create(term_key(9), json.dumps(claim).encode())
+    monkeypatch.setattr("rendezvous.etcd.store.EtcdStore", lambda options, give_up_after_s: etcd)
+    assert said(capsys, str(folder), "--why")[0] == 75
+    etcd.swap({keys.member("n1.0"): Put(encode(Member("n1.0", "b", "10.0.0.2", 1, 0)))}, {})
+    code, found = said(capsys, str(folder), "--why")
+    assert code == 0 and "it is waiting: etcd at 10.0.0.2:2379 knows 1 worker of 1 node" in str(found["stopped"])
+    local_store.create(term_key(10), json.dumps({**claim, "etcd": "127.0.0.1:2379"}).encode())
+    assert said(capsys, str(folder), "--why")[0] == 75, "that is another etcd here"
 
 
 def test_commits_alone_do_not_tell_why_a_run_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

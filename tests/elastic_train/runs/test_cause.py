@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from elastic_train.config.schema import Config
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.errors import (
     CommitError,
     ConfigError,
@@ -33,112 +29,13 @@ from elastic_train.errors import (
 )
 from elastic_train.runs.stopped.cause import SILENT_S, cause_of
 from elastic_train.tracking import history as history_module
-from elastic_train.tracking.history import History, UnformedWorlds, note_failed, note_unfit
-from elastic_train.training.run import _note
-from elastic_train.training.supervisor import HowFar
-from rendezvous.agent.worker_end import UNFINISHED_CODE, await_notes, described, note_end
+from elastic_train.tracking.history import note_unfit
+from rendezvous.agent.worker_end import UNFINISHED_CODE
 from rendezvous.errors import RendezvousError, StoreUnavailableError
+from tests.elastic_train.runs.left_runs import Left
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 OOM = "was killed for memory (cgroup: 1 kill)"
-
-
-class Left:
-    """A run of two ranks that took three steps a second, and what its processes leave as they end, in that order."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.now, self.started_at, self._term = folder, 1000.0, 2.0, 0
-        self._rank, self._attempt, self._ahead_s = 0, 0, {0: 0.0, 1: 0.0}
-        monkeypatch.setattr(time, "time", lambda: self.now + self._ahead_s[self._rank])
-        monkeypatch.setattr(history_module, "process_identity", self._identity)
-        self._monkeypatch, self._worlds = monkeypatch, list[History]()
-
-    def _identity(self) -> dict[str, object]:
-        return {"host": "ab"[self._rank], "boot": "boot", "born": self._attempt}
-
-    def train(self, *steps: int, started_at: float = 2.0) -> None:
-        """Form a world and apply these steps."""
-        self._term += 1
-        self._worlds = [History(Unqueued(), self.folder, self._term, rank) for rank in range(2)]
-        for rank, world in enumerate(self._worlds):
-            self._rank = rank
-            world.form(world=2, cause="begin", joined_at=None, sealed_at=1.0, started_at=started_at)
-        for self.step in steps:
-            self.now += 1.0
-            for rank, world in enumerate(self._worlds):
-                self._rank = rank
-                world.step(
-                    step=self.step,
-                    epoch=0,
-                    lo=self.step,
-                    hi=self.step + 1,
-                    lanes=range(rank, rank + 1),
-                    num_samples=1,
-                    world=2,
-                    loss=0.5,
-                )
-        self.now += 1.0
-
-    def anew(self, folder: Path) -> Left:
-        """Return a run in another folder that has not taken a step."""
-        (folder / "history").mkdir(parents=True)
-        return Left(folder, self._monkeypatch)
-
-    def starts_again(self) -> None:
-        """Ten seconds later the job is started again, by other processes."""
-        self.now += 10.0
-        self._attempt, self.started_at = self._attempt + 1, self.now
-
-    def begins_anew(self, *steps: int) -> None:
-        """At once other processes form a world."""
-        self._attempt, self.started_at = self._attempt + 1, self.now
-        self.train(*steps, started_at=self.now)
-
-    def clock_is_late(self, rank: int, seconds: float) -> None:
-        self._ahead_s[rank] = -seconds
-
-    def fails(self, rank: int, code: int, why: str, kind: str = "RuntimeError") -> None:
-        """A rank says with which error it ends."""
-        self.now += 0.1
-        self._rank = rank
-        self._monkeypatch.setenv("RANK", str(rank))
-        note_failed(self.folder, exit_code=code, step=3, kind=kind, why=why, started_at=self.started_at)
-
-    def meets(self, rank: int, error: Exception) -> None:
-        """A rank ends with an error, of which the trainer makes what it says."""
-        self.now += 0.1
-        self._rank = rank
-        self._monkeypatch.setenv("RANK", str(rank))
-        config = Config.model_validate({"run": {"dir": str(self.folder)}, "data": {"train": "x"}})
-        try:
-            raise error
-        except Exception as met:  # noqa: BLE001 - whatever it is
-            _note(met, config, HowFar(), self.started_at)
-
-    def dies(self, rank: int, code: int, how: str | None = None, **more: object) -> None:
-        """A rank is killed, and its agent says so, in the file that the rank has named."""
-        self.now += 0.1
-        self._rank = rank
-        who = {"pid": os.getpid(), **self._identity()}
-        facts = {"op": "failed", "term": 0, "of_rank": rank, "of_term": self._term, "started_at": self.started_at}
-        path = self.folder / "history" / f"failed-{rank:05d}-{who['host']}-boot-1.jsonl"
-        note_end({"path": str(path), "facts": {**facts, **who}}, code, how or described(code), **more)
-        await_notes()
-
-    def leaves(self, status: str) -> None:
-        """Both ranks end as they were asked to."""
-        self.now += 0.1
-        for world in self._worlds:
-            world.end(status=status, step=self.step, weights_sha256="w", coverage=CoverageSums())
-
-
-@pytest.fixture
-def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
-    monkeypatch.setattr(history_module, "BackgroundFiles", Unqueued)
-    (tmp_path / "history").mkdir()
-    run = Left(tmp_path, monkeypatch)
-    run.train(1, 2, 3)
-    yield run
 
 
 LOST = ("a peer is lost", "PeerLostError")
@@ -322,7 +219,7 @@ def test_on_its_own_machine_a_run_is_seen_to_go_on_or_to_have_stopped(
     """However long a step takes, and however soon after the last one the processes are gone."""
     alive = [True]
     monkeypatch.setattr(Left, "_identity", lambda run: {"host": "a", "boot": "boot", "born": run._rank})
-    monkeypatch.setattr("elastic_train.runs.stopped.cause.process_identity", lambda: {"host": "a", "boot": "boot"})
+    monkeypatch.setattr("elastic_train.runs.stopped.traces.process_identity", lambda: {"host": "a", "boot": "boot"})
     monkeypatch.setattr("elastic_train.runs.stopped.cause.is_alive", lambda pid, born: alive[0])
     run = left.anew(tmp_path / "new")
     run.train(1, 2)
@@ -339,8 +236,7 @@ def test_on_its_own_machine_a_run_is_seen_to_go_on_or_to_have_stopped(
 
 
 def test_a_world_that_did_not_form_is_the_cause_of_what_came_after_the_last_step(left: Left) -> None:
-    left.now += 1.0
-    UnformedWorlds(Unqueued(), left.folder).note(2, 0, 2, "rank 1 on b cannot be reached at 10.0.0.2")
+    left.cannot_form(0, "rank 1 on b cannot be reached at 10.0.0.2")
     cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
     assert cause.do == "start" and "no world formed after step 3: rank 1 on b cannot be reached" in cause.sentence
 
