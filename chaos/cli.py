@@ -45,6 +45,7 @@ from chaos.real.slurm.run import BESIDE
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
 from chaos.scenario.model import Scenario
+from chaos.scenario.networks import NETWORKS
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
@@ -75,6 +76,7 @@ def run(
     out: Path | None = None,
     faults: int | None = None,
     minutes: float | None = None,
+    network: str | None = None,
     reference: bool = True,
     set_: Annotated[list[str] | None, Parameter(name="--set")] = None,
     json_: Json = False,
@@ -84,7 +86,8 @@ def run(
     Drawn steps come from --seed, which is printed; the same seed draws the same steps. Results go to --out
     (runs/<name> if not given): faulted/, reference/, verdict.json, report.html. --set batch.micro_batch=8 changes a key
     of the trainer's configuration. A soak runs for so many --faults, or --minutes; Ctrl-C ends it sooner, with a
-    verdict. Exit code 0 only if the verdict is valid.
+    verdict. --network puts the last node behind a link (10gbe, 100gbe, cross_zone, cross_region), and prints what was
+    asked and what is measured. Exit code 0 only if the verdict is valid.
 
     --command "torchrun train.py {dir}" breaks a script of your own instead; without SCENARIO, any-script's faults. The
     line is started once for each of --nodes (2), all on this machine. What it leaves out reaches torchrun by its own
@@ -101,16 +104,18 @@ def run(
         if problems := list(scenarios.impossible(described.nodes, described.faults, described.slurm.at_first)):
             raise ScenarioError(*(f"--nodes {nodes}, {name}: {problem}" for problem in problems))
     described = described.model_copy(update={"reference": described.reference and reference})
+    described = _with_network(described, network)
     seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
     settings = set_ or []
     options = [*(["--command", command] if command else []), *(["--nodes", str(nodes)] if nodes else [])]
     changes = [*(f"--set={setting}" for setting in settings), *([] if reference else ["--no-reference"])]
+    changes += [f"--network={network}"] if network else []
     bounds = [*([f"--faults={faults}"] if faults else []), *([f"--minutes={minutes:g}"] if minutes else [])]
     replay = shlex.join(["elastic-chaos", "run", name, *options, "--seed", str(seed), *changes, *bounds])
-    if command is not None and settings:
-        raise ScenarioError("--set changes the trainer's configuration; a --command has none")
+    if command is not None and (settings or network):
+        raise ScenarioError("--set and --network are for the trainer's own runs; a --command has none of its keys")
     try:
         if command is not None:
             verdict = scripts.execute(command, described, seed, folder, replay=replay, say=_say(json_))
@@ -234,6 +239,17 @@ def kinds(*, json_: Json = False) -> int:
         table.add_row(kind.name, kind.meaning, kind.aim, kind.lasts, *marks)
     console.print(table)
     return 0
+
+
+def _with_network(scenario: Scenario, name: str | None) -> Scenario:
+    """Return a scenario whose last node is behind a link."""
+    if name is None:
+        return scenario
+    if name not in NETWORKS:
+        raise ScenarioError(f"--network {name}: there are {', '.join(NETWORKS)}")
+    if scenario.executor != "local":
+        raise ScenarioError(f"--network {name}: {scenario.name} has nodes of Slurm, whose network is their own")
+    return scenario.model_copy(update={"network": name})
 
 
 def execute(

@@ -23,8 +23,13 @@ app = App(name="demo", help=__doc__)
 
 
 @app.default
-def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--json")] = False) -> int:
-    """Import the docstrings of the installed libraries, train through a fault, and prove what came of it."""
+def demo(
+    *, seed: int | None = None, network: str | None = None, json_: Annotated[bool, Parameter(name="--json")] = False
+) -> int:
+    """Import the docstrings of the installed libraries, train through a fault, and prove what came of it.
+
+    --network cross_zone (or another one of `elastic-chaos run`) puts the second node behind such a link.
+    """
     console = Console(markup=False, soft_wrap=True, highlight=False, quiet=json_)
     console.print("1. the corpus: the docstrings of the libraries installed here; no download")
     subprocess.run(
@@ -33,7 +38,7 @@ def demo(*, seed: int | None = None, json_: Annotated[bool, Parameter(name="--js
         stdout=subprocess.DEVNULL if json_ else None,
     )
     console.print("\n2. two nodes train a text classifier; one is killed in the middle, and comes back later")
-    code = cli.run("demo", seed=seed, out=OUT, json_=json_)
+    code = cli.run("demo", seed=seed, network=network, out=OUT, json_=json_)
     console.print("\n" + _price(json.loads((OUT / VERDICT).read_text())))
     console.print("\nto compare both runs in MLflow's UI, and in the terminal:")
     console.print("  .venv/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db   # http://127.0.0.1:5000")

@@ -12,7 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,8 @@ class Job:
             points=POINTS,
             point_kinds=POINT_KINDS,
             missing=self.around.missing,
+            network=self.scenario.network,
+            link=None if self.around.link is None else asdict(self.around.link),
         )
         self._deadline, self._disturbed_at = time.monotonic() + self.scenario.timeout_s, time.time()
         try:

@@ -36,6 +36,7 @@ from chaos.real.launch import launch
 from chaos.real.slurm.run import BESIDE, folder_beside, run_on_slurm
 from chaos.scenario.kinds import CABLED, KINDS, LOCAL
 from chaos.scenario.model import Scenario
+from chaos.scenario.networks import NETWORKS
 from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
 from chaos.services.surroundings import FREEZING, Surroundings, surroundings
@@ -103,11 +104,18 @@ def run_once(
             return
         scenario = scenario.model_copy(update={"nodes": scenario.nodes.model_copy(update={"count": 1, "min": 1})})
     with _around(scenario, config, folder, kinds) as around:
+        _tell_network(scenario, around, Console(markup=False, soft_wrap=True, quiet=is_quiet).print)
         if absent := [f"{kind} cannot be done here: {why}" for kind, why in around.missing.items() if kind in kinds]:
             raise ScenarioError(*(f"{scenario.name}: {problem}" for problem in absent))
         _run(scenario, config, folder, due, seed, changes, total_steps, replay, is_quiet, around)
     if due:
         record_causes(folder)
+
+
+def _tell_network(scenario: Scenario, around: Surroundings, say: Callable[[str], None]) -> None:
+    """Say what was asked of the network, and what was measured."""
+    if scenario.network is not None:
+        say(f"network {scenario.network}: {NETWORKS[scenario.network]}; measured: {around.link}")
 
 
 def own_of_second(config: Config) -> list[str]:
@@ -132,6 +140,7 @@ def run_soak(
     faulted.mkdir(parents=True)
     kinds, per_epoch = kinds_of(scenario, {}), steps_per_epoch(config)
     with _around(scenario, config, faulted, kinds) as around:
+        _tell_network(scenario, around, say)
         drawn = Drawn(scenario, seed, around.missing)
         for kind, why in around.missing.items():
             say(f"left out: {kind}: {why}")
@@ -149,7 +158,7 @@ def run_soak(
         return verdict
     say(f"training the same {verdict.run.result['step']} steps without faults, in {folder / REFERENCE}")
     one = scenario.nodes.model_copy(update={"count": 1, "ranks": config.parallel.cell.size})
-    plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False})
+    plain = scenario.model_copy(update={"nodes": one, "soak": None, "tracker": False, "network": None})
     steps = f"--max_steps={verdict.run.result['step']}"
     quick = [
         *changes,

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from chaos.errors import ScenarioError
 from chaos.scenario.kinds import IN_LIVE_JOBS, IN_PLAIN, KINDS, LOCAL, ON_DISK
+from chaos.scenario.networks import NETWORKS
 from chaos.scenario.on_slurm import OnSlurm
 from elastic_train.system.failpoints import POINTS
 from elastic_train.system.wording import did_you_mean, nearest
@@ -22,7 +23,7 @@ from elastic_train.system.wording import did_you_mean, nearest
 FOLDER = Path(__file__).parent / "shipped"
 Role = Literal["leader", "other", "lost", "one", "minority", "majority", "writer", "all"]
 Target = int | str
-_LOCAL_ONLY = ("s3", "tracker", "freezing_disk", "tls", "own_data", "orders")
+_LOCAL_ONLY = ("network", "s3", "tracker", "freezing_disk", "tls", "own_data", "orders")
 """Fields that only the executor of one machine supports."""
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -193,6 +194,8 @@ class Scenario(_Section):
     """Put commit files and metrics on a separate file system that can be frozen (needs root)."""
     tls: bool = False
     """Run etcd with TLS and client certificates, which can be renewed under the job."""
+    network: str | None = None
+    """Put the last node behind a link of `chaos.scenario.networks` (needs root)."""
     orders: bool = False
     """True if the task is one of `chaos.tasks`, which do to themselves what is impossible from outside."""
     own_data: bool = False
@@ -207,6 +210,13 @@ class Scenario(_Section):
     """Most seconds that one of the two runs may take."""
     patience_s: float = Field(default=180, gt=0)
     """Most seconds from a fault's own end until all its consequences are over and the job trains again."""
+
+    @field_validator("network")
+    @classmethod
+    def _is_network(cls, network: str | None) -> str | None:
+        if network is not None and network not in NETWORKS:
+            raise ValueError(f"no network '{network}'{_hint(network, list(NETWORKS))}")
+        return network
 
     @model_validator(mode="after")
     def _executor_does_it(self) -> Scenario:

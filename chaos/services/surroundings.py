@@ -16,11 +16,13 @@ from pathlib import Path
 from chaos.scenario.kinds import BY_TASKS, CABLED, KINDS, PROXIED, RELAYED
 from chaos.scenario.kinds import FREEZING as FREEZING_KINDS
 from chaos.scenario.model import Scenario
+from chaos.scenario.networks import NETWORKS
 from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.etcd_proxy import Proxies, Way
 from chaos.services.freezing_disk import FreezingDisk, freezing_disk
 from chaos.services.mlflow_server import TrackerServer
+from chaos.services.network.measured import Link, measure
 from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from chaos.services.private_dataset import OwnData
 from chaos.services.s3_server import S3
@@ -50,6 +52,8 @@ class Surroundings:
     s3: S3 | None = None
     tracker: TrackerServer | None = None
     data: OwnData | None = None
+    link: Link | None = None
+    """Round trip and rate of the scenario's network, as measured before the job."""
     missing: dict[str, str] = field(default_factory=dict)
     """Kinds of fault that are impossible here, with the reason."""
 
@@ -98,13 +102,16 @@ def surroundings(
     with contextlib.ExitStack() as undo:
         has_points = any(KINDS[kind].aim == "point" or kind in BY_TASKS for kind in kinds)
         around = Surroundings(run_id, points=folders(folder, count) if has_points else [])
-        if set(CABLED) & set(kinds):
+        if scenario.network is not None:
+            around.cable = undo.enter_context(cable(NETWORKS[scenario.network]))
+            around.link = measure(around.cable)
+        elif set(CABLED) & set(kinds):
             try:
                 around.cable = undo.enter_context(cable())
             except NoNamespacesError as error:
                 around.missing |= dict.fromkeys(CABLED, str(error))
-            if around.cable is not None and around.cable.relay is None:
-                around.missing |= dict.fromkeys(RELAYED, "no TUN interfaces can be made here")
+        if around.cable is not None and around.cable.relay is None:
+            around.missing |= dict.fromkeys(RELAYED, "no TUN interfaces can be made here")
         if scenario.freezing_disk:
             try:
                 around.freezing = _freezing(undo, folder)

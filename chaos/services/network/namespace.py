@@ -14,14 +14,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from chaos.errors import ChaosError
+from chaos.scenario.networks import Network
 from chaos.services.network.packet_relay import Impairment, Relay
 from rendezvous.process_table import is_alive, pids
 
 _OUTSIDE = ("nodes", "etcd")
+_BURST = "4mb"
+"""Bytes that a limited interface sends at once; less than a scheduler's tick of them would lower the rate."""
 _NOWHERE = "02:00:00:00:00:01"
 _FIRST_TABLE = 1000
 _MOST = 100_000
@@ -46,11 +49,13 @@ class NoNamespacesError(ChaosError):
 class Cable:
     """A veth pair and its addresses, with a number that is unique on this machine.
 
-    Packets between the nodes can be routed through the relay, if there is one, which drops or delays them.
+    Packets between the nodes can be routed through the relay, if there is one, which drops or delays them; those of a
+    network that is more than a limited rate always are.
     """
 
     number: int
     relay: Relay | None = None
+    network: Network | None = None
 
     @property
     def namespace(self) -> str:
@@ -72,10 +77,12 @@ class Cable:
 
     def pull(self) -> None:
         """Disconnect the inside node from everything."""
+        self._unroute()
         _ip("link", "set", self.outside, "down")
 
     def silence(self) -> None:
         """Drop packets from the inside node to other nodes; the reverse direction and etcd still work."""
+        self._unroute()
         here = ("-n", self.namespace, "neigh", "replace", self.address("nodes"), "lladdr", _NOWHERE)
         _ip(*here, "dev", self.inside, "nud", "permanent")
 
@@ -90,11 +97,14 @@ class Cable:
         The other nodes' address also becomes a local one inside, as with docker's bridge, which has one address on all
         hosts.
         """
+        self._unroute()
         _ip("-n", self.namespace, "addr", "add", f"{self.address('nodes')}/32", "dev", "lo")
 
     def worsen(self, *, loss: float = 0.0, delay_s: float = 0.0) -> None:
         """Drop or delay packets between the inside node and other nodes, but not to etcd."""
-        self.impair(Impairment(loss, delay_s), ("nodes",))
+        usual = Impairment() if self.network is None else impairment_of(self.network)
+        self._unroute()
+        self.impair(replace(usual, loss=usual.loss + loss, delay_s=usual.delay_s + delay_s), ("nodes",))
 
     def impair(self, impairment: Impairment, whose: Sequence[str] = _OUTSIDE) -> None:
         """Impair the packets between the inside node and these addresses."""
@@ -120,12 +130,28 @@ class Cable:
         self._hosts.write_text(Path("/etc/hosts").read_text())
 
     def mend(self) -> None:
-        """Undo all changes to links and packets."""
+        """Undo all changes to links and packets, but those that its network makes."""
         _ip("link", "set", self.outside, "up")
         for undo in (
             ("-n", self.namespace, "neigh", "del", self.address("nodes"), "dev", self.inside),
             ("rule", "del", *self._between(), "blackhole"),
             ("-n", self.namespace, "addr", "del", f"{self.address('nodes')}/32", "dev", "lo"),
+        ):
+            subprocess.run(["ip", *undo], capture_output=True, check=False)  # may not exist
+        self._unroute()
+        if self.network is not None and self.network.is_far:
+            self.impair(impairment_of(self.network))
+
+    def limit(self) -> None:
+        """Limit both ends to the rate of a network in one rack."""
+        assert self.network is not None, "only called with a network"
+        rate = ("root", "tbf", "rate", f"{8 * self.network.bytes_per_s:.0f}bit", "burst", _BURST, "latency", "10ms")
+        _run("tc", "qdisc", "replace", "dev", self.outside, *rate)
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", self.inside, *rate)
+
+    def _unroute(self) -> None:
+        """Let packets take the veth pair again."""
+        for undo in (
             *(("route", "flush", "table", self._table(whose)) for whose in _OUTSIDE),
             *(("-n", self.namespace, "route", "del", self.address(whose)) for whose in _OUTSIDE),
         ):
@@ -155,17 +181,27 @@ class Cable:
         return ("from", self.address(whose), "to", self.address("inside"))
 
 
+def impairment_of(network: Network) -> Impairment:
+    """Return what the relay does to packets of a network."""
+    least_s, most_s = network.round_trip_s or (0.0, 0.0)
+    return Impairment(network.loss, least_s / 2, (most_s - least_s) / 2, network.bytes_per_s)
+
+
 @contextlib.contextmanager
-def cable() -> Iterator[Cable]:
-    """Create a cable to a new namespace, with a relay if TUN devices are available; raises NoNamespacesError."""
+def cable(network: Network | None = None) -> Iterator[Cable]:
+    """Create a cable to a new namespace, with a relay if TUN devices are available, and make it one of a network.
+
+    Raises NoNamespacesError if that is not possible here.
+    """
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise NoNamespacesError("network namespaces need root and iproute2")
     number = os.getpid() % _MOST
     _take_away_left()
-    laid = Cable(number, _relay(number))
+    laid = Cable(number, _relay(number), network)
     try:
         try:
             _lay(laid)
+            _give_network(laid)
         except subprocess.CalledProcessError as error:
             raise NoNamespacesError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
         yield laid
@@ -226,5 +262,19 @@ def _lay(laid: Cable) -> None:
             _ip("rule", "add", *laid._between(whose), "lookup", laid._table(whose))  # its table is empty until `impair`
 
 
+def _give_network(laid: Cable) -> None:
+    if laid.network is None:
+        return
+    if not laid.network.is_far:
+        laid.limit()
+    elif laid.relay is None:
+        raise NoNamespacesError("no TUN interfaces can be made here, so no packets can be late or lost")
+    laid.mend()
+
+
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
