@@ -13,7 +13,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 
-.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak check docs release image format bench clean
+.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -110,6 +110,11 @@ sim: setup
 soak: setup
 	@echo "soak: half a minute of real faults on one job, and a verdict on it"
 	@$(RUN) -m chaos.cli run soak --minutes 0.5 --seed 1 --out runs/soak-short
+
+# For a night: continues where the ledger in runs/storm ends; Ctrl-C, and the same command later, is one storm.
+storm: setup
+	@echo "storm: five thousand real faults over all layouts, a verdict and a line for each job in runs/storm"
+	@$(RUN) -m chaos.cli storm
 
 check: setup
 	@echo "check: format, lint, types, imports, generated lists, words, the documentation site"

@@ -29,6 +29,7 @@ from chaos.judge.verdict import (
     examine,
     render,
 )
+from chaos.real import storm as storms
 from chaos.real.runs import (
     clear,
     copy_holes,
@@ -44,8 +45,8 @@ from chaos.real.runs import (
 from chaos.real.slurm.run import BESIDE
 from chaos.scenario import model as scenarios
 from chaos.scenario.kinds import KINDS
+from chaos.scenario.layouts import LAYOUTS, behind
 from chaos.scenario.model import Scenario
-from chaos.scenario.networks import NETWORKS
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
 from chaos.script import run as scripts
@@ -104,7 +105,7 @@ def run(
         if problems := list(scenarios.impossible(described.nodes, described.faults, described.slurm.at_first)):
             raise ScenarioError(*(f"--nodes {nodes}, {name}: {problem}" for problem in problems))
     described = described.model_copy(update={"reference": described.reference and reference})
-    described = _with_network(described, network)
+    described = behind(described, network)
     seed = described.seed if seed is None else seed
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     folder = out or Path("runs") / described.name
@@ -126,6 +127,36 @@ def run(
             sys.stderr.write(f"`elastic-chaos check {folder}` judges what was done, up to the newest commit\n")
         raise
     return present(verdict, folder, json_)
+
+
+@app.command
+def storm(
+    *,
+    faults: int = 5000,
+    per_job: int = 50,
+    seed: int = 1,
+    layouts: str | None = None,
+    network: str | None = None,
+    out: Path = Path("runs/storm"),
+    json_: Json = False,
+) -> int:
+    """Break one job after another, in all layouts of state and ranks, until there were so many real --faults.
+
+    Each job is a soak of --per-job faults with its own seed (--seed and up), and has a verdict and a line in
+    OUT/ledger.jsonl. The same command continues where that ends; Ctrl-C ends the job at hand with a verdict, then the
+    storm. --layouts whole,tensor: only these. Folders of jobs that are not valid stay. Exit code 0 if all are, else 1.
+    """
+    names = list(LAYOUTS) if layouts is None else layouts.split(",")
+    whole, say = storms.Storm(faults, per_job, seed, names, out, network), _say(json_)
+    say(f"storm of {faults} faults in {out}; continue with: {whole.replay}")
+
+    def run_one(scenario: Scenario, seed: int, folder: Path, replay: str) -> Verdict:
+        return execute(scenario, seed, folder, overrides=[], replay=replay, is_quiet=json_)
+
+    tally = storms.run_storm(whole, run_one, say)
+    if json_:
+        sys.stdout.write(json.dumps(tally.fields()) + "\n")
+    return 1 if tally.failed else 0
 
 
 @app.command
@@ -239,17 +270,6 @@ def kinds(*, json_: Json = False) -> int:
         table.add_row(kind.name, kind.meaning, kind.aim, kind.lasts, *marks)
     console.print(table)
     return 0
-
-
-def _with_network(scenario: Scenario, name: str | None) -> Scenario:
-    """Return a scenario whose last node is behind a link."""
-    if name is None:
-        return scenario
-    if name not in NETWORKS:
-        raise ScenarioError(f"--network {name}: there are {', '.join(NETWORKS)}")
-    if scenario.executor != "local":
-        raise ScenarioError(f"--network {name}: {scenario.name} has nodes of Slurm, whose network is their own")
-    return scenario.model_copy(update={"network": name})
 
 
 def execute(

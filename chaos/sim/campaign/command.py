@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.errors import ScenarioError
+from chaos.ledger import code_version
 from chaos.sim.campaign import cases
 from chaos.sim.campaign.ledger import (
     Entry,
-    Ledger,
-    code_version,
     entry_of,
+    open_ledger,
 )
 from chaos.sim.campaign.long_runs import Draw
 from chaos.sim.campaign.planted.hunt import SimBug
@@ -127,7 +127,7 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
     """Run every seed until they, or the minutes, are used up; with a ledger, Ctrl-C also ends the campaign."""
     tally, shown_at = Tally(), time.monotonic()
     until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
-    ledger = None if campaign.ledger is None else Ledger(campaign.ledger)
+    ledger = None if campaign.ledger is None else open_ledger(campaign.ledger)
     options, code = campaign.draw.options, code_version()
     if ledger is not None:
         tally.entries += [e for e in ledger.entries if e.seed in campaign.seeds and e.options == options]

@@ -15,7 +15,7 @@ import pytest
 from chaos.errors import ScenarioError
 from chaos.sim.campaign import command
 from chaos.sim.campaign.command import Campaign, run_campaign
-from chaos.sim.campaign.ledger import Ledger, entry_of
+from chaos.sim.campaign.ledger import entry_of, open_ledger
 from chaos.sim.campaign.long_runs import Draw, nodes_of
 from chaos.sim.campaign.simulate import (
     Case,
@@ -41,7 +41,7 @@ SIMULATED = ("elastic_train", "rendezvous", "chaos/sim")
 
 def test_a_recorded_long_run_repeats_exactly() -> None:
     """Its faults and its verdict; and, while the code is that of its commit, every line of its history."""
-    (entry, *_) = Ledger(RECORD).entries
+    (entry, *_) = open_ledger(RECORD).entries
     assert entry.options == DRAWN.options
     found = entry_of(simulate(DRAWN.case(entry.seed)), entry.options, entry.code)
     assert found.violated == ()
@@ -145,4 +145,4 @@ def test_an_interrupt_ends_a_ledger_and_runs_with_other_options_are_kept(
     ledger.write_text(json.dumps(asdict(other)) + "\n")
     tally = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
     assert (len(tally.entries), tally.num_run) == (1, 1)
-    assert [entry.options for entry in Ledger(ledger).entries] == ["--nodes 7", ""]
+    assert [entry.options for entry in open_ledger(ledger).entries] == ["--nodes 7", ""]

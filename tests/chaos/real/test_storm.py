@@ -1,0 +1,108 @@
+"""A storm: jobs over all layouts until there were enough faults, a line for each, and no job twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from chaos.errors import RunError, ScenarioError
+from chaos.judge.verdict import Verdict
+from chaos.real.storm import Storm, Tally, open_storm, run_storm
+from chaos.scenario.layouts import LAYOUTS
+from chaos.scenario.model import Scenario
+from elastic_train.config.sources import as_argument, load
+
+Ran = list[tuple[str, int]]
+
+
+def storm(folder: Path, faults: int = 30, layouts: tuple[str, ...] = ("whole", "tensor")) -> Storm:
+    return Storm(faults, 10, 5, layouts, folder)
+
+
+def executing(ran: Ran, **truths: str) -> Callable[[Scenario, int, Path, str], Verdict]:
+    """Return a stand-in that has ten faults a job; in the layouts of `truths` an invariant has this truth."""
+
+    def execute(scenario: Scenario, seed: int, folder: Path, replay: str) -> Verdict:
+        name = scenario.name.removeprefix("storm-")
+        ran.append((name, seed))
+        folder.mkdir(parents=True)
+        truth = truths.get(name, "true")
+        if truth == "stuck":
+            raise RunError("it is stuck")
+        findings = [SimpleNamespace(invariant="hash", truth="true" if truth == "stopped" else truth)]
+        run = SimpleNamespace(has=lambda op: truth == "stopped")
+        fields = {"faults_by_kind": {"kill_worker": 6, "stop": 4}, "weights_sha256": "abc"}
+        verdict: Any = SimpleNamespace(
+            findings=findings, run=run, fields=fields, is_valid=truth in ("true", "stopped"), replay=replay
+        )
+        return cast(Verdict, verdict)
+
+    return execute
+
+
+def test_layouts_take_turns_until_there_were_enough_faults(tmp_path: Path) -> None:
+    ran: Ran = []
+    said: list[str] = []
+    tally = run_storm(storm(tmp_path), executing(ran), said.append)
+    assert ran == [("whole", 5), ("tensor", 6), ("whole", 7)]
+    assert (tally.num_faults, tally.failed, len(said)) == (30, [], 3)
+    fields = tally.fields()
+    assert (fields["valid"], fields["faults_by_layout"]) == (True, {"whole": 20, "tensor": 10})
+    assert fields["faults_by_kind"] == {"kill_worker": 18, "stop": 12}
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"], "valid jobs leave a line"
+
+
+def test_an_interrupted_storm_continues_with_what_its_ledger_lacks(tmp_path: Path) -> None:
+    """Also if the last line was cut; a storm of other options does not count its jobs."""
+    ran: Ran = []
+    run_storm(storm(tmp_path, faults=20), executing(ran), lambda _: None)
+    ledger = tmp_path / "ledger.jsonl"
+    first, second = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text(first + second[:20])
+    del ran[:]
+    assert run_storm(storm(tmp_path), executing(ran), lambda _: None).num_faults == 30
+    assert ran == [("tensor", 6), ("whole", 7)]
+    del ran[:]
+    run_storm(storm(tmp_path, faults=10, layouts=("pipeline",)), executing(ran), lambda _: None)
+    assert ran == [("pipeline", 5)]
+
+
+def test_ctrl_c_ends_the_job_and_then_the_storm(tmp_path: Path) -> None:
+    ran: Ran = []
+    tally = run_storm(storm(tmp_path), executing(ran, whole="stopped"), lambda _: None)
+    assert len(ran) == 1 and not tally.failed
+    assert run_storm(storm(tmp_path), executing(ran), lambda _: None).num_faults == 30
+
+
+@pytest.mark.parametrize("truth", ["false", "unknown", "stuck"])
+def test_a_job_that_is_not_valid_is_kept_and_the_storm_goes_on(tmp_path: Path, truth: str) -> None:
+    tally = run_storm(storm(tmp_path), executing([], tensor=truth), lambda _: None)
+    (failed,) = tally.failed[:1]
+    assert (failed.layout, failed.seed) == ("tensor", 6) and (tmp_path / "00001-tensor").is_dir()
+    assert "NOT VALID" in str(failed) and tally.num_faults == 30
+    assert json.loads(json.dumps(tally.fields()))["valid"] is False
+    again = open_storm(tmp_path / "ledger.jsonl")
+    again.close()
+    assert Tally(again.entries).fields()["failed"] == tally.fields()["failed"]
+
+
+def test_wrong_options_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError) as refused:
+        Storm(0, 10, 1, ("hole",), tmp_path, "10gbee")
+    assert len(refused.value.problems) == 3
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_a_soak_that_can_be_configured(name: str) -> None:
+    """On as many ranks as its replicas need, with a kind of fault to draw."""
+    scenario = LAYOUTS[name].scenario(name, 10)
+    assert scenario.config is not None and scenario.soak is not None and scenario.soak.faults == 10
+    config = load(
+        scenario.config, environ={}, arguments=[as_argument(key, value) for key, value in scenario.set.items()]
+    )
+    assert scenario.nodes.ranks * scenario.nodes.count >= 2 * config.parallel.cell.size or name == "whole"
