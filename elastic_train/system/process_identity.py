@@ -28,6 +28,12 @@ def pid_space() -> str:
     return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
+def slurm_job() -> dict[str, object]:
+    """Return the number of this process's job on Slurm; empty elsewhere."""
+    number = os.environ.get("SLURM_JOB_ID")
+    return {"slurm_job": number} if number else {}
+
+
 class Resident(NamedTuple):
     """Resident bytes of this process: now, and the peak since it began."""
 

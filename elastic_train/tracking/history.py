@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums
-from elastic_train.system.process_identity import process_identity, process_usage
+from elastic_train.system.process_identity import process_identity, process_usage, slurm_job
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
 from elastic_train.tracking.history_files import (
     FOLDER,
@@ -84,8 +84,7 @@ class History:
         """Record that the world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
         who = _who()
-        job = {"slurm_job": number} if (number := os.environ.get("SLURM_JOB_ID")) else {}
-        self._write("form", world=world, cause=cause, **times, **who, **job, holds=process_usage())
+        self._write("form", world=world, cause=cause, **times, **who, **slurm_job(), holds=process_usage())
         # the agent, which lives on, records in its own file what kills this process
         name = f"failed-{self._rank:05d}-{who['host']}-{who.get('boot')}"
         noted = {

@@ -73,7 +73,9 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within("elastic_train.world.world", StoreKeeper=nothing, location_of=lambda url: None)
     yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
     yield from within("elastic_train.world.world", History=functools.partial(SimHistory, host), Progress=Silent)
-    yield from within("elastic_train.tracking.history", process_identity=host.identity, process_usage=dict)
+    yield from within(
+        "elastic_train.tracking.history", process_identity=host.identity, process_usage=dict, slurm_job=dict
+    )
     yield from within("elastic_train.training.opening.saves", open_store=storage, DeadlineStore=undelayed)
     # No simulated node has a copy of the job's store.
     yield from within("elastic_train.world.one_store", open_store=storage, DeadlineStore=undelayed, check_first=nothing)
