@@ -23,8 +23,8 @@ from pathlib import Path
 
 from benchmarks.figures import Effort, Measure, measure_chosen
 from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.kills import step_s
 from benchmarks.recovery.live import LEAVE, repeat, run_job
-from benchmarks.sharding.live.recovery import step_s
 from chaos.judge.evidence.recovery_cost import recoveries
 from chaos.scenario.networks import NETWORKS
 from chaos.scenario.schedule import Due

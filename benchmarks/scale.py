@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from benchmarks.figures import Effort, measure_chosen
+from benchmarks.ranks import Meeting, run
 from benchmarks.recovery.jobs import write_live_job
+from benchmarks.recovery.kills import step_s
 from benchmarks.recovery.live import run_job
-from benchmarks.sharding.live.recovery import step_s
-from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.judge.evidence.run_files import Evidence
 from chaos.scenario.schedule import Due

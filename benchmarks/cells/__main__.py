@@ -45,8 +45,9 @@ over those of a rank that holds the whole model (goal: at most 0.52); `tp2_kept_
 
 from __future__ import annotations
 
-from benchmarks.cells import context, experts, hashes, pipeline, sequence, simulated, tensor
-from benchmarks.cells.live import recovery
+import functools
+
+from benchmarks.cells import experts, hashes, memory, pipeline, recovery, simulated, tensor
 from benchmarks.figures import Measure, measure_chosen
 
 
@@ -60,13 +61,10 @@ def figures() -> dict[str, Measure]:
     lost["spare_fill_s"] = recovery.spare_fill
     spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
     hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
-    one_hash = {"one_hash.tp2": hashes.of_tensor, "one_hash.tp2_pp2": hashes.of_tensor_stages}
-    one_hash |= {"one_hash.pp2": hashes.of_stages, "one_hash.ep2": hashes.of_experts}
-    one_hash |= {"one_hash.cp2": hashes.of_context, "cp2_kept_ratio": context.kept_ratio}
-    one_hash |= {"one_hash.cp2_pp2": hashes.of_context_stages, "one_hash.cp2_tp2": hashes.of_context_tensor}
-    one_hash |= {"one_hash.ep2_pp2": hashes.of_expert_stages, "one_hash.ep2_tp2": hashes.of_expert_tensor}
-    one_hash |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), sequence.kept_ratio)
-    return {**beside, **staged, **lost, **spread, **hours, **one_hash}
+    one_hash = {f"one_hash.{name}": functools.partial(hashes.one_hash, name) for name in hashes.FAMILIES}
+    kept = {"cp2_kept_ratio": memory.of_context}
+    kept |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), memory.of_tensor)
+    return {**beside, **staged, **lost, **spread, **hours, **one_hash, **kept}
 
 
 if __name__ == "__main__":

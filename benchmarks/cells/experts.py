@@ -8,21 +8,17 @@ processes, in turn.
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cells.pairs import TIMEOUT_S, Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
+from benchmarks.ranks import TIMEOUT_S, Meeting, Sides, compared, run
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.lanes import lanes_by_cell
 from elastic_train.core.mesh import Mesh
@@ -46,31 +42,17 @@ Step = Callable[[], None]
 
 def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both sides in turn, in two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = 5 if effort.is_quick else 25
-        spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(DEGREE)]
-    ours, peer = (medians([rank[side] for rank in found]) for side in range(2))
-    figures: dict[str, object] = {}
-    for place, name in enumerate(NAMES):
-        effort.say(f"{name}: {1e3 * ours[place]:.1f} ms a step, torch's {1e3 * peer[place]:.1f} ms")
-        figures[name] = round(peer[place] / ours[place], 3)
-    return figures
+    return dict(compared(effort, NAMES, run(in_turn, DEGREE, 5 if effort.is_quick else 25)))
 
 
-def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
+def in_turn(meeting: Meeting, rounds: int, num_tokens: int = TOKENS, untimed: int = 2) -> Sides:
     """Check that both sides compute the same gradients, and time steps on rows of `num_tokens` tokens."""
-    group = meet(rank, DEGREE, folder)
-    (ours, step), (theirs, peer) = _our_step(group, num_tokens), _torch_step(rank, num_tokens)
-    times: list[list[Times]] = [[], []]
-    for turn in range(rounds + untimed):
-        for side, act in enumerate((step, peer)):
-            group.barrier()
-            times[side].append(timed(act))
-        if turn == 0:
-            _check_same(ours, theirs)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps([side[untimed:] for side in times]))
-    part_ways(group)
+    meeting.join_torch(any_algorithm=True)
+    (ours, step), (theirs, peer) = _our_step(meeting.group, num_tokens), _torch_step(meeting.group.rank, num_tokens)
+    step()
+    peer()
+    _check_same(ours, theirs)
+    return meeting.in_turn([step, peer], rounds, untimed)
 
 
 def _loss(model: nn.Module, lane: int, num_tokens: int) -> Tensor:

@@ -6,18 +6,14 @@ The peer is a loop of `torch.distributed.pipelining` on gloo: a `PipelineStage` 
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Hashable, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.cells.pairs import Times, medians, meet, part_ways, timed
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, Sides, compared, run
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of
@@ -38,49 +34,43 @@ TASK = CausalLM(model=SIZES)
 ROWS, TOKENS, LANES, STAGES = 2, 256, 8, 2
 PEERS: Mapping[Kind, type] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved": ScheduleInterleaved1F1B}
 NAMES = ("pp2_vs_torch", "pp2_cpu_vs_torch")
-UNTIMED = 2
-"""Warm-up turns; the first one compares the results of both sides."""
+UNTIMED = 1
 
 
 def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both sides in turn, in two processes, with each schedule."""
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = 6 if effort.is_quick else 30
-        spawn(in_turn, args=(rounds, folder), nprocs=STAGES)  # type: ignore[no-untyped-call]
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(STAGES)]
     figures: dict[str, dict[str, float]] = {name: {} for name in NAMES}
+    peaks: dict[str, int] = {}
     for kind in PEERS:
-        steps = [medians([rank[kind][side] for rank in found]) for side in range(2)]
-        for place, name in enumerate(NAMES):
-            mine, theirs = steps[0][place], steps[1][place]
-            effort.say(f"{name}, {kind}: {1e3 * mine:.1f} ms a step, torch's {1e3 * theirs:.1f} ms")
-            figures[name][kind] = round(theirs / mine, 3)
-    peaks = {f"stage {rank} of {STAGES}": one["peak_lanes"] for rank, one in enumerate(found)}
+        found = run(in_turn, STAGES, kind, 6 if effort.is_quick else 30)
+        for name, ratio in compared(effort, NAMES, [sides for sides, _ in found], kind).items():
+            figures[name][kind] = ratio
+        if kind == "1f1b":
+            peaks = {f"stage {rank} of {STAGES}": peak for rank, (_, peak) in enumerate(found)}
     return {**figures, "pp_1f1b_peak_lanes": peaks}
 
 
-def in_turn(rank: int, rounds: int, folder: str, tokens: int = TOKENS, untimed: int = UNTIMED) -> None:
-    """Run one stage of both sides in turn and write the times to a file; raises AssertionError if gradients differ."""
-    group = meet(rank, STAGES, folder)
+def in_turn(
+    meeting: Meeting, kind: Kind, rounds: int, tokens: int = TOKENS, untimed: int = UNTIMED
+) -> tuple[Sides, int]:
+    """Run one stage of both sides in turn; return the times, and the most lanes that our stage had alive.
+
+    Raises AssertionError if gradients differ.
+    """
+    meeting.join_torch(any_algorithm=True)
     batches = [_batch(number, tokens) for number in range(LANES)]
-    found: dict[str, object] = {}
-    for kind, peer in PEERS.items():
-        lanes = _Lanes(_our_stage(group, kind), batches)
-        theirs, model = _torch_step(rank, batches, peer, lanes.stage.plan)
-        times: list[list[Times]] = [[], []]
-        for turn in range(rounds + untimed):
-            for side, act in enumerate((lanes.step, theirs)):
-                group.barrier()
-                times[side].append(timed(act))
-            if turn == 0:
-                _check_same(lanes.stage.model, model)
-            for one in (*lanes.stage.model.parameters(), *model.parameters()):
-                one.grad = None
-        found[kind] = [side[untimed:] for side in times]
-        if kind == "1f1b":
-            found["peak_lanes"] = lanes.peak
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    part_ways(group)
+    lanes = _Lanes(_our_stage(meeting.group, kind), batches)
+    theirs, model = _torch_step(meeting.group.rank, batches, PEERS[kind], lanes.stage.plan)
+
+    def forget() -> None:
+        for one in (*lanes.stage.model.parameters(), *model.parameters()):
+            one.grad = None
+
+    lanes.step()
+    theirs()
+    _check_same(lanes.stage.model, model)
+    forget()
+    return meeting.in_turn([lanes.step, theirs], rounds, untimed, forget), lanes.peak
 
 
 def _batch(number: int, num_tokens: int) -> Batch:

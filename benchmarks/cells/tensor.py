@@ -8,10 +8,6 @@ the same processes, in turn.
 from __future__ import annotations
 
 import inspect
-import json
-import statistics
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +20,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.multiprocessing.spawn import spawn
 
-from benchmarks.cells.pairs import Times, meet, part_ways, timed
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, Sides, compared, run
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_plan import cell_plan_of
@@ -46,32 +41,16 @@ NAMES = ("tp2_vs_torch", "tp2_cpu_vs_torch")
 
 def beside_torch(effort: Effort) -> dict[str, object]:
     """Run both sides in turn, in two processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        rounds = 8 if effort.is_quick else 40
-        spawn(in_turn, args=(rounds, folder), nprocs=DEGREE)  # type: ignore[no-untyped-call]
-        ours, peer = json.loads((Path(folder) / "times.json").read_text())
-    figures = {}
-    for place, name in enumerate(NAMES):
-        mine, theirs = (statistics.median(times[place] for times in side) for side in (ours, peer))
-        effort.say(f"{name}: {1e3 * mine:.1f} ms a pass, torch's {1e3 * theirs:.1f} ms")
-        figures[name] = round(theirs / mine, 3)
-    return dict(figures)
+    return dict(compared(effort, NAMES, run(in_turn, DEGREE, 8 if effort.is_quick else 40)))
 
 
-def in_turn(rank: int, rounds: int, folder: str, num_tokens: int = TOKENS, untimed: int = 2) -> None:
+def in_turn(meeting: Meeting, rounds: int, num_tokens: int = TOKENS, untimed: int = 2) -> Sides:
     """Check that both sides compute the same, and time passes of rows of `num_tokens` tokens."""
-    group = meet(rank, DEGREE, folder)
-    ours, peer = _our_model(group), _torch_model()
+    meeting.join_torch(any_algorithm=True)
+    ours, peer = _our_model(meeting.group), _torch_model()
     tokens = torch.randint(0, SHAPE.vocabulary, (ROWS, num_tokens), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ours(tokens), peer(tokens), rtol=1e-4, atol=1e-5)
-    times: list[list[Times]] = [[], []]
-    for _ in range(rounds + untimed):
-        for side, model in enumerate((ours, peer)):
-            group.barrier()
-            times[side].append(timed(lambda: _pass(model, tokens)))  # noqa: B023 - called at once
-    if rank == 0:
-        (Path(folder) / "times.json").write_text(json.dumps([side[untimed:] for side in times]))
-    part_ways(group)
+    return meeting.in_turn([lambda: _pass(ours, tokens), lambda: _pass(peer, tokens)], rounds, untimed)
 
 
 def _our_model(group: Group) -> nn.Module:

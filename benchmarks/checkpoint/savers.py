@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -141,6 +142,15 @@ def committed(saves: Saves) -> CommitRecord:
     ended = saves.wait()
     assert ended is not None and ended.commit is not None, f"the save failed: {ended}"
     return ended.commit
+
+
+def evict(folder: Path) -> None:
+    """Evict a folder's files, which are on the disk, from the page cache."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
 
 
 def _ended(promise: object) -> Callable[[], None]:

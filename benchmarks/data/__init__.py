@@ -1,1 +1,1 @@
-"""The cost of reading data: our loader compared with peers, from the local disk and from S3."""
+"""The order of samples: padding, and how well it shuffles."""

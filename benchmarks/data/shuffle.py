@@ -1,27 +1,15 @@
 """Quality of shuffling a lane's blocks of K row groups, compared with a full shuffle.
 
-    python -m benchmarks.data.shuffle
-
 32,768 rows in 128 row groups, sorted either by label (16 of them) or by source (64, each with its own labels and
 features): the worst case of a dataset's file order. There are 8 lanes of 8 rows, few for a job: lanes start at
-different positions, so more lanes mix better (`--lanes 16 --groups 512`). The measured order is that of our `Order`,
-without files.
-
-* Composition: how much a step's 64 rows differ from a draw from the whole dataset, as chi-square per degree of freedom
-  over labels (or sources). A full shuffle has 1; steps of one label each have 64.
-* Loss on 4,096 other rows after one epoch of a small classifier, over 5 seeds, with the same initial weights for each
-  order: the difference to a full shuffle, in standard errors of that difference over the seeds.
-
-`--json` prints one JSON object as the last line.
+different positions, so more lanes mix better. The measured order is that of our `Order`, without files; weights begin
+alike for each order.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.figures import Effort
 from elastic_train.core.order import Order
 
 NUM_ROWS, BATCH = 32_768, 64
 NUM_LABELS, NUM_SOURCES, NUM_FEATURES, NUM_HELD_OUT = 16, 64, 32, 4096
 SEEDS = range(5)
 BLOCKS = (1, 2, 4, 8, 16)
-OPTIONS = {"--lanes": 8, "--groups": 128}
+LANES, GROUPS = 8, 128
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -43,38 +32,26 @@ Batches = Ints
 """Row numbers of every step; shape (steps, rows)."""
 
 
-def main(arguments: list[str]) -> None:
+def shuffling(effort: Effort) -> dict[str, object]:
+    """Return composition, loss and distance from a full shuffle, by how the dataset was sorted and is ordered."""
     torch.set_num_threads(1)
-    lanes, groups = (int(arguments[arguments.index(f) + 1]) if f in arguments else n for f, n in OPTIONS.items())
-    found = {name: measure(sort_by, lanes, groups) for name, sort_by in (("label", by_label), ("source", by_source))}
-    if "--json" in arguments:
-        print(json.dumps(found))
-        return
-    for name, rows in found.items():
-        print(
-            f"sorted by {name}: how steps are made, chi-square per degree of freedom, loss, off full in standard errors"
-        )
-        for way, row in rows.items():
-            print(f"  {way:12} {row['composition']:7.2f} {row['loss']:8.4f} {row['off_full']:8.1f}")
+    found: dict[str, dict[str, object]] = {"composition": {}, "loss": {}, "off_full": {}}
+    for sorted_by in ("label", "source"):
+        for way, row in measure(sorted_by, SEEDS[:2] if effort.is_quick else SEEDS).items():
+            for figure, value in row.items():
+                found[figure][f"{way}, sorted by {sorted_by}"] = value
+    return dict(found)
 
 
-def by_label(label: Ints, source: Ints) -> Ints:
-    return label
-
-
-def by_source(label: Ints, source: Ints) -> Ints:
-    return source
-
-
-def measure(sort_by: Callable[[Ints, Ints], Ints], lanes: int, groups: int) -> dict[str, dict[str, float]]:
+def measure(sorted_by: str, seeds: range) -> dict[str, dict[str, float]]:
     """Measure every way of ordering a dataset that is sorted by some key."""
     compositions: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
-    for seed in SEEDS:
+    for seed in seeds:
         features, label, source = make_rows(seed)
-        kind = sort_by(label, source)
+        kind = label if sorted_by == "label" else source
         in_files = np.argsort(kind[:NUM_ROWS], kind="stable")
-        for way, batches in ways(seed, lanes, groups).items():
+        for way, batches in ways(seed).items():
             rows = in_files[batches]
             compositions.setdefault(way, []).append(unlikeness(kind[rows]))
             losses.setdefault(way, []).append(train(features, label, rows, seed))
@@ -88,13 +65,13 @@ def measure(sort_by: Callable[[Ints, Ints], Ints], lanes: int, groups: int) -> d
     }
 
 
-def ways(seed: int, lanes: int, groups: int) -> dict[str, Batches]:
+def ways(seed: int) -> dict[str, Batches]:
     """Return an epoch's steps by a full shuffle (and a second one, to show the noise), by each K, and unshuffled."""
     rng = np.random.default_rng([seed, 1])
     found = {name: rng.permutation(NUM_ROWS).reshape(-1, BATCH) for name in ("full shuffle", "another full")}
-    rows = [NUM_ROWS // groups] * groups
+    rows = [NUM_ROWS // GROUPS] * GROUPS
     for block in BLOCKS:
-        order = Order(rows, num_lanes=lanes, seed=seed, block_row_groups=block)
+        order = Order(rows, num_lanes=LANES, seed=seed, block_row_groups=block)
         found[f"K = {block}"] = steps_of(order)
     found["not shuffled"] = np.arange(NUM_ROWS).reshape(-1, BATCH)
     return found
@@ -146,7 +123,3 @@ def off(losses: list[float], full: list[float]) -> float:
     differences = [loss - other for loss, other in zip(losses, full, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences) / spread if spread else 0.0
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -49,9 +49,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.beside import in_process
 from benchmarks.figures import rewrite
 from benchmarks.gpu.job import NUM_LANES, SIZES, size_for
-from benchmarks.gpu.measure import alone, in_process, plain_peak, saves, step_times
+from benchmarks.gpu.measure import alone, plain_peak, saves, step_times
 
 GOALS = {
     "mfu_compiled": "≥ 0.5",

@@ -6,39 +6,21 @@ import itertools
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ParamSpec, TypeVar
-from unittest import mock
 
 import torch
 
-from benchmarks.gpu.job import NUM_LANES, SIZES, PlainLoop, Size, write_job
+from benchmarks.beside import WARM_TURNS, Enough, Lanes, Watch, batches_of, now_of, plainly, train_while
+from benchmarks.gpu.job import NUM_LANES, SIZES, Size, write_job
+from benchmarks.jobs import PlainLoop
 from elastic_train.config.sources import load_config
 from elastic_train.core.order import Cursor
-from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.job.plan import make_plan
-from elastic_train.training.run import train
+from elastic_train.job.plan import Plan, make_plan
 from elastic_train.training.session import Session
 
-P = ParamSpec("P")
-T = TypeVar("T")
-WARM_TURNS, BETWEEN_SAVES = 4, 8
+BETWEEN_SAVES = 8
 MEMORY = Path("/dev/shm")
-Lanes = Sequence[LaneBatch]
-
-
-class Enough(BaseException):
-    """Ends a job without its last commit."""
-
-
-def in_process(measure: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Run a measurement in a fresh process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, *args, **named).result()
 
 
 def scratch(size: Size) -> str | None:
@@ -47,57 +29,10 @@ def scratch(size: Size) -> str | None:
     return str(MEMORY) if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > needed else None
 
 
-def train_while(config: str, between: Callable[[Session, Iterator[Lanes]], Iterator[Lanes]]) -> None:
-    """Train a job whose steps pass through the generator `between`, until that raises Enough."""
-    steps = Session.steps
-    with mock.patch.object(Session, "steps", lambda session: between(session, steps(session))):
-        try:
-            train(load_config(config))
-        except Enough:
-            return
-    raise AssertionError("the job has ended before what was to be measured of it")
-
-
-class Watch:
-    """Times a job's steps on a synchronized device, and after each the same step of other loops."""
-
-    def __init__(self, device: torch.device, loops: Mapping[str, Callable[[Lanes], None]], num_steps: int) -> None:
-        self._device, self._loops, self._num_steps = device, loops, num_steps
-        self.times: dict[str, list[float]] = {name: [] for name in ("ours", *loops)}
-
-    def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
-        """Yield the steps of a job; each is timed until the next one is requested."""
-        began = self._now()
-        for lanes in steps:
-            yield lanes
-            self.times["ours"].append(self._now() - began)
-            for name, loop in self._loops.items():
-                began = self._now()
-                loop(lanes)
-                self.times[name].append(self._now() - began)
-            if len(self.times["ours"]) == self._num_steps + WARM_TURNS:
-                raise Enough
-            began = self._now()
-
-    def medians(self) -> dict[str, float]:
-        """Return the median seconds per step, and for each loop the median ratio of its step time to the job's."""
-        timed = {name: times[WARM_TURNS:] for name, times in self.times.items()}
-        ratios = {
-            f"over {name}": statistics.median(theirs / mine for mine, theirs in zip(timed["ours"], times, strict=True))
-            for name, times in timed.items()
-            if name != "ours"
-        }
-        return {**{name: statistics.median(times) for name, times in timed.items()}, **ratios}
-
-    def _now(self) -> float:
-        return now_of(self._device)
-
-
-def now_of(device: torch.device) -> float:
-    """Return the time at which a device has finished all submitted work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def plain_loop(plan: Plan, *, is_compiled: bool = False) -> PlainLoop:
+    """Return the loop of a job's model, in bf16."""
+    options = plan.config.optimizer.model_dump()
+    return PlainLoop(plan.task.build_model(), plan.device, options, is_bf16=True, is_compiled=is_compiled)
 
 
 def step_times(
@@ -111,15 +46,8 @@ def step_times(
     with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
         config = write_job(Path(folder), size, device, num_steps=10_000, reduction=reduction, compile=compile)
         plan = make_plan(load_config(config))
-        loop = PlainLoop(plan.task.build_model(), plan.device, compile=compile)
-
-        def plainly(lanes: Lanes) -> None:
-            mode = torch.get_deterministic_debug_mode()
-            torch.set_deterministic_debug_mode("default")
-            loop.step(batches_of(lanes))
-            torch.set_deterministic_debug_mode(mode)
-
-        loops = {"plain": plainly, "deterministic": lambda lanes: loop.step(batches_of(lanes))}
+        loop = plain_loop(plan, is_compiled=compile)
+        loops = {"plain": plainly(loop), "deterministic": lambda lanes: loop.step(batches_of(lanes))}
         watch = Watch(plan.device, {beside: loops[beside]}, num_steps)
         train_while(config, watch.between)
     return watch.medians()
@@ -135,16 +63,11 @@ def alone(name: str, device: str, num_steps: int, **changes: object) -> dict[str
     return {"seconds": watch.medians()["ours"], "peak": float(peak_of(device))}
 
 
-def batches_of(lanes: Lanes) -> list[Mapping[str, torch.Tensor]]:
-    """Return a plain loop's inputs for a step."""
-    return [lane.tensors for lane in lanes if lane.tensors is not None]
-
-
 def plain_peak(name: str, device: str) -> int:
     """Return the peak device bytes of the plain loop, with lanes of one row."""
     with tempfile.TemporaryDirectory(dir=scratch(SIZES[name])) as folder:
         plan = make_plan(load_config(write_job(Path(folder), SIZES[name], device, num_steps=4)))
-        loop = PlainLoop(plan.task.build_model(), plan.device)
+        loop = plain_loop(plan)
         for lanes in plan.feed.training(plan.order, range(NUM_LANES), Cursor(), 4):
             loop.step(batches_of(lanes))
     return peak_of(device)

@@ -1,1 +1,1 @@
-"""Real models in the trainer, compared with plain PyTorch, transformers and DDP."""
+"""Real models in the trainer, compared with plain PyTorch."""

@@ -1,4 +1,4 @@
-"""The jobs to measure: a language model, a classifier, a ResNet, and adapters, each on rows of one shape.
+"""The jobs to measure: a language model, a classifier and a ResNet, each on rows of one shape.
 
 All rows of a job have the same shape, so that every step is the same amount of work; their content is random.
 """
@@ -6,33 +6,23 @@ All rows of a job have the same shape, so that every step is the same amount of 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-import yaml
 from PIL import Image
+from torch import Tensor, nn
 
-from elastic_train.data.dataset.manifest import build_manifest
+from benchmarks.jobs import Batch, classes, images, next_tokens, tokens_of, write_config, write_rows
 
 NUM_LANES = 4
 VOCABULARY, NUM_TOKENS, PIXELS, NUM_CLASSES = 2048, 128, 64, 10
-NUM_ROWS, ROWS_PER_GROUP = 4096, 64
+NUM_ROWS = 4096
 Params = Mapping[str, Any]
 
-LLAMA: Params = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": NUM_TOKENS,
-}
 BERT: Params = {
     "model_type": "bert",
     "vocab_size": VOCABULARY,
@@ -52,56 +42,42 @@ RESNET_18: Params = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A task, its parameters, and the samples per micro-batch."""
+    """A task, its parameters, and a plain loop's loss of the same model."""
 
     task: str
     params: Params
-    micro_batch: int
+    loss: Callable[[nn.Module, Batch], Tensor]
+    micro_batch: int = 8
 
 
+_SIZES: Params = {"dim": 128, "depth": 4, "heads": 4, "kv_heads": 2, "vocabulary": VOCABULARY}
 JOBS: Mapping[str, Job] = {
-    "lm": Job(
-        "elastic_train.tasks.causal_lm:CausalLM",
-        {
-            "max_tokens": NUM_TOKENS,
-            "model": {"dim": 128, "depth": 4, "heads": 4, "kv_heads": 2, "vocabulary": VOCABULARY},
-        },
-        8,
-    ),
+    "lm": Job("elastic_train.tasks.causal_lm:CausalLM", {"max_tokens": NUM_TOKENS, "model": _SIZES}, next_tokens),
     "classifier": Job(
         "elastic_train.tasks.sequence_classifier:SequenceClassifier",
         {"max_tokens": NUM_TOKENS, "hf": {"config": BERT}, "numeric": [], "categorical": []},
-        8,
+        classes,
     ),
     "resnet": Job(
         "elastic_train.tasks.image_classifier:ImageClassifier",
         {"size": PIXELS, "crop": "shift", "hf": {"config": RESNET_18}},
-        8,
+        images,
     ),
 }
 """Models of 1.2, 1.1 and 11 million parameters, with dropout where transformers has it by default."""
 
+
+def _larger(name: str, key: str, sizes: Params) -> Job:
+    return replace(JOBS[name], params={**JOBS[name].params, key: sizes})
+
+
+LARGE_BERT = {**BERT, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048}
 LARGE: Mapping[str, Job] = {
-    "lm": Job(
-        JOBS["lm"].task, {**JOBS["lm"].params, "model": {"dim": 512, "depth": 8, "heads": 8, "vocabulary": 8192}}, 8
-    ),
-    "classifier": Job(
-        JOBS["classifier"].task,
-        {
-            **JOBS["classifier"].params,
-            "hf": {"config": {**BERT, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 2048}},
-        },
-        8,
-    ),
+    "lm": _larger("lm", "model", {"dim": 512, "depth": 8, "heads": 8, "vocabulary": 8192}),
+    "classifier": _larger("classifier", "hf", {"config": LARGE_BERT}),
     "resnet": JOBS["resnet"],
 }
 """Models of 30, 27 and 11 million parameters, large enough to dominate a process's memory."""
-
-
-def adapters(base: Path) -> Job:
-    """Return a job that trains adapters on a transformers folder."""
-    params = {"max_tokens": NUM_TOKENS, "hf": {"path": str(base)}, "lora": {"r": 8, "lora_dropout": 0.1}}
-    return Job(JOBS["lm"].task, params, 8)
 
 
 def write_job(folder: Path, job: Job, *, num_lanes: int = NUM_LANES, **changes: object) -> str:
@@ -109,36 +85,20 @@ def write_job(folder: Path, job: Job, *, num_lanes: int = NUM_LANES, **changes: 
 
     `changes` are sections or top-level keys that replace those written here.
     """
-    write_rows(folder / "rows", has_images="image_classifier" in job.task)
-    tree: dict[str, object] = {
-        "run": {"dir": str(folder / "run"), "seed": 3},
-        "task": {"path": job.task, "params": dict(job.params)},
-        "data": {"train": str(folder / "rows")},
-        "batch": {"global_batch": num_lanes * job.micro_batch, "micro_batch": job.micro_batch},
-        "optimizer": {"lr": 1e-3, "warmup_steps": 10, "schedule": "constant"},
-        "epochs": 100,
-        "validation": {"every": None},
-        "checkpoint": {"every": None},
-        "device": "cpu",
-    }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump({**tree, **changes}))
-    return str(path)
-
-
-def write_rows(folder: Path, *, has_images: bool) -> None:
-    """Write rows of a label and NUM_TOKENS tokens, low ids more frequent, or an image."""
-    folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     columns: dict[str, pa.Array] = {"label": pa.array(rng.integers(0, NUM_CLASSES, NUM_ROWS), pa.int32())}
-    if has_images:
+    if "image_classifier" in job.task:
         columns["image"] = pa.array([_image(rng) for _ in range(64)] * (NUM_ROWS // 64), pa.binary())
     else:
-        tokens = (VOCABULARY * rng.random(NUM_ROWS * NUM_TOKENS) ** 3).astype(np.int32)
-        offsets = pa.array(np.arange(0, len(tokens) + 1, NUM_TOKENS), pa.int32())
-        columns["input_ids"] = pa.ListArray.from_arrays(offsets, pa.array(tokens))
-    pq.write_table(pa.table(columns), folder / "rows.parquet", row_group_size=ROWS_PER_GROUP)
-    build_manifest(str(folder), label_column="label")
+        columns["input_ids"] = tokens_of(NUM_ROWS, NUM_TOKENS, VOCABULARY)
+    tree: dict[str, object] = {
+        "task": {"path": job.task, "params": dict(job.params)},
+        "batch": {"global_batch": num_lanes * job.micro_batch, "micro_batch": job.micro_batch},
+        "epochs": 100,
+        "device": "cpu",
+    }
+    rows = write_rows(folder / "rows", columns, group_rows=64, label="label")
+    return write_config(folder, rows, {**tree, **changes})
 
 
 def _image(rng: np.random.Generator) -> bytes:

@@ -74,13 +74,13 @@ def _watch(path: Path) -> _Watch:
 
 def num_models(seen: Path) -> Counter[int]:
     """Return the number of models that each process has trained, by process id."""
-    return Counter(pid for pid, what, _ in _lines(seen) if what == "model")
+    return Counter(pid for pid, what, _ in _lines(seen.read_text()) if what == "model")
 
 
-def given_up_at(seen: Path) -> list[tuple[int, float]]:
-    """Return the process id and time of each wait that ended with a lost peer."""
+def given_up_at(seen: str) -> list[tuple[int, float]]:
+    """Return the process id and time of each wait that ended with a lost peer, from the text of the watch's file."""
     return [(pid, t) for pid, what, t in _lines(seen) if what == "lost"]
 
 
-def _lines(seen: Path) -> list[tuple[int, str, float]]:
-    return [(line["pid"], line["what"], line["t"]) for line in map(json.loads, seen.read_text().splitlines())]
+def _lines(text: str) -> list[tuple[int, str, float]]:
+    return [(line["pid"], line["what"], line["t"]) for line in map(json.loads, text.splitlines())]

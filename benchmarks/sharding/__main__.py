@@ -3,10 +3,8 @@
     python -m benchmarks.sharding [--json] [--quick] [--only NAME]
 
 one_hash              whether 1 to 4 ranks with one and two copies, in every mode, end with the weights of one that
-                      holds everything: without a fault; in 256 cases, each with a kill at one of three points of a
-                      step, a rank that joins or leaves, or a commit that another mode resumes; and so do live jobs in
-                      which a worker and a node are killed, a node joins, all leave one by one, and which one process
-                      resumes in another mode
+                      holds everything, and so do live jobs in which a worker and a node are killed, a node joins, all
+                      leave one by one, and which one process resumes in another mode
 live_ratio            bytes a parameter that a rank holds (weights, gradients, moments, sums put aside), over the 16 of
                       whole state; names are the mode, the ranks and the copies, as in gradients_w4_c1 (goal: 0.45)
 step_vs_replicated    time of a step over that of whole state in the same processes, in turn (goals with two ranks: at
@@ -52,8 +50,7 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, plans, steps
-from benchmarks.sharding.live import recovery
+from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, plans, recovery, steps
 
 FIGURES: dict[str, Measure] = {
     "one_hash": one_hash.one_hash,

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, SMALL, WIDE, Job, Mode
 from benchmarks.sharding.peers import mesh_of
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.checkpoint import (
     CommitFacts,
     CommitRecord,

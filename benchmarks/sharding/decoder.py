@@ -6,100 +6,25 @@ Its weights and its tokens are random. It is a job like any other, started by to
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 import torch
-import torch.nn.functional as F
-import yaml
-from torch import Tensor, nn
 
 from benchmarks.figures import Effort
-from elastic_train.data.corpora.synthetic import synthesise
-from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.tasks.task import Batch, LaneLoss
+from benchmarks.jobs import tokens_of, write_config, write_rows
+from elastic_train.tasks.causal_lm import CausalLM
 from rendezvous.process_table import children_of
 
-if TYPE_CHECKING:
-    from torchmetrics import Metric
-
 RANKS, STEPS, RESUMED_RANKS, MORE_STEPS = 4, 10, 3, 2
-VOCABULARY, DIM, DEPTH, HEADS, TOKENS = 8192, 1024, 39, 16, 16
+SIZES, DEPTH, TOKENS = {"vocabulary": 8192, "dim": 1024, "heads": 16}, 39, 17
 LOOK_EVERY_S, TIMEOUT_S = 0.1, 1800.0
-
-
-class Block(nn.Module):
-    """Causal self-attention and an MLP, each after a norm and inside a residual."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map x (batch, tokens, dim) to the same shape."""
-        query, key, value = self.qkv(self.norm_attention(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))  # type: ignore[no-any-return]
-
-
-class Decoder(nn.Module):
-    """Predicts each next token; the head shares the embedding's weights."""
-
-    def __init__(self, dim: int, depth: int) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(VOCABULARY, dim), nn.Embedding(TOKENS, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
-        self.norm = nn.LayerNorm(dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of shape (batch, tokens, vocabulary)."""
-        x = self.embed(tokens) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ self.embed.weight.T / math.sqrt(self.embed.embedding_dim)  # type: ignore[no-any-return]
-
-
-class NextToken:
-    """The task: random tokens for each sample, seeded by its id."""
-
-    def __init__(self, dim: int = DIM, depth: int = DEPTH) -> None:
-        self._dim, self._depth, self._column = dim, depth, ""
-
-    def prepare(self, manifest: Manifest) -> None:
-        self._column = next(iter(manifest.columns))
-
-    def columns(self) -> Sequence[str]:
-        return [self._column]
-
-    def build_model(self) -> nn.Module:
-        return Decoder(self._dim, self._depth)
-
-    def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
-        drawn = [np.random.default_rng(int(id_)).integers(VOCABULARY, size=TOKENS + 1) for id_ in ids]
-        return {"tokens": torch.from_numpy(np.stack(drawn))}
-
-    def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
-        tokens = batch["tokens"]
-        logits = model(tokens[:, :-1])
-        total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        return LaneLoss(total, float(tokens[:, 1:].numel()))
-
-    def metrics(self) -> Mapping[str, Metric]:
-        return {}
 
 
 def half_billion(effort: Effort) -> dict[str, object]:
@@ -107,11 +32,19 @@ def half_billion(effort: Effort) -> dict[str, object]:
 
     `training` is the peak until the last step; the commit after it needs a second copy of each rank's share.
     """
-    dim, depth = (DIM, DEPTH) if not effort.is_quick else (DIM, 4)
-    num_parameters = sum(parameter.numel() for parameter in _meta(dim, depth).parameters())
+    params = {"max_tokens": TOKENS, "model": {**SIZES, "depth": 4 if effort.is_quick else DEPTH}}
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in CausalLM(**params).build_model().parameters())  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = _write(folder, dim, depth)
+        rows = write_rows(folder / "rows", {"input_ids": tokens_of(200, TOKENS, SIZES["vocabulary"])}, group_rows=50)
+        tree = {
+            "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params},
+            "batch": {"global_batch": RANKS, "micro_batch": 1},
+            "parallel": {"shards": "parameters", "copies": 1},
+            "tracking": {"mlflow_uri": None},
+        }
+        config = write_config(folder, rows, tree)
         first = _train(folder, config, RANKS, STEPS, effort.say)
         second = _train(folder, config, RESUMED_RANKS, STEPS + MORE_STEPS, effort.say)
         result = json.loads((folder / "run" / "result.json").read_text())
@@ -124,31 +57,10 @@ def half_billion(effort: Effort) -> dict[str, object]:
     return {"decoder_gib": {**peaks, **facts}}
 
 
-def _meta(dim: int, depth: int) -> Decoder:
-    with torch.device("meta"):
-        return Decoder(dim, depth)
-
-
-def _write(folder: Path, dim: int, depth: int) -> Path:
-    synthesise(str(folder / "data"), 200, "quality", seed=1)
-    tree = {
-        "run": {"dir": str(folder / "run"), "seed": 3},
-        "task": {"path": "benchmarks.sharding.decoder:NextToken", "params": {"dim": dim, "depth": depth}},
-        "data": {"train": str(folder / "data"), "too_long": "truncate"},
-        "batch": {"global_batch": RANKS, "micro_batch": 1},
-        "parallel": {"shards": "parameters", "copies": 1},
-        "validation": {"every": None},
-        "checkpoint": {"every": None},
-        "tracking": {"mlflow_uri": None},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder / "config.yaml"
-
-
-def _train(folder: Path, config: Path, num_ranks: int, steps: int, say: Callable[[str], None]) -> tuple[int, int]:
+def _train(folder: Path, config: str, num_ranks: int, steps: int, say: Callable[[str], None]) -> tuple[int, int]:
     """Train up to a step on `num_ranks` processes; return their joint peak bytes until that step and overall."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["-m", "elastic_train", str(config), "--max_steps", str(steps)]
+    command += ["-m", "elastic_train", config, "--max_steps", str(steps)]
     started, seen, log = time.monotonic(), list[tuple[float, int]](), folder / "log"
     with log.open("wb") as said:
         job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)

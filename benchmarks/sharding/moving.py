@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_state
 from elastic_train.parallel.group import Group
 

@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.live import repeat, run_job
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode
-from benchmarks.sharding.matrix import through_changes
-from benchmarks.sharding.ranks import Meeting, run
 from chaos.judge.evidence.run_files import collect, whole
 from chaos.scenario.schedule import Due
 
@@ -29,7 +28,7 @@ CHANGES = (
 
 def one_hash(effort: Effort) -> dict[str, object]:
     """Return True if all worlds and all jobs end with the weights of one unsharded rank."""
-    return {"one_hash": _of_worlds(effort) & through_changes(effort) & _of_jobs(effort)}
+    return {"one_hash": _of_worlds(effort) & _of_jobs(effort)}
 
 
 def _of_worlds(effort: Effort) -> bool:

@@ -13,8 +13,8 @@ import time
 from torch import Tensor
 
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import SMALL, Job, Mode
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint, Work
 

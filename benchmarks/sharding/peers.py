@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.beside import resident
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import CLIP_NORM, MODES, OPTIMIZER, SMALL, TOTAL_STEPS, WIDE, Job, Work
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.job.optimizers.schedule import rate_factor
 
@@ -60,10 +58,8 @@ class Peer:
 
 def mesh_of(meeting: Meeting) -> DeviceMesh:
     """Form torch's own world from a rank's."""
-    group = meeting.group
-    store = dist.FileStore(str(meeting.folder / "peer"), group.size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
-    return init_device_mesh("cpu", (group.size,))
+    meeting.join_torch()
+    return init_device_mesh("cpu", (meeting.group.size,))
 
 
 def step_times(effort: Effort) -> dict[str, object]:
@@ -80,11 +76,8 @@ def step_times(effort: Effort) -> dict[str, object]:
 def _in_turn(meeting: Meeting, rounds: int) -> dict[str, float]:
     """Time steps of ours and of the peer in turn; the first two warm up."""
     job, peer = Job(meeting.group, SMALL, MODES[-1]), Peer(mesh_of(meeting), SMALL)
-    ours, theirs = list[float](), list[float]()
-    for _ in range(rounds + 2):
-        ours.append(meeting.timed(job.step))
-        theirs.append(meeting.timed(peer.step))
-    return {"ours": statistics.median(ours[2:]), "theirs": statistics.median(theirs[2:])}
+    ours, theirs = (statistics.median(s for s, _ in side) for side in meeting.in_turn([job.step, peer.step], rounds))
+    return {"ours": ours, "theirs": theirs}
 
 
 def peak_memory(effort: Effort) -> dict[str, object]:
@@ -99,15 +92,8 @@ def peak_memory(effort: Effort) -> dict[str, object]:
 def _peak(meeting: Meeting, side: str) -> int:
     """Return the peak bytes of one side's process above those before the model was built."""
     mesh = None if side == "ours" else mesh_of(meeting)
-    base = _resident("VmRSS")
+    base = resident("VmRSS")
     job = Job(meeting.group, WIDE, MODES[-1]) if mesh is None else Peer(mesh, WIDE, is_lean=side == "lean peer")
     for _ in range(MEMORY_STEPS):
         job.step()
-    return _resident("VmHWM") - base
-
-
-def _resident(name: str) -> int:
-    """Return one of this process's memory figures, in bytes."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, f"Linux says {name}"
-    return 1024 * int(found[1])
+    return resident("VmHWM") - base

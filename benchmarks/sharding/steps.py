@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import wraps
 
 from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.core.lanes import Part
 from elastic_train.placement.deal import Counter
 
@@ -37,16 +37,15 @@ def _beside(meeting: Meeting, shards: Mode, copies: int, rounds: int) -> dict[st
     live = live_bytes() / 16 / sharded.num_parameters
     whole = Job(group, SMALL, "none")
     whole.step()
-    ours, theirs = list[float](), list[float]()
-    for _ in range(rounds):
-        ours.append(meeting.timed(sharded.step))
-        theirs.append(meeting.timed(whole.step))
+    ours, theirs = (
+        statistics.median(s for s, _ in side) for side in meeting.in_turn([sharded.step, whole.step], rounds)
+    )
     before = group.num_bytes
     sharded.step()
     all_reduce = 2 * 4 * sharded.num_parameters * (group.size - 1) / group.size
     # Received bytes are counted as well; over all ranks, as much is received as sent.
     return {
-        "ratio": statistics.median(ours) / statistics.median(theirs),
+        "ratio": ours / theirs,
         "live": live,
         "sent": (group.num_bytes - before) / 2 / all_reduce,
     }

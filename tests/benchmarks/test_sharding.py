@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,21 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.ranks import Meeting, run
+from benchmarks.recovery.kills import num_restarted
 from benchmarks.recovery.watched_tasks import WatchedClassifier, num_models
 from benchmarks.sharding import __main__ as sharding
-from benchmarks.sharding import jobs
 from benchmarks.sharding.commits import rows_of
 from benchmarks.sharding.jobs import MODES, SMALL, Job
-from benchmarks.sharding.live.recovery import num_restarted
-from benchmarks.sharding.matrix import ALONE, Case, cases, live_through
 from benchmarks.sharding.peers import Peer, mesh_of
-from benchmarks.sharding.ranks import Meeting, run
 from benchmarks.sharding.steps import most_sums
 from chaos.judge.evidence.run_files import Evidence, Line
-from elastic_train.job.resharding import PeerState
-from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import StateShards
-from elastic_train.parallel.group import Group
 from elastic_train.tasks.task import LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
 
@@ -99,25 +92,3 @@ def test_who_leaves_a_world_without_having_been_killed_has_restarted(tmp_path: P
     lines += [{"op": "fault", "t": 1.5, "kind": "kill", "pids": [12]}]
     lines += [{"op": "fault", "t": 3.5, "kind": "stop_node", "pids": [13, 14]}]
     assert num_restarted(Evidence(tmp_path, [lines], [], {}, None, None)) == 1
-
-
-@pytest.mark.slow
-@with_ranks
-def test_a_case_of_the_matrix_says_what_its_ranks_end_with() -> None:
-    """The bits of one rank that holds everything; and a step that was given up is seen, though its bits come again."""
-    number = list(cases()).index(Case("parameters", 2, 3, "met"))
-    kept, given_up = run(live_through, 3, [number]), run(live_without_pending, 3, [number])
-    assert [end for of_rank in kept for end in of_rank.values()] == 3 * [kept[0][ALONE]]
-    ends = [of_rank[str(number)] for of_rank in given_up if str(number) in of_rank]
-    assert ends == 2 * ["step 4 was lost, and 3 restored"]
-
-
-def live_without_pending(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
-    """Go through cases with survivors that forget the step that somebody may have applied."""
-
-    def forget(group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> list[PeerState]:
-        state.drop_pending()
-        return list(brought)
-
-    jobs.roll_forward = forget
-    return live_through(meeting, numbers)

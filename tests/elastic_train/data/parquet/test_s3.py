@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ import pyarrow as pa
 import pytest
 from moto.server import ThreadedMotoServer
 
-from benchmarks.slow_network import SlowNetwork, Trouble
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.loader import LaneLoader
@@ -24,6 +21,7 @@ from elastic_train.data.parquet import sources
 from elastic_train.data.parquet.sources import RemoteSource, open_source
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
+from tests.elastic_train.data.parquet.slow_network import SlowNetwork, Trouble
 
 pytestmark = pytest.mark.slow
 
@@ -110,25 +108,3 @@ def test_a_missing_s3_object_is_named(network: SlowNetwork, tmp_path: Path) -> N
     boto3.client("s3").delete_object(Bucket="rows", Key="missing/part-0.parquet")
     with pytest.raises(DataError, match=r"s3://rows/missing/part-0\.parquet: cannot be opened"):
         Reader(manifest, ["label"]).groups.decode(0)
-
-
-def test_the_light_store_serves_the_files_contents(
-    network: SlowNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store of the benchmark, with one of five requests refused or broken off: each range is the file's own."""
-    monkeypatch.setattr(sources._again, "wait", lambda _: 0.0)
-    rows = write_rows(tmp_path / "some rows", 40, group_rows=7)
-    command = [sys.executable, "-m", "benchmarks.data.light_store", str(tmp_path)]
-    trouble = ["--delay-s=0", "--refused=0.1", "--broken=0.1"]
-    with subprocess.Popen([*command, *trouble], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as store:
-        assert store.stdout is not None
-        remote = RemoteSource(fsspec.filesystem("s3", endpoint_url=store.stdout.readline().strip()), "rows/some rows")
-        for path in rows.glob("*.parquet"):
-            whole = path.read_bytes()
-            assert remote.size(path.name) == len(whole)
-            for lo, hi in ((0, 4), (5, len(whole) - 9), (len(whole) - 8, len(whole) + 1)):
-                assert remote.read(path.name, lo, hi) == whole[lo:hi]
-        with pytest.raises(FileNotFoundError):
-            remote.read("not there", 0, 1)
-        assert store.stdin is not None
-        store.stdin.close()

@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from benchmarks.figures import Effort
 from elastic_train.insight.detection import Detector
 from elastic_train.insight.events import Event, Kind
 from elastic_train.insight.phases import RankFacts
 
-CASES, STEPS = 100, 150
+STEPS = 150
 MOST_HELD, MOST_HELD_STEPS, HELD_S = 0.03, 8, (0.001, 0.01)
 OF_RANKS: tuple[Kind, ...] = ("slow_compute", "slow_data", "slow_link")
 
@@ -102,11 +102,19 @@ def said(case: Case, seed: int) -> list[Event]:
     return [event for event in found if not event.is_over]
 
 
-def straggler_figures(effort: Effort) -> dict[str, object]:
-    """Return precision and recall over the cases, and the most steps until a slow rank was named."""
+class Figures(NamedTuple):
+    """Precision and recall over some cases, and the most steps until a slow rank was named."""
+
+    precision: float
+    recall: float
+    latency_steps: int
+
+
+def figures_of(seeds: range) -> Figures:
+    """Judge the detector on drawn cases."""
     right = wrong = slow = 0
     latencies = [0]
-    for seed in range(12 if effort.is_quick else CASES):
+    for seed in seeds:
         case = drawn(seed)
         events = said(case, seed)
         slow += case.kind is not None
@@ -114,8 +122,4 @@ def straggler_figures(effort: Effort) -> dict[str, object]:
         right += bool(good)
         wrong += len(events) - len(good)
         latencies += [good[0].step - case.begins] if good else []
-    return {
-        "straggler_precision": round(right / max(1, right + wrong), 4),
-        "straggler_recall": round(right / max(1, slow), 4),
-        "straggler_latency_steps": max(latencies),
-    }
+    return Figures(right / max(1, right + wrong), right / max(1, slow), max(latencies))

@@ -1,8 +1,7 @@
 """Check that sharded jobs keep the bits of one unsharded rank: all modes, copies, sizes and changes of world.
 
 The ranks are connected processes that train a tiny model with the trainer's own state, sums and commits. A rank is
-"killed" by leaving its group at some point of a step and discarding its state. `one_hash` runs some of these changes
-with the whole trainer and kills processes for real.
+"killed" by leaving its group at some point of a step and discarding its state.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from benchmarks.figures import Effort
+from benchmarks.ranks import Meeting
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, Job, Mode, Work
-from benchmarks.sharding.ranks import Meeting, run
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
 from elastic_train.job import gradient_norm
@@ -67,23 +65,6 @@ def cases() -> Iterator[Case]:
     for shards, copies, size in itertools.product(modes, COPIES, SIZES):
         yield from (Case(shards, copies, size, change) for change in (*POINTS, "join", "shrink"))
         yield from (Case(shards, copies, size, "resume", then) for then in modes if then != shards)
-
-
-def through_changes(effort: Effort) -> bool:
-    """Return True if all cases end with the weights of one unsharded rank; report those that do not."""
-    every = list(enumerate(cases()))
-    chosen = every[::7] if effort.is_quick else every
-    effort.say(f"{len(chosen)} cases of one change each")
-    found = run(live_through, 1 + max(SIZES), [number for number, _ in chosen])
-    alone = found[0][ALONE]
-    wrong = 0
-    for number, case in chosen:
-        ends = sorted({of_rank[str(number)] for of_rank in found if str(number) in of_rank})
-        if ends != [alone]:
-            wrong += 1
-            effort.say(f"{case}: {', '.join(ends)}; alone {alone}")
-    effort.say(f"{wrong} of {len(chosen)} with other weights")
-    return not wrong
 
 
 def live_through(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:

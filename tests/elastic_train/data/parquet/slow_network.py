@@ -1,15 +1,12 @@
 """An HTTP server that seems far away: all answers delayed, some requests refused or cut off, a few answered very late.
 
-As a program, `python -m benchmarks.slow_network`, it fronts its own moto S3 server with a bucket `rows`, prints its
-address, and ends when its input does. Faults are random with a seed, and counted in `counts`.
+Faults are random with a seed, and counted in `counts`.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -40,12 +37,6 @@ class Trouble:
             if lot < 0:
                 return what
         return "answered"
-
-
-def add_trouble(parser: argparse.ArgumentParser) -> None:
-    """Add a program's options for faults."""
-    for name in ("delay_s", "refused", "broken", "late", "late_s"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(Trouble(), name))
 
 
 class SlowNetwork(ThreadingHTTPServer):
@@ -124,25 +115,3 @@ class _Request(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Log nothing."""
-
-
-def main() -> None:
-    """Serve until the input ends."""
-    import fsspec
-    from moto.server import ThreadedMotoServer
-
-    parser = argparse.ArgumentParser()
-    add_trouble(parser)
-    trouble = Trouble(**vars(parser.parse_args()))
-    store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    store.start()
-    host, port = store.get_host_and_port()
-    fsspec.filesystem("s3", endpoint_url=f"http://{host}:{port}").mkdir("rows")
-    with SlowNetwork(f"http://{host}:{port}", trouble).serving() as network:
-        print(network.url, flush=True)
-        sys.stdin.read()
-    store.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,0 @@
-"""A run's self-observation and its cost, one module per part."""
