@@ -38,8 +38,12 @@ app = App(
     default_parameter=NO_EMPTY,
 )
 TRAIN, LOOK, DATA, PLACES = map(Group.create_ordered, ("Train", "Look at runs", "Data and models", "Places"))
-_PLACES = "elastic_train.cli.places"
+_PLACES, _MODELS = "elastic_train.cli.places", "elastic_train.cli.models"
 LATER = {
+    "export": (f"{_MODELS}:export", "Write RUN's model for transformers, safetensors or torch.", DATA),
+    "generate": (f"{_MODELS}:generate", "Continue a --prompt with RUN's language model, and print both.", DATA),
+    "evaluate": (f"{_MODELS}:evaluate", "Compute the loss and the metrics of RUN's model on --data.", DATA),
+    "predict": (f"{_MODELS}:predict", "Write RUN's predictions for --data to --out, a Parquet file.", DATA),
     "data": ("elastic_train.cli.datasets:app", "Import, pack, describe and verify datasets.", DATA),
     "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of RUN.", LOOK),
     "plan": ("elastic_train.cli.planning:app", "Predict memory, time, cost and the price of faults.", TRAIN),
@@ -90,16 +94,8 @@ def train(config: Path, *overrides: Overrides) -> int:
 def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) -> int:
     """Start one node of a job: the same line on every node.
 
-    Its exit codes tell a scheduler what to do. --nodes MIN:MAX (default 1), --ranks N per node (its GPUs, else 1),
-    --endpoint HOST:PORT of an etcd (or @FILE, which says so), --id JOB. Each of them that is not given is read from the
-    PET_* variables (Kubernetes operators set them), else from Slurm's, else from SkyPilot's. Under Slurm and SkyPilot
-    any number of the job's nodes trains: 1:N. Without an endpoint, launch starts an etcd for a job of one node, or on
-    the first node that a scheduler names; several nodes elsewhere need one. --recovery live (survivors never stop) or
-    restart. --max-restarts of workers (100; live: per cause and hour). --ttl-s: seconds after which a silent worker
-    counts as lost (3). --grace-s: seconds from SIGTERM to SIGKILL. --timeout-s: how long to wait for MIN nodes, and for
-    the etcd of the first (900); then the exit code is 77. --local-addr: the address by which other nodes reach this one
-    (default: the one by which it reaches etcd). --no-compact: leave etcd's history alone; else the leader compacts what
-    is older than ten minutes, if etcd holds nothing but such jobs. Any key of CONFIG can follow.
+    Its exit codes tell a scheduler what to do. What is not given is read from PET_* variables, which Kubernetes
+    operators set, else from those of Slurm or SkyPilot. Any key of CONFIG can follow.
     """
     from elastic_train.launch import node, options
 
@@ -257,130 +253,6 @@ def profile(
     from elastic_train.cli.runs.profile import profile as profile_run
 
     return profile_run(run, overrides, at=at, steps=steps, ranks=ranks, out=out, on=on, is_json=json_)
-
-
-Weights = Literal["trained", "ema"]
-
-
-@app.command(group=DATA)
-def export(
-    run: str,
-    target: Path | None = None,
-    *,
-    to: Literal["hf", "safetensors", "torch"] = "hf",
-    commit: str | None = None,
-    train: list[str] | None = None,
-    merge: Flag = False,
-    weights: Weights = "trained",
-    json_: Json = False,
-) -> int:
-    """Write RUN's model for transformers, safetensors or torch.
-
-    TARGET: by default a name in RUN's folder. --to hf (the default): a folder that transformers' AutoModel classes
-    load, with the tokenizer; the package's own decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a
-    folder of peft, or with --merge a whole model. --to safetensors or torch: one file of weights, of any task.
-    --weights ema: their average, of a run with optimizer.ema_decay. --commit: newest, best, a step, term-step or key;
-    by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train:
-    where the training set is, if it has moved (once for each source of a mixture).
-    """
-    from elastic_train.cli.models import export as export_model
-
-    return export_model(
-        run, target, to=to, commit=commit, train=train or (), merge=merge, weights=weights, is_json=json_
-    )
-
-
-@app.command(group=DATA)
-def generate(
-    run: str,
-    *,
-    prompt: str | None = None,
-    chat: Flag = False,
-    ids: str | None = None,
-    tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    seed: int = 0,
-    commit: str | None = None,
-    train: list[str] | None = None,
-    weights: Weights = "trained",
-    json_: Json = False,
-) -> int:
-    """Continue a --prompt with RUN's language model, and print both.
-
-    --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
-    text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
-    drawn from --seed, of the --top-k likeliest if that is given. --weights ema: with the average of the weights.
-    --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run or it has
-    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
-    a mixture).
-    """
-    from elastic_train.cli.models import generate as generate_text
-    from elastic_train.tasks.task import Sampling
-
-    sampling = Sampling(tokens, temperature, top_k, seed)
-    return generate_text(
-        run,
-        prompt,
-        ids=ids,
-        commit=commit,
-        train=train or (),
-        weights=weights,
-        sampling=sampling,
-        is_chat=chat,
-        is_json=json_,
-    )
-
-
-@app.command(group=DATA)
-def evaluate(
-    run: str,
-    *,
-    data: str,
-    commit: str | None = None,
-    train: list[str] | None = None,
-    max_samples: int | None = None,
-    weights: Weights = "trained",
-    json_: Json = False,
-) -> int:
-    """Compute the loss and the metrics of RUN's model on --data.
-
-    --data: a folder or URL with a manifest. On the validation set of the run they are those of training, to the last
-    bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest, best, a step,
-    term-step or key; by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the
-    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
-    """
-    from elastic_train.cli.models import evaluate as evaluate_run
-
-    return evaluate_run(
-        run, data, commit=commit, train=train or (), max_samples=max_samples, weights=weights, is_json=json_
-    )
-
-
-@app.command(group=DATA)
-def predict(
-    run: str,
-    *,
-    data: str,
-    out: Path,
-    commit: str | None = None,
-    train: list[str] | None = None,
-    batch: int | None = None,
-    weights: Weights = "trained",
-    json_: Json = False,
-) -> int:
-    """Write RUN's predictions for --data to --out, a Parquet file.
-
-    --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
-    its probability and those of all classes, and needs no labels; a language model gives the mean loss of a row, and
-    how many targets it has. --batch: rows at once (default: the run's micro-batch). --weights ema: the average of the
-    weights. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run
-    or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each
-    source of a mixture).
-    """
-    from elastic_train.cli.models import predict as predict_rows
-
-    return predict_rows(run, data, out, commit=commit, train=train or (), batch=batch, weights=weights, is_json=json_)
 
 
 @app.command(group=LOOK)

@@ -1,4 +1,7 @@
-"""`elastic-train export`, `generate`, `evaluate` and `predict`: what a run's model is worth, outside of training."""
+"""`elastic-train export`, `generate`, `evaluate` and `predict`: a run's model outside of training.
+
+Arguments are checked before torch is imported, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,21 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from elastic_train.checkpoint.commits.export import export as export_file
-from elastic_train.checkpoint.commits.lookup import find_trained, open_run
-from elastic_train.checkpoint.commits.record import CommitRecord
-from elastic_train.checkpoint.commits.weights import Weights
-from elastic_train.cli.output import cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_done, print_json, print_text
 from elastic_train.errors import ConfigError
-from elastic_train.inference.evaluating import evaluate_trained
-from elastic_train.inference.exporting import export_folder
-from elastic_train.inference.generating import complete
-from elastic_train.inference.opening import open_trained
-from elastic_train.inference.predicting import predict_rows
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted, size
-from elastic_train.tasks.task import Sampling
+
+if TYPE_CHECKING:
+    from elastic_train.checkpoint.commits.record import CommitRecord
 
 _SCORES, _MOST_SHOWN = ("precision", "recall", "f1"), 20
 To = Literal["hf", "safetensors", "torch"]
+Weights = Literal["trained", "ema"]
 _LOADING = {
     "hf": "load {place} with transformers' AutoModel classes, or with peft if it has an adapter",
     "safetensors": "safetensors.torch.load_file('{place}')",
@@ -37,59 +34,91 @@ _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch
 
 def export(
     run: str,
-    target: Path | None,
+    target: Path | None = None,
     *,
-    to: To,
-    commit: str | None,
-    train: Sequence[str],
-    merge: bool,
-    weights: Weights,
-    is_json: bool,
+    to: To = "hf",
+    commit: str | None = None,
+    train: list[str] | None = None,
+    merge: Flag = False,
+    weights: Weights = "trained",
+    json_: Json = False,
 ) -> int:
-    """Write a commit's model, and print where it is."""
+    """Write RUN's model for transformers, safetensors or torch.
+
+    TARGET: by default a name in RUN's folder. --to hf (the default): a folder that transformers' AutoModel classes
+    load, with the tokenizer; the package's own decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a
+    folder of peft, or with --merge a whole model. --to safetensors or torch: one file of weights, of any task.
+    --weights ema: their average, of a run with optimizer.ema_decay. --commit: newest, best, a step, term-step or key;
+    by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train:
+    where the training set is, if it has moved (once for each source of a mixture).
+    """
+    from elastic_train.checkpoint.commits.export import export as export_file
+    from elastic_train.checkpoint.commits.lookup import open_run
+    from elastic_train.inference.exporting import export_folder
+
     if target is None and "://" in run:
         raise ConfigError(f"{run}: name a TARGET, a place on this machine")
     store, record = open_run(run), _chosen(run, commit)
     place = target or Path(run) / _NAMES[to].format(step=record.step)
     if to == "hf":
-        num_bytes = export_folder(run, place, commit=record.key, train=train, weights=weights, is_merged=merge)
+        num_bytes = export_folder(
+            run, place, commit=record.key, train=train or (), weights=weights, is_merged=merge, track=shown
+        )
     else:
-        export_file(store, record, place, to, weights)
+        export_file(store, record, place, to, weights, shown)
         num_bytes = place.stat().st_size
-    if is_json:
+    if json_:
         return print_json({"commit": record.key, "step": record.step, "target": str(place), "bytes": num_bytes})
     how = _LOADING[to].format(place=place)
-    return print_text(f"Done: {record.key} in {place}, {size(num_bytes)}, next: {how}")
+    return print_done(f"{record.key} in {place}, {size(num_bytes)}", how)
 
 
 def generate(
     run: str,
-    prompt: str | None,
     *,
-    ids: str | None,
-    commit: str | None,
-    train: Sequence[str],
-    weights: Weights,
-    sampling: Sampling,
-    is_chat: bool,
-    is_json: bool,
+    prompt: str | None = None,
+    chat: Flag = False,
+    ids: str | None = None,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    commit: str | None = None,
+    train: list[str] | None = None,
+    weights: Weights = "trained",
+    json_: Json = False,
 ) -> int:
-    """Print what a run's model makes of a prompt."""
+    """Continue a --prompt with RUN's language model, and print both.
+
+    --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
+    text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
+    drawn from --seed, of the --top-k likeliest if that is given. --weights ema: with the average of the weights.
+    --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run or it has
+    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
+    a mixture).
+    """
     if (prompt is None) == (ids is None):
         raise ConfigError("give one of --prompt and --ids")
-    if is_chat and prompt is None:
+    if chat and prompt is None:
         raise ConfigError("--chat needs --prompt, a user's message")
-    if sampling.num_tokens < 1 or not sampling.temperature >= 0 or sampling.top_k < 0:
+    if tokens < 1 or not temperature >= 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
-    trained = open_trained(run, commit, train=train, weights=weights)
-    found, text = complete(trained, prompt if prompt is not None else _parse_ids(ids or ""), sampling, is_chat=is_chat)
-    if is_json:
+    given = prompt if prompt is not None else _parse_ids(ids or "")
+    from elastic_train.inference.generating import complete
+    from elastic_train.inference.opening import open_trained
+    from elastic_train.tasks.task import Sampling
+
+    trained = open_trained(run, commit, train=train or (), weights=weights)
+    found, text = complete(trained, given, Sampling(tokens, temperature, top_k, seed), is_chat=chat)
+    if json_:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
-    return print_text(" ".join(map(str, found)) if text is None else f"{'' if is_chat else prompt or ''}{text}")
+    return print_text(" ".join(map(str, found)) if text is None else f"{'' if chat else prompt or ''}{text}")
 
 
 def _chosen(run: str, commit: str | None) -> CommitRecord:
     """Return the commit to use; say on stderr if that is not the newest."""
+    from elastic_train.checkpoint.commits.lookup import find_trained  # torch
+
     record, why = find_trained(run, commit)
     if why is not None:
         sys.stderr.write(f"{why}\n")
@@ -105,49 +134,67 @@ def _parse_ids(text: str) -> list[int]:
 
 def predict(
     run: str,
+    *,
     data: str,
     out: Path,
-    *,
-    commit: str | None,
-    train: Sequence[str],
-    batch: int | None,
-    weights: Weights,
-    is_json: bool,
+    commit: str | None = None,
+    train: list[str] | None = None,
+    batch: int | None = None,
+    weights: Weights = "trained",
+    json_: Json = False,
 ) -> int:
-    """Write what a run's model makes of each row of a dataset, and print where it is."""
+    """Write RUN's predictions for --data to --out, a Parquet file.
+
+    --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
+    its probability and those of all classes, and needs no labels; a language model gives the mean loss of a row, and
+    how many targets it has. --batch: rows at once (default: the run's micro-batch). --weights ema: the average of the
+    weights. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run
+    or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each
+    source of a mixture).
+    """
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch must be at least 1, not {batch}")
-    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
+    from elastic_train.inference.opening import open_trained
+    from elastic_train.inference.predicting import predict_rows
+
+    trained = open_trained(run, _chosen(run, commit).key, train=train or (), weights=weights)
     num_rows, columns = predict_rows(trained, data, out, batch, shown)
-    if is_json:
+    if json_:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "out": str(out)}
         return print_json({**found, "rows": num_rows, "columns": columns})
-    return print_text(
-        f"Done: {counted(num_rows, 'row')} of {data} by {trained.record.key} in {out} ({', '.join(columns)}), next: "
-        f"pyarrow.parquet.read_table('{out}')"
-    )
+    made = f"{counted(num_rows, 'row')} of {data} by {trained.record.key} in {out} ({', '.join(columns)})"
+    return print_done(made, f"pyarrow.parquet.read_table('{out}')")
 
 
 def evaluate(
     run: str,
-    data: str,
     *,
-    commit: str | None,
-    train: Sequence[str],
-    max_samples: int | None,
-    weights: Weights,
-    is_json: bool,
+    data: str,
+    commit: str | None = None,
+    train: list[str] | None = None,
+    max_samples: int | None = None,
+    weights: Weights = "trained",
+    json_: Json = False,
 ) -> int:
-    """Print the loss and the metrics of a run's model over a dataset."""
+    """Compute the loss and the metrics of RUN's model on --data.
+
+    --data: a folder or URL with a manifest. On the validation set of the run they are those of training, to the last
+    bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest, best, a step,
+    term-step or key; by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the
+    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
+    """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
+    from elastic_train.inference.evaluating import evaluate_trained
+    from elastic_train.inference.opening import open_trained
+
     trained = open_trained(
-        run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
+        run, _chosen(run, commit).key, train=train or (), validation=data, max_samples=max_samples, weights=weights
     )
     metrics = dict(trained.plan.task.metrics())
     values = evaluate_trained(trained, metrics, shown)
     matrix, names = _confusion(metrics.get("accuracy"))
-    if is_json:
+    if json_:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "metrics": values}
         return print_json({**found, "confusion": matrix, "classes": names} if names else found)
     num_samples = int(values.pop("samples") or 0)
@@ -159,7 +206,7 @@ def evaluate(
     print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")
     if 0 < len(names) <= _MOST_SHOWN:
         _print_classes(values, matrix, names)
-    return print_text(f"Done: {trained.record.key} is evaluated, next: elastic-train export {shlex.quote(run)}")
+    return print_done(f"{trained.record.key} is evaluated", f"elastic-train export {shlex.quote(run)}")
 
 
 def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:

@@ -14,6 +14,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
 
 from elastic_train.errors import ConfigError
 from elastic_train.launch.schedulers import CONF, Found, found_in, heterogeneous, lonely, uncounted
@@ -63,21 +66,37 @@ class Launch:
         return {**{flag: value for flag, value in flags.items() if flag not in said}, **self.conf}
 
 
+_JOB = Parameter(group=Group("Job", sort_key=10))
+_FAULTS = Parameter(group=Group("Faults", sort_key=11))
+_NETWORK = Parameter(group=Group("Network", sort_key=12))
+
+
 @dataclass(frozen=True, slots=True)
 class Flags:
     """Command line flags; None for flags not given."""
 
-    nodes: str | None = None
-    ranks: int | None = None
-    endpoint: str | None = None
-    run_id: str | None = None
-    recovery: str = "live"
-    max_restarts: int | None = None
-    ttl_s: float | None = None
-    grace_s: float = 30.0
-    local_addr: str | None = None
-    compact: bool = True
-    timeout_s: float | None = None
+    nodes: Annotated[str | None, _JOB] = None
+    "Nodes that train, N or MIN:MAX; default: the scheduler's, else 1. Under Slurm and SkyPilot N means 1:N."
+    ranks: Annotated[int | None, _JOB] = None
+    "Ranks on each node; default: the scheduler's, else one for each GPU, else 1."
+    endpoint: Annotated[str | None, _JOB] = None
+    "HOST:PORT of an etcd, or @FILE with that; default: one on the first node. Nodes without a scheduler need it."
+    run_id: Annotated[str | None, _JOB] = None
+    "Name of the job, the same on all of its nodes; default: the scheduler's."
+    recovery: Annotated[str, _FAULTS] = "live"
+    "live: the other ranks train on; restart: all of them start again from a commit."
+    max_restarts: Annotated[int | None, _FAULTS] = None
+    "Restarts of workers before the job ends, with live recovery for each cause in an hour; default: 100."
+    ttl_s: Annotated[float | None, _FAULTS] = None
+    "Seconds without a sign of life after which a worker counts as lost; default: 3."
+    grace_s: Annotated[float, _FAULTS] = 30.0
+    "Seconds from SIGTERM to SIGKILL."
+    local_addr: Annotated[str | None, _NETWORK] = None
+    "Address by which other nodes reach this one; default: the one from which it reaches etcd."
+    timeout_s: Annotated[float | None, _NETWORK] = None
+    "Seconds to wait for MIN nodes, and for the first node's etcd, before exit code 77; default: 900."
+    compact: Annotated[bool, _NETWORK] = True
+    "Delete etcd's history that is older than ten minutes, if it serves nothing but such jobs."
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the flags; numbers of nodes are parsed where needed."""

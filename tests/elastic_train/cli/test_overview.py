@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cyclopts import App
 from elastic_train.cli import main, renamed
 from elastic_train.cli.output import PIPE_CLOSED
 from elastic_train.config.schema import keys
+from elastic_train.launch.options import Flags
 
 PROGRAM = """
 import sys
@@ -60,6 +62,14 @@ def test_no_command_has_a_flag_that_only_repeats_its_default(capsys: pytest.Capt
         flags = [line for line in text.splitlines() if re.search(r"--empty-|--\S+ +--no-\S+ .*default: False", line)]
         found |= {path: flags} if flags or "//" in text.replace("://", "") else {}
     assert not found
+
+
+def test_the_flags_of_launch_are_explained_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    main.app(["launch", "--help"], result_action="return_value")
+    text = capsys.readouterr().out
+    assert re.findall(r"╭─ (.+?) ─+╮", text) == ["Parameters", "Job", "Faults", "Network"]
+    flags = [line for line in text.splitlines() if line.startswith("│ --")]
+    assert len(flags) == len(fields(Flags)) and all(re.search(r"  [A-Za-z]{3}", line) for line in flags), flags
 
 
 @pytest.mark.slow
