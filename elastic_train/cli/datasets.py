@@ -7,6 +7,7 @@ and `validation/` in it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,20 +19,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.cli.imports import Split, report_written
 from elastic_train.cli.imports import app as imports
-from elastic_train.cli.imports import pack, report_written
-from elastic_train.cli.output import Flag, Json, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_done, print_json, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import checksums, describe, row_lengths, verify
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
+from elastic_train.data.packing import pack as packing
+from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
+from elastic_train.system.wording import counted
 
 app = App(name="data", help="Import, pack, describe and verify datasets.")
 app.command(imports)
-app.command(pack)
 
 
 @app.command
@@ -55,14 +58,56 @@ def synth(
 
     if "://" in out:
         _refuse_existing(out, replace=replace)
-        return report_written(write(out))
+        return _report_synthetic(out, write(out))
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
     if origin.is_finished(folder, made_from, replace=replace):
         return print_text(f"{out} already exists, with the same {rows:,} rows, schema and seed; nothing to do")
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
-    return report_written(load_manifest(out))
+    return _report_synthetic(out, load_manifest(out))
+
+
+@app.command
+def pack(
+    out: Path,
+    sources: list[Path],
+    *,
+    length: int,
+    tokenizer: Path | None = None,
+    column: str | None = None,
+    end: str | None = None,
+    split: Split | None = None,
+    open_rows: int = packing.OPEN_ROWS,
+    json_: Json = False,
+) -> int:
+    """Pack documents into rows of at most LENGTH tokens.
+
+    Each document is packed once, and the wasted space is printed. SOURCES are files (.jsonl, .csv, .parquet, .arrow
+    with a document in each row; a .txt is one document) or datasets of this project. Rows keep the boundaries of their
+    documents, and a column `labels` beside lists of token ids (-100: not to be predicted). Padding that
+    `attention_mask` hides is left out. Memory is bounded, whatever the size.
+
+    Parameters
+    ----------
+    length
+        Most tokens of a row; a longer document is cut into whole rows and a rest.
+    tokenizer
+        Any tokenizer.json, for text; lists of token ids are packed as they are.
+    column
+        The column to pack; default: `input_ids`, or else `text`.
+    end
+        A token of the tokenizer, or a token id, to put after each document, such as '<|endoftext|>'.
+    open_rows
+        Rows that are open for further documents at once: more waste less and take more memory.
+    """
+    chosen = (split or Split()).checked()
+    if length < 1 or open_rows < 1:
+        raise ConfigError("--length and --open-rows must be at least 1")
+    options = PackOptions(
+        length, tokenizer, column, end, chosen.validation_share, chosen.seed, open_rows, chosen.replace
+    )
+    return _report_packed(out, packing.pack(out, sources, options, track=shown), is_json=json_)
 
 
 @app.command(name="describe")
@@ -165,6 +210,31 @@ def _manifests(data: str) -> Sequence[Manifest]:
         is_one = fs.exists(f"{root}/{NAME}")
         parts = [part for part in ("train", "validation") if not is_one and fs.exists(f"{root}/{part}/{NAME}")]
     return [load_manifest(f"{data.rstrip('/')}/{part}") for part in parts] or [load_manifest(data)]
+
+
+def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
+    if is_json:
+        return print_json([asdict(report) for report in packed.reports])
+    if not packed.is_new:
+        return print_text(f"{out} already exists, packed from the same sources with the same options; nothing to do")
+    for report in packed.reports:
+        print_text(
+            f"{report.url}: {counted(report.documents, 'document')} ({report.empty_documents:,} empty, "
+            f"{report.cut_documents:,} cut) in {counted(report.rows, 'row')} of {report.length:,} tokens, "
+            f"{_targets_of(report)}"
+            f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
+        )
+    kind = "lm FOLDER" if packed.reports[0].targets is None else "sft FOLDER --model MODEL_FOLDER"
+    return print_done(str(out), f"elastic-train init {kind} --data {shlex.quote(str(out))}")
+
+
+def _targets_of(report: PartReport) -> str:
+    return "" if report.targets is None else f"{report.targets / report.tokens:.2%} of the tokens to be predicted, "
+
+
+def _report_synthetic(out: str, manifest: Manifest) -> int:
+    report_written(manifest)
+    return print_done(out, f"elastic-train data describe {shlex.quote(out)}")
 
 
 def _refuse_existing(url: str, *, replace: bool) -> None:

@@ -1,4 +1,4 @@
-"""`elastic-train data import` and `data pack`: make datasets from text, rows, images and documents.
+"""`elastic-train data import`: make datasets from text, rows and images.
 
 Each writes to a temporary folder and renames it when complete. Repeated with the same options and sources, it leaves a
 finished dataset unchanged.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from elastic_train.cli.output import Flag, Json, print_json, print_text
+from elastic_train.cli.output import Flag, print_done, print_text
 from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats
 from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
 from elastic_train.data.corpora import text as corpora
@@ -22,8 +22,6 @@ from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
-from elastic_train.data.packing import pack as packing
-from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.tables import digits as handwritten
 from elastic_train.data.tables import hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types
@@ -297,47 +295,6 @@ def import_images(
     return _report_new(out, made)
 
 
-def pack(
-    out: Path,
-    sources: list[Path],
-    *,
-    length: int,
-    tokenizer: Path | None = None,
-    column: str | None = None,
-    end: str | None = None,
-    split: Split | None = None,
-    open_rows: int = packing.OPEN_ROWS,
-    json_: Json = False,
-) -> int:
-    """Pack documents into rows of at most LENGTH tokens.
-
-    Each document is packed once, and the wasted space is printed. SOURCES are files (.jsonl, .csv, .parquet, .arrow
-    with a document in each row; a .txt is one document) or datasets of this project. Rows keep the boundaries of their
-    documents, and a column `labels` beside lists of token ids (-100: not to be predicted). Padding that
-    `attention_mask` hides is left out. Memory is bounded, whatever the size.
-
-    Parameters
-    ----------
-    length
-        Most tokens of a row; a longer document is cut into whole rows and a rest.
-    tokenizer
-        Any tokenizer.json, for text; lists of token ids are packed as they are.
-    column
-        The column to pack; default: `input_ids`, or else `text`.
-    end
-        A token of the tokenizer, or a token id, to put after each document, such as '<|endoftext|>'.
-    open_rows
-        Rows that are open for further documents at once: more waste less and take more memory.
-    """
-    chosen = (split or Split()).checked()
-    if length < 1 or open_rows < 1:
-        raise ConfigError("--length and --open-rows must be at least 1")
-    options = PackOptions(
-        length, tokenizer, column, end, chosen.validation_share, chosen.seed, open_rows, chosen.replace
-    )
-    return _report_packed(out, packing.pack(out, sources, options, track=shown), is_json=json_)
-
-
 def _import_chats(
     out: Path, parts: importing.Parts, source: str, columns: Columns, chats: Chats | None, split: Split | None
 ) -> int | None:
@@ -353,30 +310,11 @@ def _import_chats(
     if made.written.is_new:
         source, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
         if isinstance(layout, PreferenceLayout):
-            print_text(f"next: data.train: {out}/train, and task.path: elastic_train.tasks.preferences:Preferences")
+            then = f"data.train: {out}/train, and task.path: elastic_train.tasks.preferences:Preferences"
         else:
-            print_text(f"next: elastic-train data pack {packed} {source} --length {made.row_length}")
+            then = f"elastic-train data pack {packed} {source} --length {made.row_length}"
+        print_done(str(out), then)
     return 0
-
-
-def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
-    if is_json:
-        return print_json([asdict(report) for report in packed.reports])
-    if not packed.is_new:
-        return print_text(f"{out} already exists, packed from the same sources with the same options; nothing to do")
-    for report in packed.reports:
-        print_text(
-            f"{report.url}: {counted(report.documents, 'document')} ({report.empty_documents:,} empty, "
-            f"{report.cut_documents:,} cut) in {counted(report.rows, 'row')} of {report.length:,} tokens, "
-            f"{_targets_of(report)}"
-            f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
-        )
-    kind = "lm FOLDER" if packed.reports[0].targets is None else "sft FOLDER --model MODEL_FOLDER"
-    return print_text(f"next: elastic-train init {kind} --data {shlex.quote(str(out))}")
-
-
-def _targets_of(report: PartReport) -> str:
-    return "" if report.targets is None else f"{report.targets / report.tokens:.2%} of the tokens to be predicted, "
 
 
 def _report_new(out: Path, made: Written, noun: str = "image") -> int:
@@ -403,7 +341,7 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
     for manifest in manifests:
         report_written(manifest)
     if ends:
-        print_text(f"next: {_next_for([*manifests[0].columns], shlex.quote(str(out)))}")
+        print_done(str(out), _next_for([*manifests[0].columns], shlex.quote(str(out))))
     return 0
 
 

@@ -24,6 +24,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from elastic_train.launch.options import Flags
+from elastic_train.system.wording import done
 
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
@@ -86,6 +87,11 @@ def print_text(text: str) -> int:
     """Print text as it is, without markup or wrapping; return the exit code of success."""
     sys.stdout.write(text + "\n")
     return 0
+
+
+def print_done(made: str, then: str) -> int:
+    """Print a command's last line: what it made, and what to do next."""
+    return print_text(done(made, then))
 
 
 def print_json(value: object) -> int:

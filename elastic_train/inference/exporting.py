@@ -17,6 +17,7 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Opened, open_commit
 from elastic_train.inference.weight_files import MOST_BYTES, write_weights
 from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome
 
 
@@ -29,6 +30,7 @@ def export_folder(
     weights: Weights = "trained",
     is_merged: bool = False,
     most_bytes: int = MOST_BYTES,
+    track: Track = silent,
 ) -> int:
     """Write a commit's model and return the folder's size in bytes; raises ConfigError if the task has no such model.
 
@@ -41,7 +43,7 @@ def export_folder(
             raise ConfigError(f"{target}: exists already; name another folder")
         try:
             unfinished.mkdir(parents=True)
-            _export(opened, unfinished, most_bytes, is_merged=is_merged)
+            _export(opened, unfinished, most_bytes, track, is_merged=is_merged)
             publish(unfinished, target)
         except OSError as error:
             raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
@@ -50,7 +52,7 @@ def export_folder(
     return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
 
 
-def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -> None:
+def _export(opened: Opened, folder: Path, most_bytes: int, track: Track, *, is_merged: bool) -> None:
     task = opened.plan.task
     if not isinstance(task, Exporting):
         raise ConfigError(
@@ -69,7 +71,7 @@ def _export(opened: Opened, folder: Path, most_bytes: int, *, is_merged: bool) -
     assert sketch is not None, "what is not built can be sketched"
     opened.check_fits(sketch)
     _check_has(sketch, names, opened.plan.config.task.path)
-    write_weights(folder, opened.weights.renamed(names), most_bytes)
+    write_weights(folder, opened.weights.renamed(names), most_bytes, track)
 
 
 def _check_has(model: nn.Module, names: Mapping[str, str], path: str) -> None:

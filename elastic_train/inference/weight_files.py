@@ -12,13 +12,14 @@ from pathlib import Path
 from elastic_train.checkpoint.commits.weights import CommitWeights
 from elastic_train.checkpoint.format.safetensors_file import write_safetensors
 from elastic_train.checkpoint.format.stored_tensors import Kind
+from elastic_train.system.progress_bar import Track, silent
 
 MOST_BYTES = 5 * 10**9
 """Largest total size of a file's tensors, as in Hugging Face's own tools."""
 _FILE, _INDEX = "model{}.safetensors", "model.safetensors.index.json"
 
 
-def write_weights(folder: Path, weights: CommitWeights, most_bytes: int) -> None:
+def write_weights(folder: Path, weights: CommitWeights, most_bytes: int, track: Track = silent) -> None:
     """Write weights under their names into a folder that has no weights."""
     kinds = weights.kinds
     shards = split(kinds, most_bytes)
@@ -27,7 +28,8 @@ def write_weights(folder: Path, weights: CommitWeights, most_bytes: int) -> None
         file = _FILE.format("" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}")
         files |= dict.fromkeys(names, file)
         with (folder / file).open("wb") as opened:
-            write_safetensors(opened, {name: kinds[name] for name in names}, weights.read, {"format": "pt"})
+            read = weights.tracked(track, f"writing {file}")
+            write_safetensors(opened, {name: kinds[name] for name in names}, read, {"format": "pt"})
     if len(shards) > 1:
         sizes = {
             "total_parameters": sum(kind.shape.numel() for kind in kinds.values()),

@@ -57,6 +57,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def done(made: str, then: str) -> str:
+    """Return the last line of a command: what it made, and what to do next."""
+    return f"Done: {made}, next: {then}"
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without passwords in URLs, or its class if it has none."""
     return without_passwords(str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]

@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.system.progress_bar import percent, progress_line
 from elastic_train.system.wording import counted
 
 LINE_EVERY_S = 2.0
@@ -141,12 +142,16 @@ class Progress:
         self._rates = [*self._rates[-20:], (now, status.step)]
         if self._console.is_terminal:
             self._show(status)
-        else:
-            self._console.print(", ".join(f"{name} {value}" for name, value in self._facts(status)), highlight=False)
+            return
+        facts = "".join(f", {name} {value}" for name, value in self._facts(status))
+        self._console.print(
+            progress_line("training", status.step, status.total_steps, "steps") + facts, highlight=False
+        )
 
     def _show(self, status: Status) -> None:
         table = Table.grid(padding=(0, 2))
-        facts = self._facts(status)
+        done = f"{status.step}/{status.total_steps}, {percent(status.step, status.total_steps)}"
+        facts = [("step", done), *self._facts(status)]
         for name, _ in facts:
             table.add_column(name)
         table.add_row(*(Text(name, style="dim") for name, _ in facts))
@@ -162,18 +167,17 @@ class Progress:
 
         slowest = [("slowest", f"rank {status.slowest[0]}, {status.slowest[1]:.1f}x")] if status.slowest else []
         return [
-            ("step", f"{status.step}/{status.total_steps}"),
             ("epoch", shown(status.epoch, "d")),
             ("loss", shown(status.loss, ".4f")),
             ("samples/s", shown(status.samples_per_s, ".0f")),
             ("world", str(status.world)),
             ("term", str(status.term)),
             ("last commit", shown(status.last_commit_step, "d")),
-            ("ETA", self._eta(status)),
+            ("time left", self._time_left(status)),
             *slowest,
         ]
 
-    def _eta(self, status: Status) -> str:
+    def _time_left(self, status: Status) -> str:
         (then, step), (now, _) = self._rates[0], self._rates[-1]
         if status.step <= step or now <= then:
             return "-"

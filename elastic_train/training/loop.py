@@ -53,6 +53,7 @@ def train_steps(session: Session) -> Outcome:
     if (end := _end_before(session)) is not None:
         return end
     _catch_up(session)
+    session.show_progress()
     clock.start()
     for lanes in session.leave.dropping(session.steps()):
         clock.mark("data")

@@ -23,7 +23,7 @@ from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, done
 from elastic_train.tasks.task import Exporting, ExportingSome, Finishing
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
@@ -136,10 +136,8 @@ def last_line(session: Session, result: TrainResult) -> str:
     if isinstance(task, ExportingSome):
         is_folder = task.why_not_exported() is None
     to = "" if is_folder else " --to safetensors"
-    return (
-        f"Done: {counted(result.step, 'step')}{early}{shown}, weights in {where}, "
-        f"next: elastic-train export {shlex.quote(config.run.dir)}{to}"
-    )
+    made = f"{counted(result.step, 'step')}{early}{shown}, weights in {where}"
+    return done(made, f"elastic-train export {shlex.quote(config.run.dir)}{to}")
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:

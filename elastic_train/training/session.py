@@ -327,20 +327,30 @@ class Session:
             if self.utilisation is not None:
                 values["train/mfu"] = self.utilisation.mfu(rate, self.world.group.size)
             self.tracker.log(state.step, {**values, "train/samples_per_s": rate})
-        if self.world.progress is not None:
-            self.world.progress.update(
-                Status(
-                    step=state.step,
-                    total_steps=self.plan.total_steps,
-                    loss=loss,
-                    samples_per_s=rate,
-                    world=self.world.group.size,
-                    term=self.world.term,
-                    last_commit_step=head.step if (head := self.commits.head) else None,
-                    epoch=self.plan.order.num_epochs(state.reached.cursor),
-                    slowest=slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned), self.world.mesh.alike),
-                )
+        self.show_progress(
+            loss, rate, slowest(sums.ranks, self.world.mesh.num_lanes(self.assigned), self.world.mesh.alike)
+        )
+
+    def show_progress(
+        self, loss: float | None = None, rate: float | None = None, late: tuple[int, float] | None = None
+    ) -> None:
+        """Show how far the run is, on rank 0."""
+        if self.world.progress is None:
+            return
+        state, head = self.state, self.commits.head
+        self.world.progress.update(
+            Status(
+                step=state.step,
+                total_steps=self.plan.total_steps,
+                loss=loss,
+                samples_per_s=rate,
+                world=self.world.group.size,
+                term=self.world.term,
+                last_commit_step=None if head is None else head.step,
+                epoch=self.plan.order.num_epochs(state.reached.cursor),
+                slowest=late,
             )
+        )
 
     def _show(self, facts: Facts, sums: StepSums, norm: float, seconds: float) -> None:
         """Show the step that was just applied on the node's page."""

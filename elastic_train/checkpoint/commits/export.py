@@ -13,11 +13,19 @@ from elastic_train.checkpoint.format.torch_file import write_torch
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.system.progress_bar import Track, silent
 
 Format = Literal["safetensors", "torch"]
 
 
-def export(store: Store, record: CommitRecord, target: Path, kind: Format, weights: Weights = "trained") -> int:
+def export(
+    store: Store,
+    record: CommitRecord,
+    target: Path,
+    kind: Format,
+    weights: Weights = "trained",
+    track: Track = silent,
+) -> int:
     """Verify a commit and stream its model's tensors to a new file; return their number.
 
     Raise ConfigError if averages are requested and the commit has none.
@@ -27,10 +35,11 @@ def export(store: Store, record: CommitRecord, target: Path, kind: Format, weigh
     unfinished = draft_of(target)
     try:
         with open_weights(store, record, weights) as found, unfinished.open("wb") as file:
+            read = found.tracked(track, f"writing {target.name}")
             if kind == "torch":
-                write_torch(file, found.kinds, found.read)
+                write_torch(file, found.kinds, read)
             else:
-                write_safetensors(file, found.kinds, found.read, _origin(record, weights))
+                write_safetensors(file, found.kinds, read, _origin(record, weights))
         publish(unfinished, target)
     except OSError as error:
         raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error

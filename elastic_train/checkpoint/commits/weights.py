@@ -14,10 +14,11 @@ from elastic_train.checkpoint.commits.reader import verify
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.format.layout import AVERAGE, MODEL
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.stored_tensors import Kind, StoredTensors
+from elastic_train.checkpoint.format.stored_tensors import Kind, ReadTensors, StoredTensors
 from elastic_train.checkpoint.format.weights_digest import digest_of
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.system.progress_bar import Track
 
 Weights = Literal["trained", "ema"]
 """Weights as trained, or their average over the steps."""
@@ -66,6 +67,10 @@ class CommitWeights:
             batch.append(name)
             num_bytes += kinds[name].num_bytes
         yield from self._read(batch)
+
+    def tracked(self, track: Track, what: str) -> ReadTensors:
+        """Return `read` with its progress shown."""
+        return lambda names: iter(track(self.read(names), what, len(names), "tensors"))
 
     def _read(self, names: Sequence[str]) -> Iterator[Tensor]:
         tensors = self._stored.read([self._paths[name] for name in names])

@@ -13,7 +13,7 @@ import torch
 from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.cli.checkpoints import app
-from elastic_train.cli.main import export
+from elastic_train.cli.models import export
 from elastic_train.errors import CommitError, ConfigError
 from elastic_train.tracking.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer

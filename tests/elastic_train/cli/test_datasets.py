@@ -136,7 +136,9 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     again = call("pack", out, path, "--length", 16, "--tokenizer", tokenizer, "--end", "<pad>")
     assert (again.code, "already exists" in again.output) == (0, True)
     images = call("import", "images", tmp_path / "digits", "--digits")
-    assert images.output.endswith(f"next: elastic-train init images FOLDER --data {tmp_path}/digits\n")
+    assert images.output.endswith(
+        f"Done: {tmp_path}/digits, next: elastic-train init images FOLDER --data {tmp_path}/digits\n"
+    )
 
 
 def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) -> None:
@@ -155,7 +157,7 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
         out = tmp_path / f"from-{kind}"
         made = call("import", command, out, tmp_path / source, "--tokenizer", model)
         assert made.code == 0 and "60 chats of prompt and response, 60 turns" in made.output, made.output
-        assert f"\nnext: elastic-train data pack {out}-packed {out} --length 64\n" in made.output
+        assert f"\nDone: {out}, next: elastic-train data pack {out}-packed {out} --length 64\n" in made.output
         cut = call("import", command, f"{out}-cut", tmp_path / source, "--tokenizer", model, "--max-tokens", "96")
         assert f"data pack {out}-cut-packed {out}-cut --length 96\n" in cut.output, "as `init sft` writes it"
         digests.append(pq.read_table(out / "train" / "part-00000.parquet"))

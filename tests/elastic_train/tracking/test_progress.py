@@ -75,13 +75,12 @@ def test_plain_output_is_at_most_a_line_every_two_seconds_and_the_last_status() 
     progress.close()
     progress.close()
     assert [line.split(",")[0] for line in text().splitlines()] == [
-        "step 1/100",
-        "step 21/100",
-        "step 41/100",
-        "step 50/100",
+        "training: 1 of 100 steps",
+        "training: 21 of 100 steps",
+        "training: 41 of 100 steps",
+        "training: 50 of 100 steps",
     ]
-    assert "loss 0.2500" in text()
-    assert "last commit 50" in text()
+    assert "21 of 100 steps, 21%, epoch 0, loss 0.2500, samples/s 1000, world 4, term 7, last commit 50" in text()
 
 
 def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
@@ -90,7 +89,7 @@ def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
     progress = Progress(out, Clock())
     progress.update(status(1, loss=None, last_commit_step=None))
     progress.close()
-    assert text().count("step 1/100") == 1
+    assert text().count("1 of 100 steps, 1%") == 1
     assert "loss -" in text()
 
 
@@ -98,7 +97,7 @@ def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
     ("first", "then", "seconds", "expected"),
     [(0, 50, 3661.0, "1:01:01"), (10, 20, 10.0, "0:01:20"), (50, 40, 10.0, "-"), (99, 100, 5.0, "0:00:00")],
 )
-def test_eta_follows_the_rate_and_is_unknown_after_a_rollback(
+def test_the_time_left_follows_the_rate_and_is_unknown_after_a_rollback(
     first: int, then: int, seconds: float, expected: str
 ) -> None:
     """The time left is what the last steps' rate gives; none when steps were given up."""
@@ -107,7 +106,7 @@ def test_eta_follows_the_rate_and_is_unknown_after_a_rollback(
     progress.update(status(first))
     clock.now = seconds
     progress.update(status(then))
-    assert text().splitlines()[-1].endswith(f"ETA {expected}")
+    assert text().splitlines()[-1].endswith(f"time left {expected}")
 
 
 def test_a_terminal_has_a_panel_that_ends_with_the_last_status() -> None:
