@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +20,10 @@ from cyclopts import (
     default_name_transform,
 )
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from elastic_train.launch.options import Flags
 from elastic_train.system.wording import done
@@ -102,6 +104,16 @@ def print_json(value: object) -> int:
 def narrow_table(*columns: str) -> Table:
     """Return an empty table without vertical lines, for many columns on a terminal."""
     return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
+    """Print a narrow table below its title; cells are texts with a style, or values as `cell` shows them."""
+    table = narrow_table(*head)
+    for row in rows:
+        table.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in row))
+    if title:
+        print_text(title)
+    Console(markup=False).print(table)
 
 
 def cell(value: object) -> str:

@@ -7,17 +7,12 @@ folder no longer exists. Runs are labelled a, b, c, … in the given order.
 
 from __future__ import annotations
 
-import json
 import os
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
-
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from elastic_train.config.credentials import without_password
 from elastic_train.errors import ConfigError
@@ -39,7 +34,6 @@ V = TypeVar("V")
 DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 PREFIX = "mlflow:"
 LETTERS = string.ascii_lowercase
-_ABSENT = "-"
 _OLDEST = 2
 """The last commit format before results named their format; it uses the weights' hash of format 1."""
 
@@ -83,11 +77,11 @@ class Comparison:
     def same_weights(self) -> bool | None:
         """Return True if all weights are bit-identical; None if a run's hash is unknown or follows other rules."""
         hashes = {run.weights_sha256 for run in self.runs}
-        if None in hashes or (len(hashes) > 1 and self._rules_differ()):
+        if None in hashes or (len(hashes) > 1 and self.rules_differ()):
             return None
         return len(hashes) == 1
 
-    def _rules_differ(self) -> bool:
+    def rules_differ(self) -> bool:
         """Return True if the hashes follow the rules of different formats."""
         return len({max(run.format, _OLDEST) for run in self.runs if run.format is not None}) > 1
 
@@ -101,38 +95,10 @@ class Comparison:
             "weights": {**_lettered([run.weights_sha256 for run in self.runs]), "same": self.same_weights()},
         }
 
-    def to_json(self) -> str:
-        return json.dumps(self.as_json(), indent=2, allow_nan=False)
-
     def _measured(self, values: Sequence[float | None]) -> dict[str, object]:
         """Return values by letter; for two runs with their difference."""
-        difference = {"difference": finite(_difference(values))} if len(values) == 2 else {}
-        return {**_lettered([finite(value) for value in values]), **difference}
-
-    def render(self) -> RenderableType:
-        """Return the comparison for a terminal."""
-        why = "versions with different hashes made the runs" if self._rules_differ() else "a run has no result"
-        answer = {True: "the same bits", False: "different", None: f"unknown ({why})"}[self.same_weights()]
-        names = [f"{letter}: {run.name}" for letter, run in zip(LETTERS, self.runs, strict=False)]
-        parts: list[RenderableType] = [Text("\n".join(names)), Text(f"weights: {answer}")]
-        if len({run.weights_sha256 for run in self.runs}) > 1:
-            known = zip(LETTERS, self.runs, strict=False)
-            parts += [Text(f"  {letter}: {run.weights_sha256 or _ABSENT}") for letter, run in known]
-        config = self._table("key", "configuration, where it differs", is_measured=False)
-        for key, values in self.config().items():
-            config.add_row(Text(key), *(Text(_ABSENT if value is None else value) for value in values))
-        parts.append(config if config.row_count else Text("configuration: no key differs"))
-        for title, rows in (("final metrics", self.metrics()), ("time, throughput and faults", self.figures())):
-            table = self._table("metric", title, is_measured=True)
-            for name, row in rows.items():
-                cells = (*row, _difference(row)) if len(row) == 2 else row
-                table.add_row(Text(name), *(Text(_shown(value)) for value in cells))
-            parts.append(table if table.row_count else Text(f"{title}: no run has any"))
-        return Group(*parts)
-
-    def _table(self, what: str, title: str, *, is_measured: bool) -> Table:
-        difference = ("b - a",) if is_measured and len(self.runs) == 2 else ()
-        return Table(what, *LETTERS[: len(self.runs)], *difference, title=title, title_justify="left")
+        apart = {"difference": finite(difference(values))} if len(values) == 2 else {}
+        return {**_lettered([finite(value) for value in values]), **apart}
 
 
 def compare(*runs: str | Path, mlflow_uri: str | None = None) -> Comparison:
@@ -225,10 +191,6 @@ def _lettered(values: Sequence[V]) -> dict[str, V]:
     return dict(zip(LETTERS, values, strict=False))
 
 
-def _difference(values: Sequence[float | None]) -> float | None:
+def difference(values: Sequence[float | None]) -> float | None:
     a, b = values
     return None if a is None or b is None else b - a
-
-
-def _shown(value: float | None) -> str:
-    return _ABSENT if value is None else f"{value:.6g}"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
-from elastic_train.cli.output import narrow_table, print_json, print_text
+from elastic_train.cli.output import cell, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
+from elastic_train.runs.compare import LETTERS, Comparison, difference
 from elastic_train.runs.compare import compare as compare_runs
 from elastic_train.runs.report import report_on
 from elastic_train.runs.scaling import Scaling
@@ -21,9 +19,40 @@ def compare(runs: Sequence[str], *, mlflow_uri: str | None, is_json: bool) -> in
     """Print how runs differ."""
     comparison = compare_runs(*runs, mlflow_uri=mlflow_uri)
     if is_json:
-        return print_text(comparison.to_json())
-    Console(markup=False).print(comparison.render())
+        return print_json(comparison.as_json())
+    show(comparison)
     return 0
+
+
+def show(comparison: Comparison) -> None:
+    """Print a comparison: names, equality of the weights, and a table for each part."""
+    letters = LETTERS[: len(comparison.runs)]
+    for letter, run in zip(letters, comparison.runs, strict=True):
+        print_text(f"{letter}: {run.name}")
+    why = "versions with different hashes made the runs" if comparison.rules_differ() else "a run has no result"
+    answer = {True: "the same bits", False: "different", None: f"unknown ({why})"}[comparison.same_weights()]
+    print_text(f"weights: {answer}")
+    if len({run.weights_sha256 for run in comparison.runs}) > 1:
+        for letter, run in zip(letters, comparison.runs, strict=True):
+            print_text(f"  {letter}: {cell(run.weights_sha256)}")
+    if config := comparison.config():
+        print_table(("key", *letters), _rows(config), "configuration, where it differs")
+    else:
+        print_text("configuration: no key differs")
+    measured = {"final metrics": comparison.metrics(), "time, throughput and faults": comparison.figures()}
+    for title, figures in measured.items():
+        if not figures:
+            print_text(f"{title}: no run has any")
+        elif len(letters) == 2:
+            rows = {name: (*values, difference(values)) for name, values in figures.items()}
+            print_table(("metric", *letters, "b - a"), _rows(rows), title)
+        else:
+            print_table(("metric", *letters), _rows(figures), title)
+
+
+def _rows(values: Mapping[str, Sequence[object]]) -> Iterator[Sequence[object]]:
+    for name, row in values.items():
+        yield name, *(f"{value:.6g}" if isinstance(value, float) else value for value in row)
 
 
 def scaling(runs: Sequence[str], *, is_json: bool) -> int:
@@ -44,15 +73,15 @@ def scaling(runs: Sequence[str], *, is_json: bool) -> int:
 
 
 def _show(found: Scaling) -> None:
-    console = Console(markup=False)
-    table = narrow_table("run", "ranks", "step", "samples/s", "speed-up", "efficiency", "waits", "sent", "limit")
+    rows = []
     for row in found.rows:
         point = row.point
         limit = "-" if row.limit is None else f"{row.limit} +{duration(row.excess_s[row.limit])}"
         shares = (f"{row.speedup:.2f}", f"{row.efficiency:.1%}", f"{point.communication_share:.1%}")
         values = (duration(point.step_s), f"{point.samples_per_s:.4g}", *shares, size(point.sent_bytes), limit)
-        table.add_row(Text(Path(point.name).name), str(point.ranks), *values)
-    console.print(table)
+        rows.append((Path(point.name).name, point.ranks, *values))
+    head = ("run", "ranks", "step", "samples/s", "speed-up", "efficiency", "waits", "sent", "limit")
+    print_table(head, rows)
     alpha = (
         "unknown (runs on two sizes above 1 tell it)"
         if found.alpha_s is None

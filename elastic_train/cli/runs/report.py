@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from elastic_train.cli.output import narrow_table, print_json, print_text
+from elastic_train.cli.output import print_done, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
 from elastic_train.runs.memory import read_plan
@@ -36,7 +36,7 @@ def report(runs: Sequence[str], *, html: Path | None, plan: Path | None = None, 
     if is_json:
         return print_json([each.as_json() for each in found])
     _show(found)
-    return print_text(f"written to {html}") if html is not None else 0
+    return print_done(str(html), "open it in a browser") if html is not None else 0
 
 
 def _write(html: Path, page: str) -> None:
@@ -62,18 +62,15 @@ def _show(reports: Sequence[RunReport]) -> None:
     }
     for title, rows in sections.items():
         if rows:
-            _print_table(console, (title, *names), rows)
+            print_table((title, *names), rows)
     for each in reports:
         if each.changes:
-            print_text(f"{each.name}: changes of the world")
-            _print_table(console, tables.CHANGE_HEAD, tables.changes(each)[-MOST_CHANGES:])
+            print_table(tables.CHANGE_HEAD, tables.changes(each)[-MOST_CHANGES:], f"{each.name}: changes of the world")
         head, rows = tables.memory(each, MOST_RANKS)
         if rows:
-            print_text(f"{each.name}: memory of ranks")
-            _print_table(console, head, rows)
+            print_table(head, rows, f"{each.name}: memory of ranks")
         if rows := tables.events(each):
-            print_text(f"{each.name}: events")
-            _print_table(console, tables.EVENT_HEAD, rows[-MOST_CHANGES:])
+            print_table(tables.EVENT_HEAD, rows[-MOST_CHANGES:], f"{each.name}: events")
         for word, lines in (
             ("", each.coverage.proven),
             ("NOT PROVEN: ", each.coverage.unproven),
@@ -81,10 +78,3 @@ def _show(reports: Sequence[RunReport]) -> None:
         ):
             for line in lines:
                 print_text(f"{each.name}: {word}{line}")
-
-
-def _print_table(console: Console, head: Sequence[str], rows: tables.Rows) -> None:
-    table = narrow_table(*head)
-    for row in rows:
-        table.add_row(*(Text(value) for value in row))
-    console.print(table)

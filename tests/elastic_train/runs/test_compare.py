@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from elastic_train.cli import main
+from elastic_train.cli.runs.compare import show
 from elastic_train.errors import ConfigError
 from elastic_train.runs.compare import Comparison, compare
 from elastic_train.system.atomic_files import write_atomically
@@ -19,6 +20,7 @@ from elastic_train.tracking.tracker import Tracker
 from tests.elastic_train.runs.folders import faulted
 
 pytestmark = pytest.mark.slow
+Shown = Callable[[Comparison], str]
 
 
 def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, uri: str | None = None) -> str | None:
@@ -42,14 +44,19 @@ def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, 
     return tracker.wait_run_id(0)
 
 
-def shown(comparison: Comparison) -> str:
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(comparison.render())
-    return capture.get()
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """What is printed of a comparison."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def printed(comparison: Comparison) -> str:
+        show(comparison)
+        return capsys.readouterr().out
+
+    return printed
 
 
-def test_folders_are_compared_by_config_metrics_and_weights(tmp_path: Path) -> None:
+def test_folders_are_compared_by_config_metrics_and_weights(tmp_path: Path, shown: Shown) -> None:
     """Only keys that differ are listed; metrics stand beside each other; the weights are different."""
     write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
     write_run(tmp_path / "b", lr=0.2, accuracy=0.75, weights="bb")
@@ -57,24 +64,24 @@ def test_folders_are_compared_by_config_metrics_and_weights(tmp_path: Path) -> N
     assert comparison.config() == {"optimizer.lr": ("0.1", "0.2")}
     assert comparison.metrics() == {"train/loss": (1.0, 1.5), "validation/accuracy": (0.5, 0.75)}
     assert comparison.same_weights() is False
-    assert json.loads(comparison.to_json())["metrics"]["train/loss"] == {"a": 1.0, "b": 1.5, "difference": 0.5}
+    assert comparison.as_json()["metrics"]["train/loss"] == {"a": 1.0, "b": 1.5, "difference": 0.5}
     text = shown(comparison)
     assert "weights: different" in text
     assert "optimizer.lr" in text
     assert "0.25" in text
 
 
-def test_equal_runs_say_so(tmp_path: Path) -> None:
+def test_equal_runs_say_so(tmp_path: Path, shown: Shown) -> None:
     """Two runs with one configuration and one hash differ in nothing."""
     write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
     write_run(tmp_path / "b", lr=0.1, accuracy=float("nan"), weights="aa")
     comparison = compare(tmp_path / "a", tmp_path / "b")
     assert comparison.same_weights() is True
     assert "no key differs" in shown(comparison)
-    assert json.loads(comparison.to_json())["metrics"]["validation/accuracy"]["b"] == "nan"
+    assert comparison.as_json()["metrics"]["validation/accuracy"]["b"] == "nan"
 
 
-def test_hashes_of_different_versions_say_nothing_about_the_weights(tmp_path: Path) -> None:
+def test_hashes_of_different_versions_say_nothing_about_the_weights(tmp_path: Path, shown: Shown) -> None:
     """Equal weights may have another hash since format 3, and since 4; results before it name no format."""
     for name, fields in (("a", {}), ("b", {"format": 3}), ("c", {"format": 3}), ("d", {"format": 4})):
         write_run(tmp_path / name, lr=0.1, accuracy=0.5, weights="aa" if name == "a" else "bb")
@@ -88,7 +95,7 @@ def test_hashes_of_different_versions_say_nothing_about_the_weights(tmp_path: Pa
     assert compare(tmp_path / "a", tmp_path / "d").same_weights() is None
 
 
-def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path) -> None:
+def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path, shown: Shown) -> None:
     """A run that has not ended is compared by its local metrics; its weights are unknown."""
     write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa")
     write_run(tmp_path / "b", lr=0.1, accuracy=0.5, weights=None)
@@ -173,14 +180,14 @@ def lines_of_failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     return lines
 
 
-def test_three_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_three_runs_stand_side_by_side(tmp_path: Path, shown: Shown) -> None:
     """By letters, with what their histories say, where they have one; a difference is of two runs only."""
     told = faulted(tmp_path, "a")
     told.config(optimizer={"lr": 0.3})
     write_run(tmp_path / "b", lr=0.1, accuracy=0.5, weights="aa")
     write_run(tmp_path / "c", lr=0.1, accuracy=0.5, weights="aa")
     comparison = compare(*(tmp_path / name for name in "abc"))
-    found = json.loads(comparison.to_json())
+    found = comparison.as_json()
     assert found["config"]["optimizer.lr"] == {"a": "0.3", "b": "0.1", "c": "0.1"}
     assert found["figures"]["steps_lost"] == {"a": 3.0, "b": None, "c": None}
     assert found["figures"]["goodput"]["a"] == pytest.approx(76.75 / 92.5)
