@@ -18,7 +18,7 @@ from rich.console import Console
 
 from chaos.errors import RunError, ScenarioError
 from chaos.judge.evidence.copies import in_words
-from chaos.judge.evidence.run_files import MANIFEST, collect, copy_of_manifest, part, whole
+from chaos.judge.evidence.run_files import MANIFEST, collect, copy_of_manifest, part, record_files, whole
 from chaos.judge.verdict import (
     FAULTED,
     REFERENCE,
@@ -27,11 +27,9 @@ from chaos.judge.verdict import (
     Verdict,
     examine,
 )
-from chaos.real import tracker_dump
 from chaos.real.causes import record_causes
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
-from chaos.real.landing import land
 from chaos.real.launch import launch
 from chaos.real.slurm.run import BESIDE, folder_beside, run_on_slurm
 from chaos.scenario.kinds import CABLED, KINDS, LOCAL
@@ -51,6 +49,7 @@ from elastic_train.data.dataset.training_sources import join, load_sources
 from elastic_train.system.wording import counted
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.progress import Progress, ResumeBanner, Status
+from elastic_train.tracking.run_folder import RunFolder
 
 Say = Callable[[str], None]
 _WHOLE = ("--run.history-terms=null", f"--run.history-bytes={1 << 40}")
@@ -296,10 +295,10 @@ def _run(
     try:
         job.run()
         if around.tracker is None:
-            tracker_dump.note(folder)
+            note_tracked(folder)
         else:
             progress.event(str(sync(folder)))  # an outage may have outlived the job
-            tracker_dump.note(folder, around.tracker.database_uri)
+            note_tracked(folder, around.tracker.database_uri)
     finally:
         progress.close()
 
@@ -330,3 +329,54 @@ def _shown(progress: Progress, total_steps: int | None) -> Callable[[Followed], 
             )
 
     return look
+
+
+def land(last_step: Callable[[int], int]) -> Callable[[Job], None]:
+    """Return the function that ends a soak; `last_step` returns the end of the epoch of a step."""
+
+    def bring_down(job: Job) -> None:
+        job.await_healed()
+        for node in range(len(job.nodes)):
+            job.inject(Due("stop_node", node, None, 0.0))
+        while any(node.is_up for node in job.nodes):
+            job.look("all nodes' leaving")
+            job.check_progress("all nodes' leaving")
+        until = last_step(newest_commit(job.folder))
+        job.on_event(f"landing: the job ends at step {until}")
+        job.record("horizon", steps=until)
+        for each in job.nodes:
+            each.command = [*each.command, "--max_steps", str(until)]
+        for node in range(len(job.nodes)):
+            job.inject(Due("start_node", node, None, 0.0))
+
+    return bring_down
+
+
+def newest_commit(folder: Path) -> int:
+    """Return the step of the newest commit; 0 if there is none."""
+    records = record_files(folder)
+    return int(records[-1].stem.rpartition("-")[2]) if records else 0
+
+
+def note_tracked(folder: Path, database_uri: str | None = None) -> None:
+    """Write {metric: [[step, value], …]} of the run in MLflow; nothing if it has none, or cannot be reached.
+
+    Read the server's own database, if available, instead of the server.
+    """
+    run = RunFolder(folder)
+    uri, link = run.setting("tracking", "mlflow_uri"), run.link()
+    if uri is None or link is None or link.run_id is None:
+        return
+    from mlflow import MlflowClient  # takes seconds to import; few commands need it
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=database_uri or uri)
+    try:
+        names = client.get_run(link.run_id).data.metrics
+        held = {
+            name: [[metric.step, metric.value] for metric in client.get_metric_history(link.run_id, name)]
+            for name in names
+        }
+    except MlflowException:
+        return  # the judge reports the missing data
+    (folder / "tracked.json").write_text(json.dumps(held) + "\n")

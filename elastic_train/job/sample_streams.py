@@ -25,7 +25,7 @@ from elastic_train.data.loading.row_cache import RowCache
 from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
-from elastic_train.job.units.same_bits import same_bits
+from elastic_train.job.units.recompute import same_bits
 from elastic_train.tasks.task import Limited, Matching, Task
 
 

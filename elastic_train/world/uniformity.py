@@ -24,7 +24,7 @@ from torch import Tensor
 from elastic_train.config.schema import Config
 from elastic_train.config.section import Section
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.dotted_path import import_named
+from elastic_train.job.optimizers.schedule import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
 from elastic_train.parallel.attention.choice import FINGERPRINT as ATTENTION

@@ -176,7 +176,7 @@ def test_the_orders_of_mixtures_agree(sources: list[list[int]], weights: list[st
     """Source, epoch and lane of each place, and the end of the job."""
     ours = importlib.import_module("elastic_train.core.order")
     dealing = importlib.import_module("elastic_train.core.mixture.dealing")
-    from elastic_train.core.mixture.shares import shares_of
+    from elastic_train.config.datasets import shares_of
     from tests.oracle import mixture
 
     shares = shares_of([float(weight) for weight in weights])

@@ -21,10 +21,10 @@ from rich.live import Live
 from rich.text import Text
 
 from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
-from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
-from elastic_train.launch.schedulers import said_to_torchrun
+from elastic_train.launch.schedulers import Found, said_to_torchrun
 from elastic_train.system.wording import counted, did_you_mean, nearest
+from rendezvous.etcd.options import ETCD_KEYS, EtcdOptions, etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
 from rendezvous.membership.store import Put, Snapshot, Store
@@ -59,6 +59,17 @@ class Node:
     is_leaving: bool
     missed_by: int
     """Number of members that cannot reach it."""
+
+
+def etcd_of(flag: str | None, found: Found) -> EtcdOptions | None:
+    """Return how etcd is reached, with certificates and user from PET_RDZV_CONF; None if nothing names one.
+
+    Raises ConfigError with all that is wrong with these.
+    """
+    endpoint = flag or found.endpoint
+    conf = {name: value for name, value in found.conf.items() if name in ETCD_KEYS}
+    with translated():
+        return None if endpoint is None else etcd_options(endpoint, conf)
 
 
 def list_jobs(etcd: str | None, *, is_json: bool) -> int:

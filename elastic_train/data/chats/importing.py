@@ -30,6 +30,7 @@ from elastic_train.data.dataset.splitting import SHARE
 from elastic_train.data.packing.bins import Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS
 from elastic_train.data.tables.files import Chunk, shown_chunks
+from elastic_train.data.tables.images import UnfitRows
 from elastic_train.data.tables.importing import (
     TOKENS,
     Parts,
@@ -39,7 +40,6 @@ from elastic_train.data.tables.importing import (
     load_parts,
     write_table,
 )
-from elastic_train.data.tables.unfit_rows import UnfitRows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import version_of

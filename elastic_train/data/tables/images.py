@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pyarrow as pa
 
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, why_undecodable, with_remedy
 from elastic_train.data.tables.files import Chunk
-from elastic_train.data.tables.unfit_rows import UnfitRows
+from elastic_train.errors import ConfigError
 
 COLUMN = pa.field("image", pa.binary(), nullable=False)
 _WRAPPED = {"bytes", "path"}
+_MOST_NAMED = 50
 _REMEDY = "replace it by a whole PNG or JPEG, or leave it out (--skip-corrupt leaves out all such images)"
+
+
+@dataclass(slots=True)
+class UnfitRows:
+    """Lines about unusable rows; with `skips` the rows are left out.
+
+    `remedy` ends a rejection whose lines have none of their own.
+    """
+
+    noun: ClassVar[str] = "row"
+    remedy: ClassVar[str | None] = None
+    skips: bool = False
+    wrong: list[str] = field(default_factory=list)
+
+    def finish(self) -> None:
+        """Raise ConfigError with all unusable rows, unless they are left out."""
+        if self.wrong and not self.skips:
+            more = len(self.wrong) - _MOST_NAMED
+            rest = [f"and {more:,} {self.noun}s more"] if more > 0 else []
+            raise ConfigError(*self.wrong[:_MOST_NAMED], *rest, *([self.remedy] if self.remedy else []))
 
 
 @dataclass(slots=True)

@@ -20,9 +20,8 @@ from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_m
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
-from elastic_train.data.tables.images import ImageCheck, is_wrapped, unwrap_images
+from elastic_train.data.tables.images import ImageCheck, UnfitRows, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey
-from elastic_train.data.tables.unfit_rows import UnfitRows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent

@@ -15,10 +15,10 @@ from elastic_train.config.combinations import refused
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
-from elastic_train.job.optimizers.dotted_path import import_named
 from elastic_train.job.optimizers.muon import MuonWithAdamW
 from elastic_train.job.optimizers.parameter_kinds import muons_parameters
 from elastic_train.job.optimizers.rehearsal import rehearse
+from elastic_train.job.optimizers.schedule import import_named
 from elastic_train.system.wording import did_you_mean, nearest
 
 SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]

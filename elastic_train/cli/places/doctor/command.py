@@ -17,10 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from elastic_train.cli.output import Json, print_json
-from elastic_train.cli.places.control_plane import etcd_of
 from elastic_train.cli.places.doctor.etcd import examine_etcd, examine_own_etcd
 from elastic_train.cli.places.doctor.machine import examine_computing, examine_gpus, examine_limits, examine_torch
 from elastic_train.cli.places.doctor.peers import Self, examine_peers
+from elastic_train.cli.places.job import etcd_of
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_train.job.units.same_bits import same_bits
+from elastic_train.job.units.recompute import same_bits
 
 
 def test_bits_are_compared_of_every_shape() -> None:
