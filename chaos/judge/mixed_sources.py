@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from chaos.judge.evidence.applied import result_of
+from chaos.judge.evidence.applied import result_of, skipped_steps
 from chaos.judge.evidence.holes import holes_of
 from chaos.judge.evidence.run_files import Evidence, Line, items, whole
-from chaos.judge.evidence.skipped_steps import skipped_steps
 from chaos.judge.findings import Violated
 from chaos.judge.job_shape import MixedShape
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from elastic_train.config.section import Old, Section
+from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, checked_name
 
 EventKind = Literal[
     "slow_compute",
@@ -97,3 +97,38 @@ class ProfileConfig(Section):
     memory: bool = False
     """Also trace allocations. On a GPU they are recorded all the time, for a snapshot when memory runs out."""
     OLD: ClassVar[Mapping[str, Old]] = {"num_steps": Old(PositiveInt, 2, "is now at_steps, with every step", _at_steps)}
+
+
+def _experiment(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the experiment of a section that names a Weights & Biases project; ValueError if it names two."""
+    project = old["wandb_project"]
+    if old.get("wandb") is None:
+        return {}
+    if old.get("mlflow_uri") is not None and old.get("experiment", "elastic-train") != project:
+        raise ValueError(f"experiment names the project, too: set it to {project!r}, and leave out wandb_project")
+    return {"experiment": project}
+
+
+class TrackingConfig(Section):
+    mlflow_uri: str | None = None
+    """MLflow tracking URI, such as sqlite:///mlflow.db. null: local metrics only."""
+    experiment: str = "elastic-train"
+    """MLflow experiment, and Weights & Biases project."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."""
+    wandb: Literal["online", "offline"] | None = None
+    """Also log to Weights & Biases. offline: write to run.dir/wandb, for `wandb sync`. Needs the extra [wandb]."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "wandb_project": Old(str, "elastic-train", "is now experiment, for all trackers", _experiment)
+    }
+
+    @field_validator("experiment")
+    @classmethod
+    def _is_an_experiment(cls, name: str) -> str | None:
+        return checked_name(name, 256)
+
+    @model_validator(mode="after")
+    def _is_a_project(self) -> TrackingConfig:
+        if self.wandb is not None:
+            checked_name(self.experiment, MOST_CHARS_OF_A_NAME, without="/\\#?%:", key="experiment ")
+        return self

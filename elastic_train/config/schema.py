@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ByteSize,
     Field,
     NonNegativeFloat,
     PositiveFloat,
@@ -24,17 +21,25 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import to_jsonable_python
 
 from elastic_train.config import credentials, yaml12
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
-from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig
+from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig, TrackingConfig
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
-from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, Value, absolute, checked_name, folder
+from elastic_train.config.section import (
+    MOST_CHARS_OF_A_NAME,
+    Old,
+    Section,
+    Value,
+    absolute,
+    checked_name,
+    folder,
+    keys_of,
+)
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -119,41 +124,6 @@ class BatchConfig(Section):
     @property
     def num_lanes(self) -> int:
         return self.global_batch // self.micro_batch
-
-
-def _experiment(old: Mapping[str, Any]) -> Mapping[str, object]:
-    """Return the experiment of a section that names a Weights & Biases project; ValueError if it names two."""
-    project = old["wandb_project"]
-    if old.get("wandb") is None:
-        return {}
-    if old.get("mlflow_uri") is not None and old.get("experiment", "elastic-train") != project:
-        raise ValueError(f"experiment names the project, too: set it to {project!r}, and leave out wandb_project")
-    return {"experiment": project}
-
-
-class TrackingConfig(Section):
-    mlflow_uri: str | None = None
-    """MLflow tracking URI, such as sqlite:///mlflow.db. null: local metrics only."""
-    experiment: str = "elastic-train"
-    """MLflow experiment, and Weights & Biases project."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."""
-    wandb: Literal["online", "offline"] | None = None
-    """Also log to Weights & Biases. offline: write to run.dir/wandb, for `wandb sync`. Needs the extra [wandb]."""
-    OLD: ClassVar[Mapping[str, Old]] = {
-        "wandb_project": Old(str, "elastic-train", "is now experiment, for all trackers", _experiment)
-    }
-
-    @field_validator("experiment")
-    @classmethod
-    def _is_an_experiment(cls, name: str) -> str | None:
-        return checked_name(name, 256)
-
-    @model_validator(mode="after")
-    def _is_a_project(self) -> TrackingConfig:
-        if self.wandb is not None:
-            checked_name(self.experiment, MOST_CHARS_OF_A_NAME, without="/\\#?%:", key="experiment ")
-        return self
 
 
 _GIVE_UP_AFTER = "20 worlds, 30 min"
@@ -369,8 +339,8 @@ class Config(Section):
         """Return the resolved configuration as YAML; `load` reads it back to the same values but for passwords."""
         tree = self.as_written.model_dump(mode="json")
         # JSON would make text of a mapping's keys that are numbers
-        tree["task"]["params"] = _as_yaml(self.as_written.task.params)
-        tree["optimizer"]["options"] = _as_yaml(self.optimizer.options)
+        tree["task"]["params"] = yaml12.plain(self.as_written.task.params)
+        tree["optimizer"]["options"] = yaml12.plain(self.optimizer.options)
         for section, key in credentials.MAY_HAVE:
             if tree[section][key] is not None:
                 tree[section][key] = credentials.without_password(tree[section][key])
@@ -404,62 +374,9 @@ def _absolute_tracker(uri: str | None) -> str | None:
     return uri if ":" in (uri or "") or (uri or "").startswith("databricks") else absolute(uri)
 
 
-def _as_yaml(value: object) -> object:
-    """Return a value of a program, or of a file, as YAML can hold it."""
-    if isinstance(value, dict):
-        return {name: _as_yaml(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_yaml(each) for each in value]
-    return to_jsonable_python(value, inf_nan_mode="constants")
-
-
 def keys() -> Iterator[tuple[str, str, str, str]]:
     """Yield (key, type, default, meaning) of every key."""
-    yield from _keys_of(Config, "")
-
-
-def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        below = _section_in(kind)
-        if below is None or below[0] is not kind:
-            default = "required" if field.is_required() else _as_written(field.get_default(call_default_factory=True))
-            yield f"{prefix}{name}", _kind_in_words(kind), default, field.description or ""
-        if below is not None:
-            yield from _keys_of(below[0], f"{prefix}{name}{below[1]}")
-
-
-def _section_in(kind: object) -> tuple[type[BaseModel], str] | None:
-    """Return the section that a key is, may be or is a list of, and how to go on to its keys; None for other keys."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return kind, "."
-    found = next((one for part in get_args(kind) if (one := _section_in(part)) is not None), None)
-    return (found[0], "[].") if found is not None and get_origin(kind) in (list, tuple) else found
-
-
-def _as_written(value: object) -> str:
-    """Return a value as a file or a command line has it."""
-    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(_as_yaml(value))
-
-
-def _kind_in_words(kind: object) -> str:
-    """Return the values that a key takes: words, a type, or several with a bar between them."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " | ".join(_as_written(value) for value in parts)
-    if origin is Annotated:
-        return _kind_in_words(parts[0])
-    if origin in (Union, types.UnionType):
-        return " | ".join(dict.fromkeys(_kind_in_words(part) for part in parts))
-    if origin in (list, tuple):
-        return f"list of {_kind_in_words(parts[0])}"
-    if kind is types.NoneType:
-        return "null"
-    if kind is ByteSize:
-        return "size"
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return "section"
-    return getattr(origin or kind, "__name__", str(kind))
+    yield from keys_of(Config)
 
 
 _ELSEWHERE = {

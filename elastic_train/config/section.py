@@ -6,6 +6,7 @@ what was probably meant.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import types
@@ -247,3 +248,48 @@ def checked_name(name: str | None, most: int, *, without: str = "", key: str = "
         rest = f", without {' '.join(without)}" if without else ""
         raise ValueError(f"{key}must be {most} characters at most{rest}")
     return name
+
+
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield (key, type, default, meaning) of every key of a section and the sections in it."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        below = _section_in(kind)
+        if below is None or below[0] is not kind:
+            default = "required" if field.is_required() else _as_written(field.get_default(call_default_factory=True))
+            yield f"{prefix}{name}", _kind_in_words(kind), default, field.description or ""
+        if below is not None:
+            yield from keys_of(below[0], f"{prefix}{name}{below[1]}")
+
+
+def _section_in(kind: object) -> tuple[type[BaseModel], str] | None:
+    """Return the section that a key is, may be or is a list of, and how to go on to its keys; None for other keys."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind, "."
+    found = next((one for part in get_args(kind) if (one := _section_in(part)) is not None), None)
+    return (found[0], "[].") if found is not None and get_origin(kind) in (list, tuple) else found
+
+
+def _as_written(value: object) -> str:
+    """Return a value as a file or a command line has it."""
+    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(yaml12.plain(value))
+
+
+def _kind_in_words(kind: object) -> str:
+    """Return the values that a key takes: words, a type, or several with a bar between them."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " | ".join(_as_written(value) for value in parts)
+    if origin is Annotated:
+        return _kind_in_words(parts[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(_kind_in_words(part) for part in parts))
+    if origin in (list, tuple):
+        return f"list of {_kind_in_words(parts[0])}"
+    if kind is types.NoneType:
+        return "null"
+    if kind is ByteSize:
+        return "size"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "section"
+    return getattr(origin or kind, "__name__", str(kind))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
+from pydantic_core import to_jsonable_python
 from yaml.constructor import ConstructorError
 
 NOT_YAML = (yaml.YAMLError, ValueError)
@@ -149,3 +150,12 @@ def write_flow(value: object) -> str:
     """Return a value as YAML in one line, as it can be given on a command line."""
     text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=_ONE_LINE)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def plain(value: object) -> object:
+    """Return a value of a program, or of a file, as YAML can hold it."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return to_jsonable_python(value, inf_nan_mode="constants")

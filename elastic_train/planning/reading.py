@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
+from elastic_train.config.monitoring import TrackingConfig
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.config.schema import Config, TrackingConfig
+from elastic_train.config.schema import Config
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import layout_of

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import math
 
-from chaos.judge.evidence.applied import is_stopped_early, lineage_of, result_of, shape_of
+from chaos.judge.evidence.applied import (
+    is_empty,
+    is_finite,
+    is_stopped_early,
+    lineage_of,
+    result_of,
+    shape_of,
+    skipped_steps,
+)
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, items, part, whole
-from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.invariants.written.recomputed import check_improvement

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import yaml
 
 from chaos.judge.evidence.clocks import leaders, moved, offsets_of, on_one_clock
+from chaos.judge.evidence.files import Files, mapping_in, parsed
 from chaos.judge.evidence.identities import identified
 from chaos.judge.evidence.stored_weights import Tensors, digests_of_state, load_averages, load_weights
 
 Line = dict[str, object]
-_OF_RANK = re.compile(r"(\d{8,})-(\d{5,})-")
 _LARGEST_VOID = 100
 MANIFEST = "manifest.json"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -46,7 +46,7 @@ class Commit:
     @classmethod
     def of(cls, key: str, content: bytes) -> Commit:
         """Parse a record's bytes."""
-        fields = _parsed(content)
+        fields = parsed(content)
         is_sealed = fields is None or not {"format", "seal"} & fields.keys() or fields.get("seal") == seal_of(fields)
         return cls(key, hashlib.sha256(content).hexdigest(), fields, is_sealed)
 
@@ -133,102 +133,9 @@ def once(derive: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
     return remembered
 
 
-class _Files:
-    """Reads the files of a run's folder, and collects unreadable ones."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.unreadable: list[str] = []
-
-    def mapping(self, path: Path, parse: Callable[[bytes], object] = json.loads) -> Line | None:
-        """Return a file's mapping; None without a file."""
-        try:
-            value = parse(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            self._note(path, f"cannot be read: {str(error).partition(chr(10))[0]}")
-            return None
-        if not isinstance(value, dict):
-            self._note(path, f"holds {_kind_of(value)} instead of a mapping")
-            return None
-        return value
-
-    def lines(self, path: Path) -> list[Line]:
-        """Return the mappings of a file's lines; the last may be torn."""
-        try:
-            *texts, last = path.read_bytes().split(b"\n")
-        except OSError as error:
-            self._note(path, f"cannot be read: {error.strerror}")
-            return []
-        found = [(number, text, _parsed(text)) for number, text in enumerate([*texts, last], 1) if text.strip()]
-        if not found:
-            self._note(path, "is empty")
-        for number, _, line in found:
-            if line is None and number <= len(texts):
-                self._note(path, f"line {number} is not a JSON object")
-        return [line for _, _, line in found if line is not None]
-
-    def history(self, path: Path) -> list[Line]:
-        """Return the lines of a history; each must name its operation."""
-        lines = self.lines(path)
-        if any(not isinstance(line.get("op"), str) for line in lines):
-            self._note(path, "a line names no operation (`op`)")
-        said = set[str]()
-        for line in lines:
-            text = json.dumps(line, sort_keys=True)
-            if "t" in line and text in said:
-                self._note(path, f"a line of `{line.get('op')}` is there twice")
-            said.add(text)
-        if whose := _OF_RANK.match(path.name):
-            place = int(whose[1]), int(whose[2])
-            places = [(line.get("term", place[0]), line.get("rank", place[1])) for line in lines]
-            if any(each != place for each in places):
-                self._note(path, "a line is not of the term and rank that the file is named after")
-        return [line for line in lines if isinstance(line.get("op"), str)]
-
-    def counts(self, path: Path) -> npt.NDArray[np.int64] | None:
-        """Return the witness's counts; None without a file."""
-        try:
-            found = np.load(path, allow_pickle=False)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, EOFError) as error:
-            self._note(path, f"cannot be read: {error}")
-            return None
-        if isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype == np.int64:
-            return found
-        self._note(path, "does not hold one int64 for each sample")
-        return None
-
-    def normal(self, problem: str, as_read: T, normalise: Callable[[], T]) -> T:
-        """Return the normalised value; on malformed lines note the problem and return `as_read`."""
-        try:
-            return normalise()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.unreadable.append(f"history: {problem}, because a line lacks a value or has another kind ({error})")
-            return as_read
-
-    def check_own(self) -> None:
-        """Note links among the run's files, which are no evidence, and folders in place of files."""
-        for path in sorted(self.folder.rglob("*")):
-            if path.is_symlink():
-                self._note(path, "is a link: the run has written files alone")
-            elif path.suffix in (".json", ".jsonl") and path.is_dir():
-                self._note(path, "is a folder instead of a file")
-
-    def _note(self, path: Path, why: str) -> None:
-        named = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path
-        self.unreadable.append(f"{named} {why}" if not why.startswith("line ") else f"{named}: {why}")
-
-
-def _kind_of(value: object) -> str:
-    return {list: "a list", str: "text", type(None): "null"}.get(type(value), "a number")
-
-
 def collect(folder: Path) -> Evidence:
     """Read everything below a run's folder; never raises because of a file's content."""
-    files = _Files(folder)
+    files = Files(folder)
     files.check_own()
     config = files.mapping(folder / "config.yaml", lambda content: yaml.load(content, Loader=_LOADER)) or {}
     sizes = [rows for manifest in manifests_of(folder, config, files.mapping) if (rows := _rows(files, manifest))]
@@ -255,7 +162,7 @@ def collect(folder: Path) -> Evidence:
     return replace(read, unreadable=tuple(files.unreadable))
 
 
-def _rows(files: _Files, manifest: Line) -> int | None:
+def _rows(files: Files, manifest: Line) -> int | None:
     try:
         return rows_of(manifest)
     except (KeyError, TypeError, ValueError) as error:
@@ -263,9 +170,9 @@ def _rows(files: _Files, manifest: Line) -> int | None:
         return None
 
 
-def _terms(files: _Files, config: Line) -> dict[int, Line] | None:
+def _terms(files: Files, config: Line) -> dict[int, Line] | None:
     """Read the claim of each term; None if they are stored elsewhere, with the commits, and not copied here."""
-    if (_mapping(config.get("checkpoint")) or {}).get("url") and not (files.folder / "terms").is_dir():
+    if (mapping_in(config.get("checkpoint")) or {}).get("url") and not (files.folder / "terms").is_dir():
         return None
     paths = [path for path in sorted((files.folder / "terms").glob("*.json")) if path.stem.isdecimal()]
     return {int(path.stem): claim for path in paths if (claim := files.mapping(path)) is not None}
@@ -299,7 +206,7 @@ def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
 def manifests_of(folder: Path, config: Line, read: Callable[[Path], Line | None] | None = None) -> list[Line]:
     """Read the training set's manifest, or those of a mixture's sources, from the run's folder or the configured place;
     empty unless all are found."""
-    data = _mapping(config.get("data")) or {}
+    data = mapping_in(config.get("data")) or {}
     train = data.get("train")
     sources = _sources_of(config) or ([train] if isinstance(train, str) else [""])
     found = []
@@ -317,7 +224,7 @@ def copy_of_manifest(number: int) -> str:
 
 def _sources_of(config: Line) -> list[str]:
     """Return the sources of a mixture; empty without one."""
-    mixture = (_mapping(config.get("data")) or {}).get("mixture")
+    mixture = (mapping_in(config.get("data")) or {}).get("mixture")
     return [str(line.get("source")) for line in mixture if isinstance(line, dict)] if isinstance(mixture, list) else []
 
 
@@ -373,7 +280,7 @@ def _is_record(path: Path) -> bool:
 
 def is_void(content: bytes) -> bool:
     """Return True if the content marks a record that will never exist."""
-    return _parsed(content) == {"void": True}
+    return parsed(content) == {"void": True}
 
 
 def metrics_of(folder: Path, read: Callable[[Path], list[Line]] | None = None) -> dict[int, list[Line]]:
@@ -386,17 +293,17 @@ def metrics_of(folder: Path, read: Callable[[Path], list[Line]] | None = None) -
 
 
 def _lines_in(path: Path) -> list[Line]:
-    return [line for text in path.read_bytes().splitlines() if (line := _parsed(text)) is not None]
+    return [line for text in path.read_bytes().splitlines() if (line := parsed(text)) is not None]
 
 
 def _mapping_in(path: Path) -> Line | None:
-    return _parsed(path.read_bytes())
+    return parsed(path.read_bytes())
 
 
 def parse_lines(content: bytes) -> Iterator[Line]:
     """Yield the complete lines of a history; torn ones are skipped."""
     for text in content.splitlines():
-        line = _parsed(text)
+        line = parsed(text)
         if line is not None and "op" in line:
             yield line
 
@@ -464,14 +371,3 @@ def lanes_of(line: Line) -> range:
 
 def _commit(path: Path) -> Commit:
     return Commit.of(f"commits/{path.name}", path.read_bytes())
-
-
-def _parsed(content: bytes) -> Line | None:
-    try:
-        return _mapping(json.loads(content))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _mapping(value: object) -> Line | None:
-    return value if isinstance(value, dict) else None

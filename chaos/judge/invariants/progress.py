@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from chaos.judge.evidence.applied import lineage_of, result_of
+from chaos.judge.evidence.applied import is_empty, is_finite, lineage_of, result_of, skipped_steps
 from chaos.judge.evidence.run_files import Evidence, number, once, periods, scenario_field, whole
-from chaos.judge.evidence.skipped_steps import is_empty, is_finite, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.scenario.kinds import spoils_losses
 

@@ -18,8 +18,8 @@ from functools import lru_cache
 from typing import get_args
 
 from chaos.judge.checker import judge
+from chaos.judge.evidence.applied import skipped_steps
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.evidence.skipped_steps import skipped_steps
 from chaos.judge.findings import Finding
 from chaos.sim.campaign.swarm import (
     LONE_S,

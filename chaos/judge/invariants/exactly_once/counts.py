@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from chaos.judge.evidence.applied import lineage_of, result_of, shape_of
+from chaos.judge.evidence.applied import lineage_of, num_not_applied, result_of, shape_of, skipped_steps
 from chaos.judge.evidence.holes import holes_of, missing_times, total_left_out
 from chaos.judge.evidence.run_files import Evidence
-from chaos.judge.evidence.skipped_steps import num_not_applied, skipped_steps
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.job_shape import MixedShape
 from chaos.judge.mixed_sources import witness_of_sources
