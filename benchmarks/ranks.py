@@ -26,6 +26,7 @@ from elastic_train.parallel.group import Group
 
 P = ParamSpec("P")
 TIMEOUT_S = 300.0
+_IMPORTED = ["torch._dynamo", "benchmarks.sharding.peers", "benchmarks.sharding.commits"]
 Times = tuple[float, float]
 """Wall seconds and CPU seconds."""
 Sides = Sequence[Sequence[Times]]
@@ -104,7 +105,7 @@ def compared(effort: Effort, names: Sequence[str], ranks: Sequence[Sides], case:
 def run(measure: Callable[Concatenate[Meeting, P], object], size: int, *args: P.args, **named: P.kwargs) -> list[Any]:
     """Run a measurement on `size` ranks; return each rank's result, which must be JSON-compatible."""
     assert not named, "a process is given its arguments by their places"
-    multiprocessing.set_forkserver_preload(["torch._dynamo", *({measure.__module__} - {"__main__"})])
+    multiprocessing.set_forkserver_preload([*_IMPORTED, *({measure.__module__} - {"__main__"})])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_begin, (size, folder, measure, args), size, start_method="forkserver")  # type: ignore[no-untyped-call]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]

@@ -34,7 +34,8 @@ def half_billion(effort: Effort) -> dict[str, object]:
     """
     params = {"max_tokens": TOKENS, "model": {**SIZES, "depth": 4 if effort.is_quick else DEPTH}}
     with torch.device("meta"):
-        num_parameters = sum(parameter.numel() for parameter in CausalLM(**params).build_model().parameters())  # type: ignore[arg-type]
+        model = CausalLM(**params).build_model()  # type: ignore[arg-type]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = write_rows(folder / "rows", {"input_ids": tokens_of(200, TOKENS, SIZES["vocabulary"])}, group_rows=50)

@@ -93,10 +93,10 @@ class Flags:
     "Seconds from SIGTERM to SIGKILL."
     local_addr: Annotated[str | None, _NETWORK] = None
     "Address by which other nodes reach this one; default: the one from which it reaches etcd."
-    timeout_s: Annotated[float | None, _NETWORK] = None
-    "Seconds to wait for MIN nodes, and for the first node's etcd, before exit code 77; default: 900."
     compact: Annotated[bool, _NETWORK] = True
     "Delete etcd's history that is older than ten minutes, if it serves nothing but such jobs."
+    timeout_s: Annotated[float | None, _NETWORK] = None
+    "Seconds to wait for MIN nodes, and for the first node's etcd, before exit code 77; default: 900."
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the flags; numbers of nodes are parsed where needed."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from chaos.judge.evidence.applied import Applied, lineage_of, result_of
 from chaos.judge.evidence.run_files import (
     Evidence,
     Line,
