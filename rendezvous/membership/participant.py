@@ -73,7 +73,7 @@ class Participant:
         self.agents = KnownAgents(place.node, ask)
         self.at_change: Callable[[], None] = lambda: None
         """Called on the thread that follows the watch, whenever the view may have changed."""
-        self._at_request, self._is_asked = at_request, False
+        self._at_request, self._is_asked, self._is_leaving = at_request, False, False
         self.keys = Keys(run_id)
         self.policy = policy
         self.world: World | None = None
@@ -320,6 +320,10 @@ class Participant:
         except StoreError as error:
             _log.warning("node %s could not be asked to leave, and stays: %s", node, error)
 
+    def begin_to_leave(self) -> None:
+        """Note that this member will leave, which is then the cause if the workers of others fail."""
+        self._is_leaving = True
+
     def leave(self) -> None:
         """Revoke the lease, so that the others need not wait for its end, and stop following; idempotent."""
         if self._left.is_set():
@@ -418,12 +422,15 @@ class Participant:
                 self._show_life()
 
     def _show_life(self) -> None:
-        """Confirm to a member whose workers failed that this member is alive."""
+        """Confirm to a member whose workers failed that this member is alive, or else that its leaving is the cause."""
         view, world = self.view, self.world
         mine = view.member(self.id)
         if world is None or mine is None or view.failure is None or view.failure.term != world.term:
             return
-        if view.failure.member == self.id or mine.seen >= world.term:
+        if view.failure.member == self.id or mine.seen >= world.term or mine.node_id in view.leaving:
+            return
+        if self._is_leaving:
+            self._request(mine.node_id)
             return
         term = world.term
         try:

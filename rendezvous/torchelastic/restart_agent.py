@@ -64,6 +64,12 @@ class ElasticAgent(BoundAgent):
             for i in range(spec.local_world_size)
         ]
 
+    def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
+        """End the workers; a signal is named if and only if this agent was asked to leave by it."""
+        if death_sig is not None:
+            self._membership.node.begin_to_leave()  # before its workers end, and with them those of other nodes
+        super()._shutdown(death_sig or signal.SIGTERM, timeout)
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown(timeout=max(1, round(self._membership.stop_grace_s)))
 

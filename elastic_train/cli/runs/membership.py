@@ -40,8 +40,7 @@ def _reachable(claim: Claim) -> Claim | None:
 
 
 def _with_members(cause: Cause, claim: Claim) -> Cause:
-    from elastic_train.cli.places.control_plane import etcd_of
-    from elastic_train.cli.places.job import row_of
+    from elastic_train.cli.places.job import etcd_of, row_of
     from elastic_train.errors import translated
     from elastic_train.launch.schedulers import said_to_torchrun
     from rendezvous.etcd.store import EtcdStore

@@ -79,7 +79,7 @@ def blame(view: View, me: str, world: World) -> Blame:
     """Return the verdict on charging a restart to a member whose workers failed.
 
     Workers also fail when a node is lost. Only the first member to fail in a term pays, and only once every other has
-    confirmed that it is alive; if one is gone, or a new world exists, none pays.
+    confirmed that it is alive; if one is gone or has been asked to leave, or a new world exists, none pays.
     """
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
     num_gone = view.num_lost if view.term == world.term else len(world.seats) - len(mates) - 1
@@ -87,7 +87,7 @@ def blame(view: View, me: str, world: World) -> Blame:
         return "free"
     if view.failure is None or view.failure.term < world.term:
         return "wait"
-    if view.failure.member != me:
+    if view.failure.member != me or any(mate.node_id in view.leaving for mate in mates):
         return "free"
     return "pay" if all(max(mate.seen, mate.after, mate.done) >= world.term for mate in mates) else "wait"
 

@@ -140,6 +140,14 @@ def test_a_lost_node_is_free_for_the_survivor(store: MemoryStore, pool: ThreadPo
     assert blamed.result(PATIENCE_S) is False
 
 
+def test_a_leaving_node_is_free_for_the_others(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
+    """A node that was asked to leave lives on while its workers end; those of the others fail for that reason."""
+    first, second = pair(store, pool)
+    second.begin_to_leave()
+    assert first.is_to_blame() is False
+    assert first.view.leaving == {second.id} and len(first.view.members) == 2
+
+
 def test_one_node_pays_for_a_failed_worker(store: MemoryStore, pool: ThreadPoolExecutor) -> None:
     """When workers of both nodes fail and both nodes live, exactly one pays, without waiting for a lease."""
     assert sorted(pool.map(Participant.is_to_blame, pair(store, pool))) == [False, True]

@@ -104,6 +104,22 @@ def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("how", "is_free"), [({"death_sig": signal.SIGTERM}, True), ({"timeout": 1}, False)])
+def test_others_restart_for_free_when_a_node_is_asked_to_leave(
+    make: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, int], is_free: bool
+) -> None:
+    """Its workers end before it has left, and with them those of other nodes; so not when it restarts its workers."""
+    monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")
+    agents = [make(i, 2) for i in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda agent: agent._rendezvous(agent.get_worker_group()), agents))
+    agents[1]._shutdown(**how)  # type: ignore[arg-type]
+    assert agents[0]._membership.is_restart_free() is is_free
+    for agent in agents:
+        agent.get_worker_group().spec.rdzv_handler.shutdown()
+
+
+@pytest.mark.slow
 def test_ranks_are_numbered_within_roles(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count only their own role."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")

@@ -197,6 +197,8 @@ def test_blame() -> None:
     assert standing.blame(silent, "b", both) == "free"
     alive = view(member("a"), member("b", seen=3), of=both, failure=failed)
     assert standing.blame(alive, "a", both) == "pay"
+    leaving = view(member("a"), member("b"), of=both, failure=failed, leaving=frozenset("b"))
+    assert standing.blame(leaving, "a", both) == "free"
 
 
 def test_records_come_back_as_they_were() -> None:
