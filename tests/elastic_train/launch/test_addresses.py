@@ -17,10 +17,7 @@ from tests.elastic_train.training.live.test_live import ENDLESS, eventually, his
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
-    tmp_path: Path, rows: Path, laid: Cable, recovery: str
-) -> None:
+def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(tmp_path: Path, rows: Path, laid: Cable) -> None:
     """Gloo binds what their names mean unless it is given an address: then each waits for a peer that never comes."""
     config = write_config(tmp_path, rows, 12, lane_ms=0.0)
     hosts = tmp_path / "hosts"
@@ -28,7 +25,7 @@ def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(
     with EtcdCluster(1, host="0.0.0.0") as etcd:
         endpoint = etcd.endpoint.replace("127.0.0.1", laid.address("etcd"))
         job = ["elastic_train.cli.main", "launch", config, "--nodes", "2", "--ranks", "1"]
-        job += ["--endpoint", endpoint, "--id", tmp_path.name, "--recovery", recovery]
+        job += ["--endpoint", endpoint, "--id", tmp_path.name]
         job += ["--peer-timeout-s", f"{PATIENCE_S}"]
         nodes = [
             begin_at("-", hosts, [*job, "--local-addr", laid.address("nodes")]),

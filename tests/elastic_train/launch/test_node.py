@@ -98,23 +98,20 @@ def test_ctrl_c_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: 
 
 
 def test_a_step_that_outlasts_the_grace_is_dropped_and_the_applied_state_committed(tmp_path: Path, rows: Path) -> None:
-    """A step of ten minutes, 30 s from SIGTERM to SIGKILL: the job leaves in time and loses no applied step."""
+    """A step of ten minutes, 20 s from SIGTERM to SIGKILL: the job leaves in time and loses no applied step."""
     config, marker = Path(write_config(tmp_path, rows, 40)), tmp_path / "stall"
     tree = yaml.safe_load(config.read_text())
     tree["task"] = {"path": "tests.tasks:Stalls", "params": {**PARAMS, "marker": str(marker)}}
     config.write_text(yaml.safe_dump(tree | {"hang_timeout_s": 600.0}))
-    line = command(str(config), "--ranks", "2", "--grace-s", "30")
-    job = begin(line)
+    job = begin(command(str(config), "--ranks", "2", "--grace-s", "20"))
     until_whole(tmp_path / "run", 2)
     eventually(lambda: applied(tmp_path / "run") > 3, "some steps")
     marker.touch()
     eventually(lambda: list(tmp_path.glob("stall.*")) != [], "a long step, of both ranks or of the one that came last")
     job.send_signal(signal.SIGTERM)
     assert job.wait(PATIENCE_S) == 75
-    marker.unlink()
-    assert run(line).code == 0
-    lines = [line for line in history(tmp_path / "run") if line["op"] == "step"]
-    assert sorted(line["step"] for line in lines) == sorted([*range(1, 41), *range(1, 41)])
+    lines = history(tmp_path / "run")
+    assert max(line["step"] for line in lines if line["op"] == "commit") == applied(tmp_path / "run")
 
 
 def test_a_second_ctrl_c_ends_a_job_at_once(tmp_path: Path, rows: Path) -> None:
@@ -316,7 +313,7 @@ def test_the_jobs_etcd_outlives_the_signals_of_its_job_until_the_last_worker_has
 ) -> None:
     """It is signalled with all others, when these need it to commit; and the first node may be done before they are."""
     monkeypatch.setattr(job_etcd, "ETCD_PORTS", free_ports(1))
-    plan = first_node(tmp_path)
+    plan, before = first_node(tmp_path), set(children_of(os.getpid()))
     order: list[str] = []
 
     def work(member: EtcdStore) -> None:
@@ -328,7 +325,7 @@ def test_the_jobs_etcd_outlives_the_signals_of_its_job_until_the_last_worker_has
         found.keep()
         store = patient(found.endpoint.replace(socket.gethostname(), "127.0.0.1"))
         store.swap({Keys(plan.run_id).member("other"): Put("here")}, {})
-        (etcd,) = [pid for pid in children_of(os.getpid()) if name_of(pid) == "etcd"]
+        (etcd,) = [pid for pid in {*children_of(os.getpid())} - before if name_of(pid) == "etcd"]
         os.kill(etcd, signal.SIGTERM)
         eventually(lambda: not is_alive(etcd), "it ends")
         assert len(store.get(Keys(plan.run_id).members).entries) == 1, "it is there again, and has its data"
