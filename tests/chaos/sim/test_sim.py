@@ -65,10 +65,9 @@ def test_the_healthy_product_breaks_no_invariant() -> None:
     assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(POINTS))
 
 
-@pytest.mark.parametrize("seed", [3, 11])
-def test_the_same_seed_is_the_same_history(seed: int) -> None:
+def test_the_same_seed_is_the_same_history() -> None:
     """Every line of every process, every commit and the result are the same."""
-    first, again = simulate(case_of(seed)), simulate(case_of(seed))
+    first, again = simulate(case_of(11)), simulate(case_of(11))
     assert first == again and first.digest
 
 

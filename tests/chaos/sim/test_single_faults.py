@@ -52,8 +52,7 @@ def test_a_node_that_is_refused_in_the_middle_costs_one_world(kind: str) -> None
     assert list(forms.values()) == [3, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["refuse_address", "same_address"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("kind", "node"), [("refuse_address", 0), ("same_address", 1)])
 def test_of_two_nodes_that_refuse_each_other_either_may_leave(kind: str, node: int) -> None:
     """The fault names one of them, and neither can tell whose address is wrong."""
     fault = SimFault(kind, at_s=15.0, node=node, for_s=20.0)
@@ -152,7 +151,7 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
     """This includes `restart` mode, where the process ends; nodes must not be lost permanently."""
     shape = Shape(nodes=4, lanes=5, rows=(17, 50, 9, 31, 2), epochs=4, commit_every=2, lane_s=0.3, recovery="restart")
     outcomes = []
-    for seed in range(8):
+    for seed in range(4):
         case = Case(seed, shape, (SimFault("storage_errors", at_s=7.0, node=2, for_s=12.0),))
         run, outcome = run_and_judge(case)
         assert run is not None, outcome.findings
@@ -163,7 +162,7 @@ def test_nodes_that_fail_to_write_by_accident_come_back() -> None:
 
 
 @pytest.mark.parametrize("gap_s", [pytest.param(0.02, marks=HUNT), 0.1, pytest.param(0.19, marks=HUNT)])
-@pytest.mark.parametrize("seed", [0, 4, 10])
+@pytest.mark.parametrize("seed", [4, 10])
 def test_nodes_that_are_asked_to_leave_one_after_another_leave_together(gap_s: float, seed: int) -> None:
     """One commit of all, and no world of the remaining ranks in which some would be asked next.
 
@@ -276,9 +275,11 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     assert "but for 54 in 1 holes that are listed" in why
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-@pytest.mark.parametrize("more", [None, 1, 2], ids=["alone", "its worker dies", "another's worker dies"])
-@pytest.mark.parametrize("for_s", [2.0, 15.0])
+@pytest.mark.parametrize(
+    ("recovery", "more", "for_s"),
+    [("live", None, 15.0), ("restart", None, 2.0), ("live", 1, 2.0), ("restart", 1, 15.0), ("live", 2, 15.0)],
+    ids=["alone", "alone, restart", "its worker dies", "its worker dies, restart", "another's worker dies"],
+)
 def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s: float) -> None:
     """In live mode, alone, it does not even cost a world; its worker that dies meanwhile is replaced later."""
     faults = [SimFault("freeze_agent", at_s=10.0, node=1, for_s=for_s)]
@@ -290,8 +291,7 @@ def test_a_frozen_agent_stops_nobody(recovery: Recovery, more: int | None, for_s
     assert recovery == "restart" or more is not None or {line["term"] for line in run.of("form")} == {1}
 
 
-@pytest.mark.parametrize("recovery", ["live", "restart"])
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("recovery", "node"), [("live", 0), ("restart", 1)])
 def test_the_bad_copy_of_one_node_costs_that_node_and_no_sample(recovery: Recovery, node: int) -> None:
     """With or without quarantine, leader or not, it exits with 65, and returns when its copy is restored."""
     shape = Shape(unreadable="quarantine", epochs=6, recovery=recovery)
@@ -322,7 +322,7 @@ def test_without_quarantine_an_unreadable_row_group_ends_the_job() -> None:
     assert finished.truth == "false"
 
 
-@pytest.mark.parametrize(("recovery", "for_s"), [("live", 4.0), ("restart", 4.0), ("live", 60.0)])
+@pytest.mark.parametrize(("recovery", "for_s"), [("restart", 4.0), ("live", 60.0)])
 def test_a_tracker_has_every_value_once_after_an_outage(recovery: Recovery, for_s: float) -> None:
     """Back before the job's end or long after it: each value of each step is there once, and is the final one.
 

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from elastic_train.core.order import Cursor, Order
 
-NUM_SAMPLES = [1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33, 97, 127, 128, 129, 255, 256, 257, 997]
-NUM_LANES = [1, 2, 3, 4, 7, 8, 12, 16, 64]
-
 group_rows = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
@@ -31,30 +28,12 @@ def orders(draw: st.DrawFn) -> Order:
     )
 
 
-def rows_in_groups(num_samples: int, rows: int) -> list[int]:
-    """Cut samples into row groups of a size; the last may be short."""
-    return [min(rows, num_samples - first) for first in range(0, num_samples, rows)]
-
-
 def count_ids(order: Order, epoch: int) -> Counter[int]:
     """Count every id of an epoch over all lanes."""
     epoch_order = order.epoch(epoch)
     return Counter(
         int(sample) for lane in range(order.num_lanes) for sample in epoch_order.ids(lane, 0, order.num_samples + 1)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2, 10, 1000])
-@pytest.mark.parametrize("num_lanes", NUM_LANES)
-def test_every_sample_once_at_odd_sizes(num_lanes: int, rows: int) -> None:
-    """Primes, powers of two and their neighbours, one-row row groups, fewer samples than lanes."""
-    for num_samples in NUM_SAMPLES:
-        for block_row_groups in (1, 3, 8):
-            order = Order(
-                rows_in_groups(num_samples, rows), num_lanes=num_lanes, seed=7, block_row_groups=block_row_groups
-            )
-            assert count_ids(order, 0) == Counter(range(num_samples)), (num_samples, block_row_groups)
 
 
 @settings(deadline=None)

@@ -104,8 +104,7 @@ def compare(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize(("size", "on_devices"), [(2, True), (4, False)])
 def test_parts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
     """Outputs and gradients in float64, where a wrong or missing sum would show in the first digits."""
     in_memory(of_rank, size, on_devices=on_devices)
@@ -141,8 +140,7 @@ def with_experts(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize(("size", "on_devices"), [(2, True), (4, False)])
 def test_parts_of_a_model_with_experts_compute_what_the_whole_does(size: int, on_devices: bool) -> None:
     """Each rank has some of the experts, and all ranks route all tokens."""
     in_memory(with_experts, size, on_devices=on_devices)

@@ -170,8 +170,7 @@ def compare_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize(("size", "on_devices"), [(2, True), (4, False)])
 def test_ranks_with_some_tokens_compute_what_those_with_all_do(size: int, on_devices: bool) -> None:
     """Outputs and gradients in float64, with dropout and recomputation, and only a part of the kept memory."""
     in_memory(of_rank, size, on_devices=on_devices)
@@ -204,8 +203,7 @@ def of_biased_rank(rank: int, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("on_devices", [False, True])
+@pytest.mark.parametrize(("size", "on_devices"), [(2, True), (4, False)])
 def test_biases_of_layers_that_are_cut_have_one_gradient_on_all_ranks(size: int, on_devices: bool) -> None:
     """A row layer's bias is added to each rank's tokens, a column layer's to all tokens of its outputs."""
     in_memory(of_biased_rank, size, on_devices=on_devices)

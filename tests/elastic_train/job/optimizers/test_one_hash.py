@@ -88,10 +88,9 @@ def alone() -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_no_world_and_no_shards_show_in_the_bits(size: int, alone: dict[str, list[str]]) -> None:
+def test_no_world_and_no_shards_show_in_the_bits(alone: dict[str, list[str]]) -> None:
     """This holds in every mode that an optimizer accepts, and no two optimizers give equal results."""
-    for found in in_memory(ranks, size):
+    for found in in_memory(ranks, 3):
         assert found == {f"{name}, {mode}": alone[name] for name, (_, modes) in RECIPES.items() for mode in modes}
     assert len({hashes[-1] for hashes in alone.values()}) == len(RECIPES)
 
