@@ -34,6 +34,8 @@ def launch(plan: Launch, run_dir: str) -> int:
     started_at = time.time()
     try:
         return _launch(plan)
+    except Preempted:
+        raise
     except ElasticTrainError as error:
         from elastic_train.tracking.history import note_failed
 

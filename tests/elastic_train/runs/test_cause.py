@@ -17,6 +17,7 @@ from elastic_train.errors import (
     ElasticTrainError,
     HungError,
     NoProgressError,
+    Preempted,
     ResultError,
     RowError,
     SavesFailedError,
@@ -258,3 +259,73 @@ def test_a_machine_that_fails_its_health_check_before_the_first_step_is_to_be_le
 
 def test_of_a_folder_without_a_word_the_launchers_log_is_named(tmp_path: Path) -> None:
     assert cause_of(tmp_path).advice == "read the log of its launcher"
+
+
+@pytest.mark.parametrize(
+    ("error", "do", "phrase"),
+    [
+        (TooFewNodesError("1 of 2 nodes came within 900 s"), "start", "once enough nodes are there"),
+        (ElasticTrainError("etcd at 10.0.0.1:2379 does not answer"), "start", "once etcd answers"),
+        (ElasticTrainError("etcd at 10.0.0.1:2379 has raised the alarm NOSPACE."), "fix", "clear etcd's alarm"),
+        (ElasticTrainError("etcd refused the user 'a': no. Correct it, or grant that"), "fix", "correct etcd's user"),
+        (ConfigError("--nodes 1:3 differs from 1:2 of the running nodes"), "fix", "change what it names"),
+    ],
+)
+def test_a_launcher_that_could_not_start_its_workers_is_the_cause(
+    left: Left, error: ElasticTrainError, do: str, phrase: str
+) -> None:
+    """Of a run that had stopped before in another way."""
+    left.leaves("preempted")
+    left.starts_again()
+    left.launcher_fails(1, error)
+    cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
+    if isinstance(error, TooFewNodesError):
+        assert cause.do == do and "asked to leave" in cause.sentence, "it only waited for others"
+        return
+    assert (cause.do, cause.rank, cause.host) == (do, None, "b") and phrase in cause.advice
+    assert cause.sentence.startswith("the launcher on b ended with an error: ")
+
+
+def test_a_launcher_that_was_asked_to_leave_has_not_failed(left: Left) -> None:
+    left.launcher_fails(0, Preempted("asked to leave before any worker was started"))
+    assert not [*(left.folder / "history").glob("failed-*")]
+
+
+@pytest.mark.parametrize(
+    ("error", "do", "phrase"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "fix", "limit of open files"),
+        (RuntimeError("can't start new thread"), "fix", "limit of threads and processes"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "fix", "limit of threads and processes"),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "start", "once the host that it names"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "fix", "space"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "leave out", "leave a out"),
+    ],
+)
+def test_what_the_system_refuses_has_advice_of_its_own(left: Left, error: Exception, do: str, phrase: str) -> None:
+    left.meets(0, error)
+    cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
+    assert (cause.do, cause.rank) == (do, 0) and phrase in cause.advice, cause
+
+
+def test_a_run_whose_steps_take_minutes_has_not_stopped_after_two(left: Left) -> None:
+    left.train(4, 5, pace_s=100.0)
+    assert cause_of(left.folder, now=left.now + SILENT_S + 60.0).do == "nothing"
+    assert cause_of(left.folder, now=left.now + 501.0).do == "start"
+
+
+def test_a_process_that_a_signal_stopped_is_named(tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Left, "_identity", lambda run: {"host": "a", "boot": "boot", "born": run._rank})
+    monkeypatch.setattr("elastic_train.runs.stopped.traces.process_identity", lambda: {"host": "a", "boot": "boot"})
+    monkeypatch.setattr("elastic_train.runs.stopped.cause.is_alive", lambda pid, born: True)
+    monkeypatch.setattr("elastic_train.runs.stopped.cause.is_stopped", lambda pid: True)
+    run = left.anew(tmp_path / "new")
+    run.train(1, 2)
+    cause = cause_of(run.folder, now=run.now)
+    assert (cause.do, "kill -CONT" in cause.advice) == ("nothing", True)
+
+
+def test_a_machine_that_was_restarted_is_named(left: Left, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_train.runs.stopped.traces.process_identity", lambda: {"host": "a", "boot": "later"})
+    cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
+    assert cause.do == "start" and "a has been restarted since" in cause.sentence
