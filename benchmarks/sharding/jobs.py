@@ -21,6 +21,7 @@ from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_first_seat, take_state
 from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 
@@ -99,7 +100,7 @@ class Job:
         self.state: AppliedState = build_state(
             work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
         )
-        with self.state.shards.recording():
+        with recording_order(self.state.model, self.state.shards.order):
             work.loss(self.state.model, 0, 0)
         self.enter(group, term)
 
@@ -111,9 +112,9 @@ class Job:
         """
         self.group, self.term, state = group, term, self.state
         state.shards.enter(Mesh(group.rank, group.size), None)
-        brought: Sequence[PeerState] = gather_peer_states(group, state, state.shards, self._path)
-        brought = roll_forward(group, state, state.shards, brought)
-        if take_state(group, state, state.shards, brought).lost.size:
+        brought: Sequence[PeerState] = gather_peer_states(group, state, self._path)
+        brought = roll_forward(group, state, brought)
+        if take_state(group, state, brought).lost.size:
             return brought
         self._bind()
         return []
@@ -125,7 +126,7 @@ class Job:
         self._bind()
 
     def _bind(self) -> None:
-        self.state.shards.agree_on_order(self.group)
+        self.state.shards.share.agree_on_order(self.group, self.state.shards.order)
         self.state.shards.trained_in = self.term
         self.gradients = self.state.shards.sum_of(self.group, self.work.num_lanes)
         self.lanes = self.state.shards.table.assigned(self.work.num_lanes)[self.group.rank]

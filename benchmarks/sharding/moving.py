@@ -43,13 +43,12 @@ def _move(meeting: Meeting, shards: Mode, rounds: int) -> dict[str, float]:
 
 def _moved(left: Group, job: Job) -> tuple[float, float]:
     """Return the GB/s of taking seats, and of exchanging as many bytes in a ring."""
-    shards = job.state.shards
     left.barrier()
     started = time.perf_counter()
-    brought: Sequence[PeerState] = gather_peer_states(left, job.state, shards, ("", str(left.rank)))
-    brought = roll_forward(left, job.state, shards, brought)
+    brought: Sequence[PeerState] = gather_peer_states(left, job.state, ("", str(left.rank)))
+    brought = roll_forward(left, job.state, brought)
     before = left.num_bytes
-    lost = take_state(left, job.state, shards, brought).lost
+    lost = take_state(left, job.state, brought).lost
     seconds = time.perf_counter() - started
     num_bytes = int(left.all_gather(torch.tensor(left.num_bytes - before)).max()) // 2
     assert not lost.size, "three ranks hold everything"

@@ -84,7 +84,7 @@ def stage_misses_a_step() -> None:
     apply, counted = AppliedState.apply, set[int]()
 
     def apply_or_miss(state: AppliedState, facts: StepFacts, norm: Tensor) -> None:
-        if state.shards.place != 1 or facts.term == 1 or facts.term in counted:
+        if state.shards.table.place != 1 or facts.term == 1 or facts.term in counted:
             apply(state, facts, norm)
             return
         counted.add(facts.term)

@@ -38,7 +38,7 @@ from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.placement.grains import CutDims
 from elastic_train.placement.holdings import Column, column_of
-from elastic_train.placement.table import Parts
+from elastic_train.placement.table import Parts, Table
 from elastic_train.system.wording import counted
 from elastic_train.tasks.task import ParameterGroup
 
@@ -93,8 +93,14 @@ def build_state(
         make = _by_seat(made, parallel, first, slots, bucket_bytes)
     else:
         make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
-    gathers = parallel.shards == "parameters"
-    shards = StateShards(model=model, cell=parallel.cell, cut=cut, parts=parts, hold=make, gathers=gathers)
+    at_first = Table(
+        parts,
+        cell=parallel.cell,
+        shares_weights=parallel.shards == "parameters",
+        deals_lanes=parallel.shards in ("gradients", "parameters"),
+        copies=parallel.copies if parallel.shards != "none" else EVERYWHERE,
+    )
+    shards = StateShards(cut=cut, at_first=at_first, hold=make)
     state = AppliedState(*made, config, shards, parts.layout, outline)
     if config.ema_decay is not None:
         keep_average(optimizer, config.ema_decay, lambda: state.num_updates)
@@ -169,43 +175,42 @@ def columns_of(
 
 def _by_seat(
     made: Made, parallel: ParallelConfig, first: FirstStates, slots: Sequence[Slots], bucket_bytes: float | None
-) -> Callable[[Column], Share]:
+) -> Callable[[Table], Share]:
     """Return a function that makes a column's sharded state; the optimizer still has all of the model's parameters.
 
     Sharding removes parameters from the groups, so they are put back before each call: a rank may change its column.
     """
     model, optimizer, *_ = made
     kind = BY_SEAT.get(parallel.shards, Zero1Share)
-    copies = parallel.copies if parallel.shards != "none" else EVERYWHERE
-    if kind.is_shared_out:
+    if kind is Zero3Share:
         _check_state_is_whole(model)
     offload = None
     if parallel.has_offload:
         offload = Offload(host_memory_of(next(model.parameters()).device), parallel.offload == "all")
     parameters = [list(group["params"]) for group in optimizer.param_groups]
 
-    def make(column: Column) -> Share:
+    def make(table: Table) -> Share:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return kind(*made, column, first, slots, copies, bucket_bytes, parallel.wire, offload)
+        return kind(*made, table, first, slots, bucket_bytes, parallel.wire, offload)
 
     return make
 
 
 def _whole(
     made: Made, memory: OptimizerMemory, first: FirstStates, cell: Cell, bucket_bytes: float | None
-) -> Callable[[Column], Share]:
+) -> Callable[[Table], Share]:
     """Return a function that makes unsharded state for a column's part; the optimizer has no state for it yet."""
     _, optimizer, *_ = made
     has_state = bool(optimizer.state)
 
-    def make(column: Column) -> Share:
+    def make(table: Table) -> Share:
         if cell.holds_parts:  # drop the state of the whole model, or of another part
             optimizer.state.clear()
             for number, group in enumerate(optimizer.param_groups if has_state else ()):
                 optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
             first.forget()
-        return Share(*made, column, memory, first, bucket_bytes)
+        return Share(*made, table, memory, first, bucket_bytes)
 
     return make
 

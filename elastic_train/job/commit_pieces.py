@@ -38,8 +38,8 @@ class CommitPieces:
 
     def assign_alone(self) -> bool:
         """Make this rank the only writer if it holds everything; return True if so."""
-        table = self.shards.seated
-        if table is None or not table.holds_all:
+        table = self.shards.table
+        if not table.holds_all:
             return False
         self._assign([table.rank])  # a newer world may have begun, and ended before it gave this rank a seat
         return True
@@ -66,30 +66,30 @@ class CommitPieces:
         """Return the state to commit, as from `Share.held`, with cut tensors in pieces with their writers."""
         shards, turns = self.shards, count()
         held = shards.share.held()
-        if shards.share.is_whole and not shards.cut.cuts:
+        if shards.table.is_whole and not shards.cut.cuts:
             return held
         return with_tensors(held, lambda path, leaf: self._to_write(path, leaf, turns))
 
     def _to_write(self, path: StatePath, leaf: Tensor | Pieces, turns: Iterator[int]) -> Tensor | Pieces:
         shards = self.shards
         if isinstance(leaf, Tensor):
-            cut = cut_at(path, leaf, shards.cut.cuts, shards.place)
+            cut = cut_at(path, leaf, shards.cut.cuts, shards.table.place)
             if cut is None or not cut.shape.numel():
                 return leaf
-            places = [rank % shards.cell.size for rank in self._writers]
-            return in_whole(leaf, cut, shards.place, written_by_turns(cut, places, next(turns)))
+            places = [rank % shards.table.cell.size for rank in self._writers]
+            return in_whole(leaf, cut, shards.table.place, written_by_turns(cut, places, next(turns)))
         held, made = self._made.get(path, (None, leaf))
         if held is not leaf:
-            cut = cut_at(path, leaf, shards.cut.cuts, shards.place)
-            written = self._written_of(shards.parts.columns[0].layout.numbers[weight_of(path) or ""], cut)
-            made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, shards.place, written)
+            cut = cut_at(path, leaf, shards.cut.cuts, shards.table.place)
+            written = self._written_of(shards.table.parts.columns[0].layout.numbers[weight_of(path) or ""], cut)
+            made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, shards.table.place, written)
             self._made[path] = leaf, made
         return made
 
     def _written_of(self, number: int, cut: Cut | None) -> Sequence[Sequence[Span]]:
         """Return the spans of a whole tensor that each writer writes."""
         if number not in self._written:
-            spans, cell = [of_part[number] for of_part in self._spans], self.shards.cell
+            spans, cell = [of_part[number] for of_part in self._spans], self.shards.table.cell
             if cell.holds_parts:
                 self._written[number] = written_spans(spans, cut, cell, self._writers)
             else:
@@ -98,7 +98,7 @@ class CommitPieces:
 
     def only_update_changes(self) -> Callable[[StatePath], bool]:
         """Return a predicate: True for paths whose tensors only `apply` changes; forward passes may change others."""
-        parameters = {name for name, _ in self.shards.model.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in self.shards.share.model.named_parameters(remove_duplicate=False)}
         return lambda path: path[0] == "optimizer" or (path[0] == "model" and path[1] in parameters)
 
 

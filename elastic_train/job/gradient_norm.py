@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
-from elastic_train.placement.norm import squares_of_holders, total_norm
+from elastic_train.placement.norm import clip_factor, squares_of_holders, total_norm
 from elastic_train.placement.table import Parts, Table
 
 
@@ -55,6 +56,14 @@ def norm_of_rows(gathered: Tensor, parts: Parts, holders: Sequence[Iterable[tupl
     pairs = zip(parts.columns, holders, strict=True)
     squares = [squares_of_holders(column.layout, gathered, some) for column, some in pairs]
     return torch.tensor(total_norm(parts.sum_once(squares)), dtype=torch.float64)
+
+
+def clip(optimizer: Optimizer, limit: float, norm: float) -> None:
+    """Scale the reduced gradients of what this rank updates so that their norm, now `norm`, is at most `limit`."""
+    if (factor := clip_factor(norm, limit)) != 1.0:
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def _check_same(gathered: Tensor) -> None:

@@ -212,7 +212,7 @@ class AppliedState:
         be the cause. A step without target and gradient is skipped, too.
         """
         if self.config.clip_norm is not None:
-            self.shards.share.clip(self.config.clip_norm, float(norm))
+            gradient_norm.clip(self.optimizer, self.config.clip_norm, float(norm))
         has_norm = bool(norm.isfinite())
         is_finite = math.isfinite(facts.loss) and (has_norm or self.scaler.is_own_overflow())
         is_empty = not facts.has_target and float(norm) == 0.0
@@ -234,7 +234,7 @@ class AppliedState:
         """Load saved state, which `fill` reads into the held tensors, and its progress; see `Share.take`."""
         vars(self.scheduler).pop(_RECIPE, None)
         shards = self.shards
-        shards.share.take(fill, shards.cut.cuts, shards.place, keeps_rates=keeps_rates)
+        shards.share.take(fill, shards.cut.cuts, shards.table.place, keeps_rates=keeps_rates)
         self.reached = reached
         if self.recipe is not None:
             self.changes = say_changes(read_recipe(vars(self.scheduler).get(_RECIPE)), self.recipe, self.step)

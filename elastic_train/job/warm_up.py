@@ -18,6 +18,7 @@ from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.cells.context import lone_part
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
+from elastic_train.job.units.blocks import recording_order
 from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.generators import seed_generators
 from elastic_train.job.units.recompute import comparing_blocks, same_bits
@@ -67,7 +68,9 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
     with torch.random.fork_rng(devices), _compiling(state):
         began = time.monotonic()
         comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
-        with unchanged(state.model), state.shards.recording(), comparing:
+        gathers, order = state.shards.table.shares_weights, state.shards.order
+        recording = recording_order(state.model, order) if gathers else contextlib.nullcontext()
+        with unchanged(state.model), recording, comparing:
             loss = run_once(plan, state.model, batch, step=0)
         if loss is not None and is_exact and time.monotonic() - began < MOST_TO_REPEAT_S:
             with unchanged(state.model):

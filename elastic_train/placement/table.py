@@ -22,7 +22,7 @@ from elastic_train.core.mesh import ALONE, Cell, ranks_by_part
 from elastic_train.errors import WeightsDifferError
 from elastic_train.placement.deal import lanes_by_owner
 from elastic_train.placement.grains import Layout
-from elastic_train.placement.holdings import Column
+from elastic_train.placement.holdings import Column, Run
 from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
@@ -113,17 +113,19 @@ class Parts:
 class Table:
     """The role of each of `size` ranks; `seats` are those of a column's ranks, and are the same in each column.
 
-    With `shares_weights`, a rank has only its seat's weights, else all of its part's; with `deals_lanes`, lanes are
-    assigned by seat.
+    Without seats, each rank holds all of its part, or nothing yet. A column wants `copies` holders of each grain. With
+    `shares_weights`, a rank has only its seat's weights, else all of its part's; with `deals_lanes`, lanes are assigned
+    by seat.
     """
 
     parts: Parts
-    seats: Sequence[Seat]
+    seats: Sequence[Seat] = ()
     rank: int = 0
     size: int = 1
     cell: Cell = ALONE
     shares_weights: bool = False
     deals_lanes: bool = False
+    copies: int = 1
 
     @cached_property
     def part(self) -> int:
@@ -131,9 +133,19 @@ class Table:
         return self.cell.holder_of(self.rank)[0]
 
     @property
+    def place(self) -> int:
+        """This rank's place in its replica."""
+        return self.rank % self.cell.size
+
+    @property
     def is_whole(self) -> bool:
         """True if every rank holds all of its part."""
         return self.parts.columns[0].is_whole
+
+    @property
+    def is_held(self) -> bool:
+        """True if the ranks hold the state: their seats are taken, or none are needed."""
+        return self.is_whole or bool(self.seats)
 
     @cached_property
     def _seatings(self) -> dict[int, Seating]:
@@ -155,8 +167,8 @@ class Table:
 
     @property
     def seat(self) -> Seat | None:
-        """This rank's seat; None if every rank holds all of its part."""
-        return None if self.is_whole else self.seating().seat
+        """This rank's seat; None if it has none."""
+        return None if self.is_whole or not self.seats else self.seating().seat
 
     @property
     def has_all_gradients(self) -> bool:
@@ -171,9 +183,19 @@ class Table:
     @property
     def holds_all(self) -> bool:
         """True if this rank holds the state of the whole model."""
-        if self.cell.holds_parts:
+        if self.cell.holds_parts or not self.is_held:
             return False
         return self.is_whole or self.seating().held.size == self.parts.layout.num_grains
+
+    def runs(self) -> list[Run]:
+        """Return the runs that this rank's seat holds: of all its grains if weights are sharded, else of the trained.
+
+        Each is contiguous in the rank's memory.
+        """
+        if self.is_whole:
+            return []
+        seating = self.seating()
+        return seating.runs_at(seating.rank, seating.held if self.shares_weights else seating.trained[seating.rank])
 
     @property
     def num_copies(self) -> int:
@@ -249,6 +271,14 @@ class Table:
     def has_all_weights(self) -> bool:
         """True if every rank has all of the model's weights."""
         return not self.shares_weights and not self.cell.holds_parts
+
+    @property
+    def gathers_by_unit(self) -> bool:
+        """True if sharded weights are gathered unit by unit for each pass.
+
+        They are gathered for a step if several lanes are in flight, or if peers need this rank's experts.
+        """
+        return self.shares_weights and self.cell.stage * self.cell.expert == 1
 
     def weights_owned(self) -> Sequence[Int64s]:
         """Return the model's grains that each rank owns among all ranks with their weights."""

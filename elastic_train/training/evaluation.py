@@ -136,7 +136,11 @@ def losses(
     modes, was_training = TrainingModes(model), model.training
     model.eval()
     try:
-        turns = shards.turns(world.holders, (batch for step in steps for batch in step))
+        turns: Iterator[LaneBatch] = (batch for step in steps for batch in step)
+        experts = shards.cut.experts
+        if experts and shards.table.cell.stage == 1:  # pipeline stages agree as they go
+            turns = experts[0].turns(turns)
+        turns = shards.share.turns(world.holders, turns)
         with torch.no_grad():
             yield _losses(task, model, turns, device) if cut is None else cut.losses(turns, device)
     finally:

@@ -172,7 +172,7 @@ def _announce(process: Process, world: World) -> None:
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
     _say_of_rates(process, world)
-    if said := redundancy_of(world.mesh, state.shards):
+    if said := redundancy_of(world.mesh, state.shards.table):
         world.announce(said)
     if (offloaded := state.shards.share.offloaded) is not None:
         world.announce(_saving_of(offloaded, plan.device))

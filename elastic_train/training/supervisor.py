@@ -27,6 +27,7 @@ from elastic_train.errors import (
 from elastic_train.health.precheck import Proof, begin_proof
 from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.plan import Plan, make_plan
+from elastic_train.job.sharded.shared_weights import digest_of_all, make_whole
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, warm_up
 from elastic_train.parallel.devices.switches import KeptSwitches
@@ -230,7 +231,7 @@ def _train_through(process: Process) -> Ended:
         if ended is not None:
             return ended
         num_failed = 0
-    return result_of(plan, state, CLOSED, state.shards.digest())
+    return result_of(plan, state, CLOSED, digest_of_all(state.shards))
 
 
 def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:
@@ -382,10 +383,10 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
         return Preempted(f"asked to leave{by(session.leave)} after step {step}; the other members continue")
     if session.state.compiled is not None and (share := session.state.compiled.describe_share()) is not None:
         session.world.announce(share)
-    digest = session.state.shards.digest(session.world.group)
+    digest = digest_of_all(session.state.shards, session.world.group)
     result = result_of(session.plan, session.state, outcome.value, digest)
     if outcome is Outcome.DONE and isinstance(session.plan.task, Finishing):
-        session.state.shards.make_whole(session.world.holders)
+        make_whole(session.state.shards, session.world.holders)
     # Past the last collective: a process frozen during it may have been replaced, and ends here.
     session.world.check_newest()
     if (error := write_result(session, result)) is not None:

@@ -124,7 +124,7 @@ def _refusal_to_go_back(url: str, by: str, key: str, lost: int, step: int, value
 
 def _find(plan: Plan, world: World, state: AppliedState, known: _KnownCommits) -> _Found:
     published, path = known.published, own_path()
-    brought: Sequence[PeerState] = gather_peer_states(world.group, state, state.shards, path, may_hold=world.writes)
+    brought: Sequence[PeerState] = gather_peer_states(world.group, state, path, may_hold=world.writes)
     if _furthest(brought).step > 0:
         term, fields = agree(world.group, lambda: _newest(world, published()))
         lineage = [Interval(*interval) for interval in fields]
@@ -169,10 +169,10 @@ def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, kn
     """Bring this rank to the furthest complete step; return the start, with its source."""
     shards, brought = state.shards, found.brought
     if not found.is_loaded:
-        kept, num_lost = leave_out_unfinished(shards, brought)
+        kept, num_lost = leave_out_unfinished(shards.table, brought)
         furthest, whole = _furthest(brought), _furthest(kept)
         if whole < furthest:
-            if shards.share.is_whole:
+            if shards.table.is_whole:
                 num_ranks = world.mesh.cell.size
                 what = f"every cell has lost the same part of the state ({num_ranks} ranks hold it together)"
             else:
@@ -185,19 +185,19 @@ def _take_state(plan: Plan, world: World, state: AppliedState, found: _Found, kn
         take_first_seat(world.holders, shards, brought)
         _load_head(plan, world, state, found)
     else:
-        brought = roll_forward(world.group, state, shards, brought)
-        if is_first(shards.share, brought):
+        brought = roll_forward(world.group, state, brought)
+        if is_first(shards.table, brought):
             _begin_alike(world, shards)
-        taken = take_state(world.holders, state, shards, brought)
+        taken = take_state(world.holders, state, brought)
         if taken.lost.size:
             raise StateLostError(
                 "all holders of some of the first weights are lost, before the first step: start again"
             )
-        if shards.share.is_whole and taken.given_by is not None:
-            found = replace(found, given_by=world.mesh.by_part[shards.part][taken.given_by])
+        if shards.table.is_whole and taken.given_by is not None:
+            found = replace(found, given_by=world.mesh.by_part[shards.table.part][taken.given_by])
         if state.reached.is_fast:
             level(world.holders, state)
-    shards.agree_on_order(world.group)
+    shards.share.agree_on_order(world.group, shards.order)
     shards.trained_in = world.term
     return found
 
@@ -206,7 +206,7 @@ def _begin_alike(world: World, shards: StateShards) -> None:
     """Make all ranks begin a run with the same weights."""
     cuts = shards.cut.cuts
     if cuts:
-        of_part = {name: one for name, one in shards.model.state_dict().items() if name in cuts}
+        of_part = {name: one for name, one in shards.share.model.state_dict().items() if name in cuts}
         begin_alike(world.holders, of_part, world.announce)
     alike = {name: one for name, one in shards.share.weights().items() if name not in cuts}
     begin_alike(world.group, alike, world.announce)

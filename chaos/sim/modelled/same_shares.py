@@ -19,13 +19,13 @@ from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.resharding import PeerState, leave_out_unfinished, reshard
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
-from elastic_train.job.state_shards import StateShards
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.grains import Tensor as LaidOut
 from elastic_train.placement.holdings import Circle, Run, runs_of
 from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
+from elastic_train.placement.table import Table
 
 NUM_LAYOUTS = 1 << 10
 """Most layouts of processes that are remembered; they are equal, or in cells one kind per place."""
@@ -45,7 +45,7 @@ class SameShares:
         self._common = memory_of(lambda seats: dict[int, _CommonSeating]())
         self.seats_of = memory_of(reshard.seats_at)
         self.plan_of = memory_of(reshard._plan_of)
-        self._left = memory_of(lambda brought, shards: leave_out_unfinished(shards, brought))
+        self._left = memory_of(lambda brought, table: leave_out_unfinished(table, brought))
 
     def seating(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> Seating:
         by_layout = self._common(seats)  # seats of a cell mean the same in every place's column
@@ -53,8 +53,8 @@ class SameShares:
             by_layout[id(layout)] = _CommonSeating(layout, circle, seats, 0)
         return _OwnSeating(by_layout[id(layout)], rank)
 
-    def leave_out_unfinished(self, shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-        return self._left(brought, shards)
+    def leave_out_unfinished(self, table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
+        return self._left(brought, table)
 
     def slots_of(self, optimizer: Optimizer, make: MakeOptimizer, device: torch.device) -> list[Slots]:
         """Return the optimizer's slots, tried out once."""

@@ -31,7 +31,7 @@ from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.placement.grains import Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column
-from elastic_train.placement.table import Parts
+from elastic_train.placement.table import Parts, Table
 
 _EXACT = (1 << 52) - 1
 """Largest integer that a float64 represents exactly here."""
@@ -86,10 +86,10 @@ class CutWeights:
 class ModelledShare(Share):
     """A whole shard of the modelled weights, without moments."""
 
-    def __init__(self, weights: Weights, column: Column, kept: State) -> None:
+    def __init__(self, weights: Weights, table: Table, kept: State) -> None:
         """`kept` is the optimizer's state of the shard."""
         nothing = SimpleNamespace(param_groups=[], state={})
-        super().__init__(weights, nothing, None, None, column, None, None)  # type: ignore[arg-type]  # never asked
+        super().__init__(weights, nothing, None, None, table, None, None)  # type: ignore[arg-type]  # never asked
         self._weights, self._kept = weights, kept
 
     def held(self) -> State:
@@ -191,7 +191,7 @@ class ModelledState:
 
     def restore(self, fill: Callable[[State], None], reached: TrainProgress, *, keeps_rates: bool = False) -> None:
         shards = self.shards
-        shards.share.take(fill, shards.cut.cuts, shards.place, keeps_rates=False)
+        shards.share.take(fill, shards.cut.cuts, shards.table.place, keeps_rates=False)
         self.reached = reached
 
 
@@ -199,11 +199,9 @@ def modelled_state(weights: Weights, cell: Cell) -> ModelledState:
     """Return the initial state of a rank without a place, around the whole initial weights."""
     kept: State = {"optimizer": {"state": {}}} if cell.holds_parts else {}
     shards = StateShards(
-        model=weights,  # type: ignore[arg-type]  # it has all that is asked of one
-        cell=cell,
         cut=CutWeights(weights, cell.num_parts),  # type: ignore[arg-type]  # as far as it is used
-        parts=_parts(len(weights.counts), weights.size, cell.num_parts),
-        hold=lambda column: ModelledShare(weights, column, kept),
+        at_first=Table(_parts(len(weights.counts), weights.size, cell.num_parts), cell=cell),
+        hold=lambda table: ModelledShare(weights, table, kept),
     )
     return ModelledState(weights, shards)
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from elastic_train.core.mesh import ranks_by_part
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.domains import Path
 from elastic_train.placement.seats import Seat
+from elastic_train.placement.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +44,28 @@ class PeerState:
         return replace(self, place=Place(0, 0), seat=None, pending=0, retained=())
 
 
-def gather_peer_states(
-    group: Group, state: AppliedState, shards: StateShards, path: Path, *, may_hold: bool = True
-) -> list[PeerState]:
+def gather_peer_states(group: Group, state: AppliedState, path: Path, *, may_hold: bool = True) -> list[PeerState]:
     """Return every rank's state, by rank.
 
     If no rank of a column can write commits, all of them may hold shards; rank 0 always may.
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
-    table, retained = shards.seated, _encoded_arcs(shards.share.retained.arcs)
-    seat = _encoded(None if table is None else table.seat)
-    mine = [*state.place, seat, list(path), pending, shards.trained_in, state.reached.norm, may_hold, retained]
+    shards, table = state.shards, state.shards.table
+    retained = _encoded_arcs(shards.share.retained.arcs)
+    seat, norm = _encoded(table.seat), state.reached.norm
+    mine = [*state.place, seat, list(path), pending, shards.trained_in, norm, may_hold, retained]
     brought = _read(group.all_gather_objects(mine))
-    parts = [shards.cell.holder_of(rank)[0] for rank in range(len(brought))]
+    parts = [table.cell.holder_of(rank)[0] for rank in range(len(brought))]
     able = {parts[rank] for rank, one in enumerate(brought) if one.may_hold}
-    if len(able) == shards.cell.num_parts:
+    if len(able) == table.cell.num_parts:
         return brought
     return [one if part in able else replace(one, may_hold=True) for part, one in zip(parts, brought, strict=True)]
 
 
-def by_column(shards: StateShards, brought: Sequence[PeerState]) -> list[list[PeerState]]:
+def by_column(table: Table, brought: Sequence[PeerState]) -> list[list[PeerState]]:
     """Return the states of each column's ranks."""
-    return [[brought[rank] for rank in ranks] for ranks in ranks_by_part(len(brought), shards.cell)]
+    return [[brought[rank] for rank in ranks] for ranks in ranks_by_part(len(brought), table.cell)]
 
 
 def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
@@ -76,7 +76,7 @@ def _read(told: Sequence[Sequence[Any]]) -> list[PeerState]:
     ]
 
 
-def leave_out_unfinished(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
+def leave_out_unfinished(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Discard the states of ranks ahead of the last complete step; return the states and the number of lost shards.
 
     A rank that was away while its peers' shards were lost may return with a later step than they can restore; its state
@@ -84,7 +84,7 @@ def leave_out_unfinished(shards: StateShards, brought: Sequence[PeerState]) -> t
     step is complete, all states are discarded.
     """
     places = sorted({one.place for one in brought if one.place.step}, reverse=True)
-    missing = {place: _num_missing(shards, brought, place) for place in places}
+    missing = {place: _num_missing(table, brought, place) for place in places}
     whole = next((place for place in places if not missing[place]), Place(0, 0))
     newest = max(places, key=lambda place: (place.term, place.step), default=whole)
     kept = [one if one.place <= whole else one.without_state() for one in brought]
@@ -96,13 +96,13 @@ def comes_to(one: PeerState) -> Place:
     return Place(one.place.step + 1, one.pending)
 
 
-def _num_missing(shards: StateShards, brought: Sequence[PeerState], place: Place) -> int:
+def _num_missing(table: Table, brought: Sequence[PeerState], place: Place) -> int:
     """Return the number of grains that no rank of their column holds at a place, or can reach by its pending step.
 
     A column without ranks at that place counts as missing at least one.
     """
     missing = 0
-    for column, of_column in zip(shards.parts.columns, by_column(shards, brought), strict=True):
+    for column, of_column in zip(table.parts.columns, by_column(table, brought), strict=True):
         there = [one for one in of_column if place in (one.place, comes_to(one) if one.pending else None)]
         missing += max(column.missing(map(all_arcs_of, there)), 0 if there else 1)
     return missing

@@ -22,48 +22,47 @@ from elastic_train.core.mesh import ranks_by_part
 from elastic_train.job import gradient_norm
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.placement.table import Table
 
 
-def roll_forward(
-    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]
-) -> Sequence[PeerState]:
+def roll_forward(group: Group, state: AppliedState, brought: Sequence[PeerState]) -> Sequence[PeerState]:
     """Apply a pending step if a rank may have applied it, else drop it; return the ranks' new states."""
-    furthest = max(one.place for one in brought)
+    table, furthest = state.shards.table, max(one.place for one in brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if late:
         norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
         return _apply(group, state, brought, late, norm, furthest)
     term = max(brought[rank].pending for rank in ahead)
-    able = _all_left(shards, brought, ahead, term)
+    able = _all_left(table, brought, ahead, term)
     if not able:
         state.drop_pending()
         return brought
     trained = dict[int, Int64s]()
-    by_part: list[list[tuple[int, Int64s]]] = [[] for _ in shards.parts.columns]
+    by_part: list[list[tuple[int, Int64s]]] = [[] for _ in table.parts.columns]
     for rank in able:
-        part, _ = shards.cell.holder_of(rank)
-        trained[rank] = shards.parts.columns[part].trained_by(brought[rank].seat)
+        part, _ = table.cell.holder_of(rank)
+        trained[rank] = table.parts.columns[part].trained_by(brought[rank].seat)
         by_part[part].append((rank, trained[rank]))
     mine = torch.zeros(0, dtype=torch.float64)
     if group.rank in able:
         assert state.pending is not None, "this rank has said so"
         mine = state.pending.measured[: trained[group.rank].size]
     rows = group.all_gather(gradient_norm.padded(mine, max(grains.size for grains in trained.values())))
-    norm = gradient_norm.norm_of_rows(rows, shards.parts, by_part)
+    norm = gradient_norm.norm_of_rows(rows, table.parts, by_part)
     return _apply(group, state, brought, able, norm, Place(furthest.step + 1, term))
 
 
-def _all_left(shards: StateShards, brought: Sequence[PeerState], ahead: Sequence[int], term: int) -> list[int]:
+def _all_left(table: Table, brought: Sequence[PeerState], ahead: Sequence[int], term: int) -> list[int]:
     """Return the ranks that can apply the step pending since `term`; empty unless all survivors of that world can."""
     if term == 0:
         return []
     left = [rank for rank in ahead if brought[rank].trained_in == term]
     if any(brought[rank].pending != term for rank in left):
         return []
-    for column, ranks in zip(shards.parts.columns, ranks_by_part(len(brought), shards.cell), strict=True):
+    for column, ranks in zip(table.parts.columns, ranks_by_part(len(brought), table.cell), strict=True):
         of_column = [brought[rank] for rank in left if rank in ranks]
         trained = column.layout.trained
         held = [column.trained_by(one.seat) for one in of_column]

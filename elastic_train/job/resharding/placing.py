@@ -5,8 +5,8 @@ from __future__ import annotations
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
+from elastic_train.placement.table import Table
 from elastic_train.system.wording import counted
 
 
@@ -15,31 +15,27 @@ def take_place(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group | None) 
 
     `cell` has the ranks of this rank's cell, None if it is alone.
     """
-    shards = state.shards
-    holds_it, is_first = shards.holds_part_of(mesh), shards.cut.place is None
-    if not holds_it and not is_first:
+    if state.shards.enter(mesh, cell, plan.first_weights):
         state.begin_again()
-    has_them = holds_it or (is_first and shards.cut.has_weights)
-    shards.enter(mesh, cell, None if has_them else plan.first_weights())
 
 
-def redundancy_of(mesh: Mesh, shards: StateShards) -> str | None:
+def redundancy_of(mesh: Mesh, table: Table) -> str | None:
     """Describe the cost of a fault, given how many ranks hold the same state; None if each holds all of it alone."""
-    share, context = shards.share, mesh.cell.context
+    context = mesh.cell.context
     num_ranks = counted(mesh.cell.size, "rank")
-    if not share.is_whole and (mesh.cell.size == 1 or mesh.size > mesh.cell.num_parts):
-        what = "state" if share.is_shared_out else "optimizer's state"
+    if not table.is_whole and (mesh.cell.size == 1 or mesh.size > mesh.cell.num_parts):
+        what = "state" if table.shares_weights else "optimizer's state"
         if mesh.cell.size > 1:
             of_each = " of each place" if context == 1 else " of each part" if mesh.cell.holds_parts else ""
             held = f"{counted(mesh.num_replicas, 'cell')} of {num_ranks}, over which the {what}{of_each} is held"
         else:
             held = f"the {what} is held"
-        if shards.table.num_copies == 1:
+        if table.num_copies == 1:
             return (
                 f"{held} once: if a rank is lost, its share is lost, and the job resumes from the newest commit "
                 "(set parallel.copies, or use more ranks)"
             )
-        return f"{held} {shards.table.num_copies} times: a fault that leaves one of the holders costs no applied step"
+        return f"{held} {table.num_copies} times: a fault that leaves one of the holders costs no applied step"
     if mesh.cell.size == 1:
         return None
     if not mesh.cell.holds_parts:

@@ -13,6 +13,7 @@ parallelism), those with the same tokens share a seat. Columns reshard independe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,27 +53,27 @@ class Taken(NamedTuple):
 _NOTHING: Int64s = np.empty(0, dtype=np.int64)
 
 
-def take_state(column: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> Taken:
+def take_state(column: Group, state: AppliedState, brought: Sequence[PeerState]) -> Taken:
     """Bring this rank to the furthest step, with its new seat; `brought` has the states of all ranks of the world.
 
     Changes nothing if grains are lost. Raises PeerLostError, with state and seat unchanged, if a peer is lost or data
     arrives damaged.
     """
-    share, furthest = shards.share, max(one.place for one in brought)
-    of_column = by_column(shards, brought)[shards.part]
-    if is_first(share, of_column):  # another column may have seats; newcomers replaced all ranks of this one
+    shards, furthest = state.shards, max(one.place for one in brought)
+    share = shards.share
+    of_column = by_column(shards.table, brought)[shards.table.part]
+    if is_first(shards.table, of_column):  # another column may have seats; newcomers replaced all ranks of this one
         take_first_seat(column, shards, brought, begins=True)
         return Taken(_NOTHING)
     is_furthest = [one.place == furthest for one in of_column]
     table = _table(shards, column, brought, furthest)
-    seating = table.seating()
-    plan = _plan_of(of_column, share, furthest, seating)
+    plan = Recut() if table.is_whole else _plan_of(of_column, share, furthest, table.seating())
     if plan.lost.size:
         return Taken(plan.lost)
     old = [*share.runs, *share.retained.runs] if is_furthest[column.rank] else []
-    runs = share.room_for(seating, old)
+    runs = _runs_at(share, table, old)
     reach("hand-over")
-    arrived = _move(column, share, seating, plan, runs, old)
+    arrived = _move(column, share, table, plan, runs, old)
     giver = _giver_to(column.rank, is_furthest)
     given = _exchange_alike(column, state, share, is_furthest)
     # Everything for this seat has arrived.
@@ -94,16 +95,16 @@ def take_state(column: Group, state: AppliedState, shards: StateShards, brought:
     return Taken(_NOTHING, giver)
 
 
-def is_first(share: Share, brought: Sequence[PeerState]) -> bool:
+def is_first(table: Table, brought: Sequence[PeerState]) -> bool:
     """Return True if ranks have only the initial weights, whole on each of them."""
-    is_shared_out = share.is_shared_out and any(one.seat is not None for one in brought)
+    is_shared_out = table.shares_weights and any(one.seat is not None for one in brought)
     return max(one.place for one in brought).step == 0 and not is_shared_out
 
 
 def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerState], *, begins: bool = False) -> None:
     """Take the seat of a world without updates, which starts from the initial weights or a commit."""
     share, table = shards.share, _table(shards, column, brought, None)
-    runs = share.room_for(table.seating())
+    runs = _runs_at(share, table)
     share.begin(runs, from_commit=not begins)
     share.sit(table, runs, [0.0] * len(share.optimizer.param_groups))
 
@@ -122,21 +123,27 @@ def _table(shards: StateShards, column: Group, brought: Sequence[PeerState], fur
     A cell gets no shards if one of its ranks may not hold any, unless no cell may. A cell with several seats is its
     own, narrowest failure domain: losing a rank loses the whole cell.
     """
-    share, context = shards.share, shards.cell.context
-    if share.is_whole:
-        seats = [Seat(0, rank, column.size, rank, None, 1, ()) for rank in range(column.size)]
-    elif shards.cell.size == 1:
-        seats = seats_at(brought, share.copies, furthest)
+    table, seats, context = shards.table, list[Seat](), shards.table.cell.context
+    if table.is_whole:
+        pass
+    elif table.cell.size == 1:
+        seats = seats_at(brought, table.copies, furthest)
     else:
-        seated = list(zip(*by_column(shards, brought), strict=True))
+        seated = list(zip(*by_column(shards.table, brought), strict=True))
         able = [all(one.may_hold for one in ranks) for ranks in seated]
-        before = [_seats_of(of_column, furthest) for of_column in by_column(shards, brought)]
+        before = [_seats_of(of_column, furthest) for of_column in by_column(shards.table, brought)]
         paths = paths_of_cells([[one.path for one in ranks] for ranks in seated])
         if context > 1:
             paths = [(*path, str(number // context)) for number, path in enumerate(paths)]
-        seats = seats_of_cells(paths, share.copies, before, able if any(able) else [True] * len(seated))
-    rank = ranks_by_part(len(brought), shards.cell)[shards.part][column.rank]
-    return shards.seated_at(seats, rank, len(brought))
+        seats = seats_of_cells(paths, table.copies, before, able if any(able) else [True] * len(seated))
+    rank = ranks_by_part(len(brought), table.cell)[table.part][column.rank]
+    return replace(table, seats=seats, rank=rank, size=len(brought))
+
+
+def _runs_at(share: Share, table: Table, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
+    """Return the runs of this rank's seat in a table: equal ones from `known`, and new ones."""
+    kept = {one.run: one for one in known}
+    return [kept.get(run) or share.new_run(run) for run in table.runs()]
 
 
 def seats_at(brought: Sequence[PeerState], copies: int, furthest: Place | None) -> list[Seat]:
@@ -172,7 +179,7 @@ def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
 def _move(
     group: Group,
     share: Share,
-    seating: Seating,
+    table: Table,
     plan: Recut,
     runs: Sequence[HeldRun],
     old: Sequence[HeldRun],
@@ -187,14 +194,14 @@ def _move(
         for run in one.runs:
             held = _cut_out(share, old if group.rank == one.giver else runs, run)
             weights = held.weights
-            if group.rank == one.taker and not share.is_shared_out:
+            if group.rank == one.taker and not share.table.shares_weights:
                 weights = on_huge_pages(torch.empty_like(weights))
                 arrived.append((held.weights, weights))
             yield weights
             yield from (moment for _, moment in sorted(held.moments.items()))
 
     own = [one for one in plan.transfers if group.rank in one[:2]]
-    moves = [Move(giver, taker, seating.runs_at(taker, grains)) for giver, taker, grains in own]
+    moves = [Move(giver, taker, table.seating().runs_at(taker, grains)) for giver, taker, grains in own]
     sends, receives = messages_of(moves, group.rank, tensors)
     if sends or receives:
         group.exchange(sends, receives)

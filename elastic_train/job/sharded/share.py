@@ -31,9 +31,8 @@ from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reductions import Reduction
-from elastic_train.placement.holdings import Column, Run
-from elastic_train.placement.norm import clip_factor, in_memory_order
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.holdings import Run
+from elastic_train.placement.norm import in_memory_order
 from elastic_train.placement.table import Table
 
 T = TypeVar("T")
@@ -64,56 +63,36 @@ class Offloaded(NamedTuple):
 class Share:
     """One rank's share of its column's part: all of it."""
 
-    is_whole = True
-    """True if every rank of the column holds the whole part, as the tensors that the model computes with."""
-    is_shared_out = False
-    """True if weights are sharded, so that no rank needs all of them."""
-    deals_lanes = False
-    """True if lanes are assigned by seat."""
-    copies = 1
-    """Number of groups of ranks that each hold everything once."""
-
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
         scheduler: LambdaLR,
         scaler: GradScaler,
-        column: Column,
+        table: Table,
         memory: OptimizerMemory,
         first: FirstStates,
         bucket_bytes: float | None = None,
     ) -> None:
+        """`table` is of a world in which this rank has no seat yet."""
         self.model, self.optimizer, self.scheduler, self.scaler = model, optimizer, scheduler, scaler
-        self.layout, self.circle = column
+        self.table, (self.layout, self.circle) = table, table.parts.columns[table.part]
         self._memory, self._first, self._bucket_bytes = memory, first, bucket_bytes
         self._named: tuple[tuple[object, ...], Mapping[str, object], Names] | None = None
-        self._cuts = {name: one.cut for one in column.layout.tensors for name in one.names}
+        self._cuts = {name: one.cut for one in self.layout.tensors for name in one.names}
         self.retained = Retained()
-        self.table: Table | None = None
-        """Holdings of all ranks in the world in which this rank took its seat."""
         self.first_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
         """Source of the initial weights, one by one, for a model built without weights."""
 
     # Taking a seat.
 
     @property
-    def seated(self) -> Table:
-        """The table of the current seat; fails before the first one."""
-        assert self.table is not None, "no seat has been taken"
-        return self.table
-
-    @property
     def runs(self) -> Sequence[HeldRun]:
         """Runs that this rank's seat holds, after pending copies have finished."""
         return ()
 
-    def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> Sequence[HeldRun]:
-        """Return the runs of this rank's seat: equal ones from `known`, and new ones with zero moments."""
-        return ()
-
     def new_run(self, run: Run) -> HeldRun:
-        """Return a new run to hold; its weights are the live ones if weights are whole."""
+        """Return a new run to hold, with zero moments; its weights are the live ones if weights are whole."""
         raise NotImplementedError("nothing is held by seats")
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
@@ -252,11 +231,8 @@ class Share:
 
     # Computing.
 
-    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
-        """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it.
-
-        Sharded weights are gathered for a turn, or for a step.
-        """
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
+        """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it."""
         made = [tree_of(kind, one.parameters, one.ranks, one.leaves) for one in trees]
         beside = [one if of.is_beside else one._replace(placed=()) for one, of in zip(made, trees, strict=True)]
         return TreeSum(beside, self._bucket_bytes)
@@ -294,16 +270,6 @@ class Share:
         """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
         named = self.model.named_parameters()
         return squares_of_tensors((one.grad, self._cuts[name]) for name, one in named if one.grad is not None)
-
-    def reduced(self) -> Iterator[Tensor]:
-        """Return the reduced gradients of what this rank updates."""
-        return (one.grad for one in self.model.parameters() if one.grad is not None)
-
-    def clip(self, limit: float, norm: float) -> None:
-        """Scale the reduced gradients so that their norm, now `norm`, is at most `limit`."""
-        if (factor := clip_factor(norm, limit)) != 1.0:
-            for gradient in self.reduced():
-                gradient.mul_(factor)
 
     # Weights.
 

@@ -22,7 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.config.combinations import refused
-from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.state_parts import Cuts, filled_parts
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
@@ -52,7 +51,7 @@ from elastic_train.parallel.leaves import Wire
 from elastic_train.parallel.reductions import AtOwners, Reduction
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
-from elastic_train.placement.holdings import Column, Run, grains_side_by_side
+from elastic_train.placement.holdings import Run, grains_side_by_side
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
@@ -60,9 +59,7 @@ T = TypeVar("T")
 
 
 class Zero1Share(Share):
-    """A rank's shard of the moments, by its seat; `copies` groups of ranks each hold everything once."""
-
-    is_whole = False
+    """A rank's shard of the moments, by its seat."""
 
     def __init__(
         self,
@@ -70,17 +67,15 @@ class Zero1Share(Share):
         optimizer: Optimizer,
         scheduler: LambdaLR,
         scaler: SharedScaler,
-        column: Column,
+        table: Table,
         first: FirstStates,
         slots: Sequence[Slots],
-        copies: int,
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
         offload: Offload | None = None,
     ) -> None:
         memory = OptimizerMemory(optimizer, {})  # its parameters stand for runs, and have no names
-        super().__init__(model, optimizer, scheduler, scaler, column, memory, first, bucket_bytes)
-        self.copies = copies
+        super().__init__(model, optimizer, scheduler, scaler, table, memory, first, bucket_bytes)
         self.flat, self._wire = FlatModel(model, self.layout), wire
         self.make_gradients()
         self._runs: list[HeldRun] = []
@@ -114,16 +109,7 @@ class Zero1Share(Share):
         moments = [moment for one in self._runs for moment in one.moments.values()]
         return Offloaded(sum(tensor.nbytes for tensor in (*weights, *moments)), self._stream.room_bytes)
 
-    def room_for(self, seating: Seating, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
-        kept = {one.run: one for one in known}
-        return [kept.get(run) or self.new_run(run) for run in seating.runs_at(seating.rank, self.grains_of(seating))]
-
-    def grains_of(self, seating: Seating) -> Int64s:
-        """Return the grains of which this rank holds runs: those it updates."""
-        return seating.trained[seating.rank]
-
     def new_run(self, run: Run) -> HeldRun:
-        """Return a new run; its weights are the live ones if weights are whole."""
         weights, moments = self.memory_of(run), self._moments_of(run.flat)
         begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
         if AVERAGE in begun:
@@ -200,7 +186,7 @@ class Zero1Share(Share):
         """Return the gradient of a run that this rank holds."""
         return self.flat.gradients[run.flat][run.lo : run.hi]
 
-    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
         self.flat.bind()
         return TreeSum([self._tree_of(one) for one in trees], self._bucket_bytes)
@@ -235,18 +221,13 @@ class Zero1Share(Share):
 
     @contextlib.contextmanager
     def averaged(self, column: Group) -> Iterator[None]:
-        vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in self._trained_flats()}
+        trained = [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
+        vectors = {flat: self.flat.zeros(flat, self.layout.flats[flat].numel) for flat in trained}
         for one in self.trained_runs:
             vectors[one.run.flat][one.run.lo : one.run.hi].copy_(one.moments[AVERAGE])
         move(column, self.seating.refreshes, lambda run: vectors[run.flat][run.lo : run.hi])
         with self.flat.showing(vectors):
             yield
-
-    def _trained_flats(self) -> list[int]:
-        return [number for number, flat in enumerate(self.layout.flats) if flat.group is not None]
-
-    def reduced(self) -> Iterator[Tensor]:
-        return (self.gradients_at(one.run) for one in self.trained_runs)
 
     def tensors(self) -> Iterator[OfPart]:
         for one in (*self._runs, *self.retained.runs):
@@ -300,7 +281,7 @@ class Zero1Share(Share):
         own = optimizer.get(OWN, {})
         self._take_settings(optimizer["param_groups"], tree, own, {}, keeps_rates=keeps_rates)
         steps = [[moments[name].get("step", 0.0) for name in names if name in moments] for names in self._names]
-        self.sit(self.seated, self.runs, [count_of(group) for group in steps])
+        self.sit(self.table, self.runs, [count_of(group) for group in steps])
 
     def pieces(self) -> Mapping[str, TensorPieces]:
         """Return the pieces of every tensor under each of its names; cached until the seat changes."""
@@ -309,7 +290,7 @@ class Zero1Share(Share):
             self._pieces = {}
             for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
-                if is_trained or self.is_shared_out:
+                if is_trained or self.table.shares_weights:
                     moments = self._moments_of(place.flat)
                     mine = spans.get(number, ())
                     pieces = pieces_of(self.layout, place, moments, mine, self.runs)
@@ -319,7 +300,7 @@ class Zero1Share(Share):
     @property
     def seating(self) -> Seating:
         """The seats of the column."""
-        return self.seated.seating()
+        return self.table.seating()
 
     @property
     def trained_runs(self) -> list[HeldRun]:

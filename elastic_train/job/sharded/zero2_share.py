@@ -19,7 +19,6 @@ from elastic_train.placement.holdings import Run
 class Zero2Share(Zero1Share):
     """No gradient is whole: for each flat vector there is only a `home` for this rank's part of its mean."""
 
-    deals_lanes = True
     _homes: dict[int, Tensor]
     _dealt: ReduceScatterSum | None = None
 
@@ -47,23 +46,22 @@ class Zero2Share(Zero1Share):
             self.bind_gradients()
         self._dealt = None
 
-    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction, *, by_turn: bool) -> GradientSum:
+    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"
         self._begin_sums()
-        weights = self.gathering(column, by_unit=by_turn)
-        dealt = [self._dealt_tree(one, by_block=weights is not None and by_turn) for one in trees]
-        self._dealt = ReduceScatterSum(dealt, self._homes, weights, self._wire, by_turn=by_turn)
+        dealt, by_turn = [self._dealt_tree(one) for one in trees], self.table.gathers_by_unit
+        self._dealt = ReduceScatterSum(dealt, self._homes, self.gathering(column), self._wire, by_turn=by_turn)
         return self._dealt
 
-    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
-        """Return the gatherer of weights, per unit for a pass or all for a step; None if weights are whole."""
+    def gathering(self, column: Group) -> UnitWeights | None:
+        """Return the gatherer of weights; None if weights are whole."""
         return None
 
-    def _dealt_tree(self, one: Summed, *, by_block: bool) -> ReduceScatterTree:
+    def _dealt_tree(self, one: Summed) -> ReduceScatterTree:
         numbers = self.flats_of(one.parameters)
         units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
         return ReduceScatterTree(
-            [unit for unit in units if unit or by_block],
+            [unit for unit in units if unit or self.table.gathers_by_unit],
             one.ranks,
             one.leaves,
             self.seating_of_all(one.ranks, one.repeats),

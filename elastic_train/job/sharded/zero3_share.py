@@ -15,7 +15,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
-from elastic_train.core.arrays import Int64s
 from elastic_train.errors import StateLostError
 from elastic_train.job.sharded.first_weights import fill
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
@@ -24,7 +23,6 @@ from elastic_train.parallel.exchange import move
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run, by_flat
-from elastic_train.placement.seating import Seating
 
 T = TypeVar("T")
 
@@ -32,8 +30,7 @@ T = TypeVar("T")
 class Zero3Share(Zero2Share):
     """Weights are whole only before the first seat."""
 
-    is_shared_out = True
-    _shows_averages, _by_unit = False, True
+    _shows_averages = False
     _units: UnitWeights | None = None
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
@@ -53,11 +50,8 @@ class Zero3Share(Zero2Share):
                     one.moments[AVERAGE].copy_(one.weights)
 
     def agree_on_order(self, group: Group, order: Sequence[str]) -> None:
-        own = [name for name in order if name in self.flat.block_names]
+        own = [name for name in order if name in self.flat.block_names] if self.table.gathers_by_unit else []
         self.flat.block_names = next(filter(None, group.all_gather_objects(own or None)), self.flat.block_names)
-
-    def grains_of(self, seating: Seating) -> Int64s:
-        return seating.held
 
     def memory_of(self, run: Run) -> Tensor:
         """Return new memory, filled with the weights while these are whole."""
@@ -76,9 +70,9 @@ class Zero3Share(Zero2Share):
             self.flat.renew()
         self._units = None
 
-    def gathering(self, column: Group, *, by_unit: bool) -> UnitWeights | None:
-        self._by_unit, seating, held = by_unit, self.seating, {one.run: one for one in self.runs}
-        units = self.flat.blocks() if by_unit else ([], self.flat.everything())
+    def gathering(self, column: Group) -> UnitWeights | None:
+        seating, held = self.seating, {one.run: one for one in self.runs}
+        units = self.flat.blocks() if self.table.gathers_by_unit else ([], self.flat.everything())
         ranks = (seating.rank, *seating.neighbours())
         shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
         memory = None if self.offload is None else self.offload.memory
@@ -102,7 +96,7 @@ class Zero3Share(Zero2Share):
 
     def turns(self, column: Group, items: Iterator[T]) -> Iterator[T]:
         assert self._units is not None, "there is a world"
-        if self._by_unit:
+        if self.table.gathers_by_unit:
             return self._units.turns(items, column)
         self._units.gather()  # until the next step
         return items
@@ -121,20 +115,17 @@ class Zero3Share(Zero2Share):
 
     def weights_at(self, number: int, lo: int, hi: int) -> Tensor:
         tensor = self.layout.tensors[number]
-        return self._weights_at(Run(tensor.flat, tensor.start + lo, tensor.start + hi))
+        return self._weights_of(Run(tensor.flat, tensor.start + lo, tensor.start + hi))
 
     def make_whole(self, column: Group, num_ranks: int = 1) -> None:
         if column.rank < num_ranks:
             self.flat.allocate()
-        move(column, self.seating.gathers_whole(num_ranks), self._given_at, self.flat.weights_at)
+        given = self.seating.gathers_whole(num_ranks)
+        move(column, given, lambda run: self.flat.brought(self._weights_of(run)), self.flat.weights_at)
 
     def held_weights(self) -> State:
         whole = super().held_weights()
         return {**whole, **{name: pieces.weights for name, pieces in self.pieces().items() if name in whole}}
 
-    def _given_at(self, run: Run) -> Tensor:
-        """Return the weights of a run as they are sent to peers."""
-        return self.flat.brought(self._weights_at(run))
-
-    def _weights_at(self, run: Run) -> Tensor:
+    def _weights_of(self, run: Run) -> Tensor:
         return run_around(self.runs, run).cut(run).weights

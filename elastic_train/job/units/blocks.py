@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import nn
@@ -32,13 +32,14 @@ def unit_of(name: str, units: list[str]) -> str:
 
 
 @contextlib.contextmanager
-def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iterator[None]:
-    """Record the order in which a forward pass runs the blocks, and pass all block names in that order to `take`.
+def recording_order(model: nn.Module, order: list[str]) -> Iterator[None]:
+    """Record the order in which a forward pass runs the blocks: `order` becomes all block names in that order.
 
     A block that did not run follows its predecessor in the model. Raises ConfigError if a block runs twice, because its
     weights could not be released in between.
     """
     names, ran = unit_names(model), list[str]()
+    order.clear()
     hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)) for name in names]
     try:
         yield
@@ -49,7 +50,7 @@ def recording_order(model: nn.Module, take: Callable[[list[str]], None]) -> Iter
     if twice is not None:
         what = f"block '{twice}', which runs more than once in a forward pass"
         raise refused("blocks that do not run once each, in one order", what)
-    take(_in_order(names, ran))
+    order += _in_order(names, ran)
 
 
 def _note(ran: list[str], name: str, module: nn.Module, arguments: object) -> None:

@@ -48,9 +48,8 @@ def test_a_pending_step_is_dropped_unless_each_column_has_somebody_who_holds_it(
     ],
 )
 def test_a_world_says_what_a_fault_costs(size: int, cell: Cell, held: str, copies: int, cost: str | None) -> None:
-    share = SimpleNamespace(is_whole=held == "whole", is_shared_out=held == "state")
-    shards: Any = SimpleNamespace(share=share, table=SimpleNamespace(num_copies=copies))
-    said = redundancy_of(Mesh(0, size, cell), shards)
+    table: Any = SimpleNamespace(is_whole=held == "whole", shares_weights=held == "state", num_copies=copies)
+    said = redundancy_of(Mesh(0, size, cell), table)
     assert said == cost if cost is None else (said or "").startswith(cost)
 
 

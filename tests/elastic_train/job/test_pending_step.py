@@ -107,8 +107,8 @@ def settle(
 
     def run(rank: int) -> None:
         state, group = states[rank], Rank(rank, size, meeting)
-        brought = gather_peer_states(group, state, state.shards, ())
-        found[rank] = [one.place for one in roll_forward(group, state, state.shards, brought)]
+        brought = gather_peer_states(group, state, ())
+        found[rank] = [one.place for one in roll_forward(group, state, brought)]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -160,8 +160,8 @@ def test_what_somebody_lacks_nobody_has_applied(
 def whole(places: list[Place], cell: Cell) -> Place:
     """Return the furthest step at which all of the state is held, given each rank's step."""
     columns = [Column(Layout((), ())) for _ in range(cell.num_parts)]
-    shards: Any = SimpleNamespace(parts=SimpleNamespace(columns=columns), cell=cell)
-    kept, _ = leave_out_unfinished(shards, [PeerState(place, None, ()) for place in places])
+    table: Any = SimpleNamespace(parts=SimpleNamespace(columns=columns), cell=cell)
+    kept, _ = leave_out_unfinished(table, [PeerState(place, None, ()) for place in places])
     return max(one.place for one in kept)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -44,12 +45,17 @@ class Losses:
         return batches
 
 
+def shards_of(task: Losses) -> StateShards:
+    """Return shards whose share is a task, and which has no experts."""
+    return cast(StateShards, SimpleNamespace(share=task, cut=SimpleNamespace(experts=())))
+
+
 def evaluated(
     losses: Sequence[LaneLoss], metrics: Mapping[str, Metric], model: nn.Module | None = None
 ) -> tuple[dict[str, float | None], list[str]]:
     task, remarks = Losses(losses, metrics), list[str]()
     steps = [[LaneBatch(0, 0, n, n + 2, np.array([n, n + 1]), {})] for n in range(0, 2 * len(losses), 2)]
-    alone, shards = Alone(Group(0, 1, None, 1.0)), cast(StateShards, task)
+    alone, shards = Alone(Group(0, 1, None, 1.0)), shards_of(task)
     cpu = torch.device("cpu")
     found = evaluate(cast(Task, task), model or nn.Module(), steps, shards, alone, 1, cpu, remark=remarks.append)
     return found, remarks
@@ -85,7 +91,7 @@ def test_what_a_loss_draws_in_a_validation_follows_from_its_lane_and_place() -> 
         drawn.clear()
         task = Drawing([], {})
         steps = [[LaneBatch(lane, 0, lo, lo + 2, np.array([lo, lo + 1]), {}) for lane in lanes] for lo in (0, 2)]
-        alone, shards = Alone(Group(0, 1, None, 1.0)), cast(StateShards, task)
+        alone, shards = Alone(Group(0, 1, None, 1.0)), shards_of(task)
         evaluate(cast(Task, task), nn.Module(), steps, shards, alone, 2, torch.device("cpu"))
         return list(drawn)
 

@@ -21,6 +21,7 @@ from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.job.state import TrainProgress
 from elastic_train.system import atomic_files
 from elastic_train.system.atomic_files import write_atomically
+from elastic_train.training import supervisor
 from elastic_train.training.loop import Outcome
 from elastic_train.training.result import EARLY_STOPPING, TrainResult, last_line, result_of, write_result
 from elastic_train.training.supervisor import _finish
@@ -55,7 +56,7 @@ class Ended:
             announce=lambda text: self.acts.append(text),
         )
         reached = TrainProgress(step=14, cursor=Cursor(epoch=1))
-        shards = SimpleNamespace(digest=lambda group: "5e1f", make_whole=lambda group: self.acts.append("model whole"))
+        shards = SimpleNamespace(acts=self.acts)
         self.state = SimpleNamespace(
             model=nn.Linear(2, 1),
             shards=shards,
@@ -76,6 +77,13 @@ class Ended:
 
     def close(self, status: str) -> None:
         self.acts.append(status)
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what is collective over weights that the fake session does not have."""
+    monkeypatch.setattr(supervisor, "digest_of_all", lambda shards, group: "5e1f")
+    monkeypatch.setattr(supervisor, "make_whole", lambda shards, column: shards.acts.append("model whole"))
 
 
 def fill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,8 +56,8 @@ def trained(num_steps: int, name: str = "adamw") -> AppliedState:
 
 def come_together(group: Group, state: AppliedState) -> int | None:
     """Bring this rank to the furthest step of all; return the rank that sent its state."""
-    brought = gather_peer_states(group, state, state.shards, ())
-    return take_state(group, state, state.shards, brought).given_by
+    brought = gather_peer_states(group, state, ())
+    return take_state(group, state, brought).given_by
 
 
 def ranks(rank: int, size: int, optimizer: str) -> dict[str, object]:

@@ -310,7 +310,7 @@ def test_of_ranks_that_hold_a_part_those_that_differ_are_named_by_their_numbers_
     seen = torch.ones(8, 2, dtype=torch.int64)
     seen[4, 0] = 9
     share = SimpleNamespace(
-        weights_at=lambda *_: torch.zeros(0), seated=table, layout=columns[0].layout, model=nn.Module()
+        weights_at=lambda *_: torch.zeros(0), table=table, layout=columns[0].layout, model=nn.Module()
     )
     shards = SimpleNamespace(table=table, share=share)
     group = SimpleNamespace(rank=0, size=8, all_gather=lambda mine: seen, all_gather_objects=lambda one: [one] * 8)

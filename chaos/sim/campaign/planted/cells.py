@@ -14,8 +14,8 @@ from chaos.sim.modelled.state import ModelledState
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.resharding import placing
 from elastic_train.job.resharding.peer_states import PeerState
-from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
+from elastic_train.placement.table import Table
 from rendezvous.membership.records import Member, World
 from rendezvous.membership.rules import cells
 from rendezvous.membership.rules.cells import Arrangement, CellShape
@@ -49,10 +49,10 @@ def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group)
     _TAKE_PLACE(plan, state, mesh, cell)  # type: ignore[arg-type]  # what is simulated in their place
 
 
-def nothing_is_missing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
+def nothing_is_missing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Treat a step as complete if every shard column has one rank that holds it."""
     furthest = max(one.place for one in brought)
-    parts = [shards.cell.holder_of(rank)[0] for rank in range(len(brought))]
+    parts = [table.cell.holder_of(rank)[0] for rank in range(len(brought))]
     there = {part for part, one in zip(parts, brought, strict=True) if one.place == furthest}
     pairs = zip(parts, brought, strict=True)
     return [one if part in there else replace(one, place=furthest) for part, one in pairs], 0

@@ -16,11 +16,12 @@ from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, com
 from elastic_train.job.sharded.held_tree import Retained
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, Pending, StepFacts
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import Place
 from elastic_train.placement import norm
 from elastic_train.placement.holdings import Run, grains_in
 from elastic_train.placement.norm import Float64s
 from elastic_train.placement.seating import Seating
+from elastic_train.placement.table import Table
 
 ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
@@ -69,11 +70,11 @@ def none_can(*_: object) -> list[int]:
     return []
 
 
-def furthest_or_nothing(shards: StateShards, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
+def furthest_or_nothing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
     """Consider only ranks at the furthest step."""
     furthest = max(one.place for one in brought)
     there = [one for one in brought if furthest in (one.place, comes_to(one))]
-    _, num_lost = leave_out_unfinished(shards, there)
+    _, num_lost = leave_out_unfinished(table, there)
     nothing = [replace(one, place=Place(0, 0), seat=None, pending=0) for one in brought]
     return (nothing, num_lost) if num_lost else (list(brought), 0)
 

@@ -21,7 +21,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run
 from elastic_train.placement.recut import Recut
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.table import Table
 
 PARAMETERS = replace(SHAPE, copies=2, shards="parameters")
 
@@ -30,12 +30,12 @@ _FIRST: WeakKeyDictionary[Zero3Share, dict[Run, Tensor]] = WeakKeyDictionary()
 _LAST: WeakKeyDictionary[Zero3Share, dict[tuple[str, Span], Tensor]] = WeakKeyDictionary()
 
 
-def gather_from_first_memory(self: Zero3Share, column: Group, *, by_unit: bool) -> UnitWeights | None:
+def gather_from_first_memory(self: Zero3Share, column: Group) -> UnitWeights | None:
     """Send peers a shard from its first memory, even after it has left and come back."""
     known = _FIRST.setdefault(self, {})
     for one in self.runs:
         known.setdefault(one.run, one.weights)
-    units = _GATHERING(self, column, by_unit=by_unit)
+    units = _GATHERING(self, column)
     if units is not None:
         units._held = known.__getitem__
     return units
@@ -44,15 +44,15 @@ def gather_from_first_memory(self: Zero3Share, column: Group, *, by_unit: bool) 
 def move_all_but_a_joiners_weights(
     group: Group,
     shards: Zero1Share,
-    seating: Seating,
+    table: Table,
     plan: Recut,
     runs: Sequence[HeldRun],
     old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
     """Leave the weights of a joining rank unchanged: it receives moments only."""
     first = [one.weights.clone() for one in runs]
-    arrived = _MOVE(group, shards, seating, plan, runs, old)
-    for one, weights in zip(runs, first, strict=True) if shards.table is None else ():
+    arrived = _MOVE(group, shards, table, plan, runs, old)
+    for one, weights in zip(runs, first, strict=True) if not shards.table.is_held else ():
         one.weights.copy_(weights)
     return arrived
 

@@ -18,8 +18,9 @@ from elastic_train.job.resharding import peer_states as peer_states
 from elastic_train.job.resharding import pending_step
 from elastic_train.job.resharding.peer_states import PeerState, comes_to
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.placement.table import Table
 
 _FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, peer_states._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
@@ -33,27 +34,25 @@ def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: 
     return _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
 
 
-def rolled_forward_by_column(
-    group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]
-) -> Sequence[PeerState]:
+def rolled_forward_by_column(group: Group, state: AppliedState, brought: Sequence[PeerState]) -> Sequence[PeerState]:
     """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
-    furthest = max(one.place for one in brought)
+    cell, furthest = state.shards.table.cell, max(one.place for one in brought)
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if not late:
-        return _ROLL_FORWARD(group, state, shards, brought)
+        return _ROLL_FORWARD(group, state, brought)
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
-    parts = {shards.cell.holder_of(rank)[0] for rank in ahead}
-    near = [rank for rank in late if shards.cell.holder_of(rank)[0] in parts]
+    parts = {cell.holder_of(rank)[0] for rank in ahead}
+    near = [rank for rank in late if cell.holder_of(rank)[0] in parts]
     norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
     return pending_step._apply(group, state, brought, near, norm, furthest)
 
 
-def missing_in_the_first_group(shards: StateShards, brought: Sequence[PeerState], place: Place) -> int:
+def missing_in_the_first_group(table: Table, brought: Sequence[PeerState], place: Place) -> int:
     """Count as lost whatever the first shard group alone does not hold."""
     first = [
         one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, retained=()) for one in brought
     ]
-    return _NUM_MISSING(shards, first, place)
+    return _NUM_MISSING(table, first, place)
 
 
 def kills_of_everybody(draws: random.Random) -> tuple[SimFault, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import BinaryIO, cast
@@ -284,13 +285,13 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert isinstance(shards, Zero1Share)
     state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
-    table = state.shards.seated_at(seats_of([("0",), ("1",)], 1), rank=1, size=2)
-    shards.sit(table, shards.room_for(table.seating()), [0.0, 0.0])
+    table = replace(state.shards.table, seats=seats_of([("0",), ("1",)], 1), rank=1, size=2)
+    shards.sit(table, [shards.new_run(run) for run in table.runs()], [0.0, 0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
-    alone = state.shards.seated_at(seats_of([("0",)], 1), rank=0, size=1)
+    alone = replace(table, seats=seats_of([("0",)], 1), rank=0, size=1)
     state.shards.enter(Mesh(1, 2), None)  # a world that gives it another rank, and no seat
-    shards.sit(alone, shards.room_for(alone.seating()), [0.0, 0.0])
+    shards.sit(alone, [shards.new_run(run) for run in alone.runs()], [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8

@@ -58,7 +58,7 @@ def average(group: Group, state: AppliedState) -> str:
     state.shards.sum_of(group, 7)
     state.model.eval()
     with torch.no_grad(), state.shards.share.averaged(group):
-        [said] = [state.model(torch.arange(300).view(3, 100)) for _ in state.shards.turns(group, iter([0]))]
+        [said] = [state.model(torch.arange(300).view(3, 100)) for _ in state.shards.share.turns(group, iter([0]))]
     state.model.train()
     return hashlib.sha256(bytes_of(said.contiguous())).hexdigest()
 

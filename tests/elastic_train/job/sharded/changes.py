@@ -18,6 +18,7 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
 from elastic_train.job import gradient_norm
+from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
@@ -86,7 +87,7 @@ def finished(job: Job) -> str:
     """Return the digest of the weights after the last step."""
     while job.state.step < STEPS:
         job.step()
-    return job.state.shards.digest(job.group)
+    return digest_of_all(job.state.shards, job.group)
 
 
 class Life:

@@ -19,6 +19,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.job import build as build_module
 from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
+from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.units.generators import seed_generators
@@ -149,7 +150,7 @@ def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> No
 
 def fingerprint(group: Group, state: AppliedState) -> str:
     """Return the digest of the weights; all ranks of the group call it."""
-    return state.shards.digest(group)
+    return digest_of_all(state.shards, group)
 
 
 def replicated(until: int, recipe: Mapping[str, Any] | None = None) -> Sequence[str]:

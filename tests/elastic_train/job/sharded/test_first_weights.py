@@ -77,7 +77,7 @@ def test_a_step_has_the_same_bits() -> None:
     group, found = Group(0, 1, None, 60), []
     for is_deferred in (False, True):
         state = seated(built(is_deferred=is_deferred))
-        state.shards.agree_on_order(group)
+        state.shards.share.agree_on_order(group, state.shards.order)
         train(group, state, 2)
         found.append(fingerprint(group, state))
     assert found[0] == found[1]

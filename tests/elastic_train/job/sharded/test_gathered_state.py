@@ -15,6 +15,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding import take_first_seat
 from elastic_train.job.state import AppliedState
+from elastic_train.job.units.blocks import recording_order
 from elastic_train.job.units.recompute import Recompute
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum
@@ -94,7 +95,7 @@ def build(kind: str, shards: Shards, *, known_order: bool = True) -> AppliedStat
     parallel = ParallelConfig(shards=shards, copies=1, recompute=recompute if shards != "none" else "none")
     state = build_state(model, config, 50, "cpu", is_fp16=False, parallel=parallel)
     if known_order:
-        with state.shards.recording():
+        with recording_order(model, state.shards.order):
             model(torch.zeros(1, 2, dtype=torch.int64))
     return state
 
@@ -104,7 +105,7 @@ def ranks(rank: int, size: int, kind: str) -> list[str]:
     torch.set_num_threads(1)
     group, state, found = meet("world", rank, size), build(kind, "parameters"), []
     take_first_seat(group, state.shards, newcomers(size))
-    state.shards.agree_on_order(group)
+    state.shards.share.agree_on_order(group, state.shards.order)
     for step in range(STEPS):
         train(group, state, step + 1)
         found.append(fingerprint(group, state))
@@ -129,7 +130,7 @@ def seated(kind: str, *, known_order: bool = True) -> tuple[Group, AppliedState]
     """Return the state of one rank, which holds everything but gathers it nevertheless."""
     group, state = Group(0, 1, None, 60), build(kind, "parameters", known_order=known_order)
     take_first_seat(group, state.shards, newcomers(1))
-    state.shards.agree_on_order(group)
+    state.shards.share.agree_on_order(group, state.shards.order)
     return group, state
 
 
@@ -192,7 +193,7 @@ def test_a_model_that_runs_a_block_twice_is_refused_before_training() -> None:
     state.model.path = runs_again(state.model)  # type: ignore[method-assign]
     with (
         pytest.raises(ConfigError, match=r"'blocks.1', which runs more than once.*to none, or to gradients"),
-        state.shards.recording(),
+        recording_order(state.model, state.shards.order),
     ):
         state.model(torch.zeros(1, 2, dtype=torch.int64))
     group, state = seated("plain")
