@@ -110,31 +110,32 @@ def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) 
     """Finish the tree over 1/W of the elements on each rank, from all ranks' subtrees, and all-gather the result."""
     lo, size = elements.lo, elements.hi - elements.lo
     chunks = list(pairwise(lo + rank * size // group.size for rank in range(group.size + 1)))
-    finish_owned(elements, [[chunk] for chunk in chunks], group, scratch)
+    finish_owned(elements, [[Run(elements.number, *chunk)] for chunk in chunks], group, scratch)
     parts, others = [elements.flat[lo:hi] for lo, hi in chunks], others_of(group)
     group.exchange(
         sends=[(rank, parts[group.rank]) for rank in others], receives=[(rank, parts[rank]) for rank in others[::-1]]
     )
 
 
-def finish_owned(
-    elements: Subtrees, owned: Sequence[Sequence[tuple[int, int]]], group: PointToPoint, scratch: Scratch
-) -> None:
-    """Finish the tree, on every rank, over the elements [lo, hi) that it owns, from all ranks' subtrees."""
-    flat, layout, others = elements.flat, elements.layout, others_of(group)
+def finish_owned(elements: Subtrees, owned: Sequence[Sequence[Run]], group: PointToPoint, scratch: Scratch) -> None:
+    """Finish the tree, on every rank, over the runs that it owns, from all ranks' subtrees."""
+    flat, layout, rank, others = elements.flat, elements.layout, group.rank, others_of(group)
     mine = {part: buffers[elements.number] for part, buffers in elements.mine.items()}
-    theirs = [(rank, part, own) for rank in others[::-1] for part in layout[rank] for own in owned[group.rank]]
-    arrived = scratch.split([hi - lo for _, _, (lo, hi) in theirs], flat)
-    group.exchange(
-        sends=[(rank, mine[part][lo:hi]) for rank in others for part in layout[group.rank] for lo, hi in owned[rank]],
-        receives=[(rank, tensor) for (rank, _, _), tensor in zip(theirs, arrived, strict=True)],
+    given, taken = (
+        [Move(rank, one, owned[one]) for one in others],
+        [Move(one, rank, owned[rank]) for one in others[::-1]],
     )
-    for lo, hi in owned[group.rank]:
-        sums = {part: buffer[lo:hi] for part, buffer in mine.items()}
-        sums |= {part: tensor for (_, part, own), tensor in zip(theirs, arrived, strict=True) if own == (lo, hi)}
-        whole = add_up(sums, elements.num_leaves)
-        if whole.data_ptr() != flat[lo:hi].data_ptr():
-            flat[lo:hi].copy_(whole)
+    theirs = [(part, run) for one in taken for part in layout[one.giver] for run in one.runs]
+    arrived = dict(zip(theirs, scratch.split([run.hi - run.lo for _, run in theirs], flat), strict=True))
+
+    def at(part: Part, run: Run) -> Tensor:
+        return mine[part][run.lo : run.hi] if part in mine else arrived[part, run]
+
+    group.exchange(*messages_of_sums([*given, *taken], rank, layout.__getitem__, at))
+    for run in owned[rank]:
+        whole = add_up({part: at(part, run) for parts in layout for part in parts}, elements.num_leaves)
+        if whole.data_ptr() != flat[run.lo : run.hi].data_ptr():
+            flat[run.lo : run.hi].copy_(whole)
 
 
 def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
@@ -158,14 +159,24 @@ class Messages(NamedTuple):
 
 
 def messages_of(moves: Iterable[Move], rank: int, tensors: Callable[[Move], Iterable[Tensor]]) -> Messages:
-    """Return the messages of a rank's moves; both ranks of a move must list its tensors in the same order."""
+    """Return the messages of a rank's moves; both ranks of a move must list its tensors in the same order.
+
+    A rank sends itself nothing.
+    """
     sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
     for one in moves:
-        if one.giver == rank:
+        if one.taker != rank:
             sends += [(one.taker, tensor) for tensor in tensors(one)]
-        else:
+        elif one.giver != rank:
             receives += [(one.giver, tensor) for tensor in tensors(one)]
     return Messages(sends, receives)
+
+
+def messages_of_sums(
+    moves: Iterable[Move], rank: int, parts_of: Callable[[int], Sequence[Part]], at: Callable[[Part, Run], Tensor]
+) -> Messages:
+    """Return the messages by which each giver sends the sums of all of its subtrees; `at` returns their memory."""
+    return messages_of(moves, rank, lambda one: (at(part, run) for part in parts_of(one.giver) for run in one.runs))
 
 
 def move(
@@ -175,15 +186,11 @@ def move(
 
     Moves of a rank to itself are copied first.
     """
-    into, others = target or source, list[Move]()
-    for one in moves:
-        if one.giver != one.taker:
-            others.append(one)
-            continue
-        for run in one.runs:
-            into(run).copy_(source(run))
+    into, moves = target or source, list(moves)
+    for run in (run for one in moves if one.giver == one.taker for run in one.runs):
+        into(run).copy_(source(run))
     sends, receives = messages_of(
-        others, group.rank, lambda one: map(source if one.giver == group.rank else into, one.runs)
+        moves, group.rank, lambda one: map(source if one.giver == group.rank else into, one.runs)
     )
     if sends or receives:
         group.exchange(sends, receives)

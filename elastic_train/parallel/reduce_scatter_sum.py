@@ -30,7 +30,7 @@ from torch import Tensor
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Lanes, Part
 from elastic_train.parallel.buckets import Filling
-from elastic_train.parallel.exchange import add_up, messages_of, move
+from elastic_train.parallel.exchange import add_up, messages_of, messages_of_sums, move
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
@@ -38,7 +38,7 @@ from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.deal import Counter, subtrees_of
 from elastic_train.placement.holdings import Run, by_flat, runs_of
-from elastic_train.placement.seating import Move, Seating
+from elastic_train.placement.seating import Move, Seating, by_flats
 from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
@@ -75,10 +75,9 @@ class _Course:
     def __init__(self, tree: ReduceScatterTree) -> None:
         self.tree, self.ranks, self.units = tree, tree.ranks, tree.units
         seating, rank = tree.seating, tree.ranks.rank
-        self.neighbours = seating.neighbours()
         self.numbers = {flat.number for unit in tree.units for flat in unit}
         self.num_leaves = sum(map(len, tree.leaves))
-        in_group = {one: tree.leaves[one] for one in (*self.neighbours, rank)}
+        in_group = {one: tree.leaves[one] for one in (*seating.neighbours(), rank)}
         self.first = min(leaves[0] for leaves in in_group.values() if leaves)
         num_turns = max(-(-len(leaves) // tree.per_turn) for leaves in in_group.values())
         self.turns = [
@@ -87,14 +86,7 @@ class _Course:
         ]
         """By turn: leaves of each rank of this group; a rank without any only receives."""
         self.mine = self.runs_of(seating.summed[rank])
-        theirs = [(other, self.runs_of(seating.summed[other])) for other in self.neighbours]
-        # By unit: the shards that each neighbour sums, and the flat vectors that concern this rank. In a large world,
-        # most units concern few ranks.
-        self.given = [
-            [(other, flat.number, run) for other, runs in theirs for flat in unit for run in runs.get(flat.number, ())]
-            for unit in tree.units
-        ]
-        self.held = [[flat for flat in unit if flat.number in self.mine] for unit in tree.units]
+        self.leaf_moves = by_flats(seating.leaves(), [{flat.number for flat in unit} for unit in tree.units])
         self.subtree_moves = [one.within(self.numbers) for one in seating.subtrees()]
         means = () if self.sums_what_it_holds else seating.means()
         self.mean_moves = [one.within(self.numbers) for one in means]
@@ -260,25 +252,29 @@ class ReduceScatterSum:
 
     def _exchange(self, course: _Course, number: int, leaves: Mapping[int, Mapping[int, Leaf]]) -> None:
         """Begin to send the others of the group their shards of a unit's leaves, and to receive this rank's."""
-        unit, held, given = course.units[number], course.held[number], course.given[number]
-        sends = [(other, leaf[flat].memory[run.lo : run.hi]) for leaf in leaves.values() for other, flat, run in given]
-        receives = list[tuple[int, Tensor]]()
+        moves, rank, of_turn = course.leaf_moves[number], course.ranks.rank, course.of_turn
         chunks: dict[int, dict[int, Tensor]] = {}
-        for other in course.neighbours[::-1] if held else ():
-            for lane in course.of_turn[other]:
-                chunks[lane] = {flat.number: self._landing(course, flat.number, lane) for flat in held}
-                receives += [
-                    (other, part) for flat, chunk in chunks[lane].items() for part in _cut(chunk, course.mine[flat])
-                ]
-        for lane, leaf in leaves.items():
-            chunks[lane] = {flat.number: self._room(course, flat.number, lane) for flat in held}
-            for flat, chunk in chunks[lane].items():
-                runs = course.mine[flat]
-                for part, run in zip(_cut(chunk, runs), runs, strict=True):
-                    part.copy_(leaf[flat].memory[run.lo : run.hi])
+
+        def given(lane: int, run: Run) -> Tensor:
+            return leaves[lane][run.flat].memory[run.lo : run.hi]
+
+        def taken(lane: int, run: Run) -> Tensor:
+            return within(run, chunks[lane][run.flat], course.mine[run.flat])
+
+        for one in (one for one in moves if one.taker == rank):
+            room = self._room if one.giver == rank else self._landing
+            for lane in of_turn[one.giver]:
+                chunks[lane] = {flat: room(course, flat, lane) for flat in dict.fromkeys(run.flat for run in one.runs)}
+                for run in one.runs if one.giver == rank else ():
+                    taken(lane, run).copy_(given(lane, run))
+
+        def tensors(one: Move) -> Iterator[Tensor]:
+            at = given if one.giver == rank else taken
+            return (at(lane, run) for lane in of_turn[one.giver] for run in one.runs)
+
         self.is_dirty = True
-        begun = course.ranks.begin_exchange(sends, receives)
-        sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in unit]
+        begun = course.ranks.begin_exchange(*messages_of(moves, rank, tensors))
+        sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in course.units[number]]
         self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
 
     def _land(self, course: _Course) -> None:
@@ -319,14 +315,12 @@ class ReduceScatterSum:
     def _exchange_sums(self, course: _Course, sums: Mapping[int, dict[Part, Tensor]]) -> None:
         """Add the sums of the other groups' ranks that sum the same shard."""
 
-        def subtrees(one: Move) -> Iterator[Tensor]:
-            for part in course.subtrees_at(one.giver):
-                for run in one.runs:
-                    if part not in (found := sums[run.flat]):
-                        found[part] = on_huge_pages(torch.empty_like(self._totals[run.flat]))
-                    yield within(run, found[part], course.mine[run.flat])
+        def at(part: Part, run: Run) -> Tensor:
+            if part not in (found := sums[run.flat]):
+                found[part] = on_huge_pages(torch.empty_like(self._totals[run.flat]))
+            return within(run, found[part], course.mine[run.flat])
 
-        sends, receives = messages_of(course.subtree_moves, course.ranks.rank, subtrees)
+        sends, receives = messages_of_sums(course.subtree_moves, course.ranks.rank, course.subtrees_at, at)
         if sends or receives:
             course.ranks.exchange(sends, receives)
 
@@ -341,11 +335,6 @@ class ReduceScatterSum:
             lambda run: within(run, self._homes[run.flat], held[run.flat]),
         )
         self.is_dirty = False
-
-
-def _cut(chunk: Tensor, runs: Sequence[Run]) -> Sequence[Tensor]:
-    """Split a chunk into its consecutive runs of a flat vector."""
-    return (chunk,) if len(runs) == 1 else chunk.split_with_sizes([run.hi - run.lo for run in runs])
 
 
 def within(run: Run, memory: Tensor, runs: Sequence[Run]) -> Tensor:

@@ -92,7 +92,8 @@ class AtOwners:
         move(ranks, self.deliveries, at)
 
 
-def _within(elements: Subtrees, runs: Runs) -> list[tuple[int, int]]:
+def _within(elements: Subtrees, runs: Runs) -> list[Run]:
     """Return the intersection of runs with some elements of a flat vector."""
-    cuts = [(max(run.lo, elements.lo), min(run.hi, elements.hi)) for run in runs if run.flat == elements.number]
-    return [(lo, hi) for lo, hi in cuts if lo < hi]
+    number, lo, hi = elements.number, elements.lo, elements.hi
+    cuts = [Run(number, max(run.lo, lo), min(run.hi, hi)) for run in runs if run.flat == number]
+    return [run for run in cuts if run.lo < run.hi]

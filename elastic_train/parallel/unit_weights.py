@@ -22,9 +22,11 @@ from torch.utils import _pytree as pytree
 
 from elastic_train.config.combinations import refused
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
+from elastic_train.parallel.exchange import messages_of
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.placement.holdings import Run
+from elastic_train.placement.seating import Move, by_flats
 from elastic_train.program.unit_turn import REST, Begin, End, Free, UnitAction, Walk, gathering_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
@@ -45,8 +47,8 @@ class UnitFlats:
 class UnitWeights:
     """Gathers units' weights for turns of a group; between turns their flat vectors have no memory.
 
-    `blocks` are in the order of a forward pass. `shares` has the runs that each rank of the group holds, by rank and
-    flat vector, and `held` returns this rank's memory of a run.
+    `blocks` are in the order of a forward pass. `shares` has this rank's moves of what each rank of the group holds,
+    also to itself, and `held` returns its memory of a run.
     """
 
     def __init__(
@@ -54,19 +56,16 @@ class UnitWeights:
         blocks: Sequence[UnitFlats],
         rest: UnitFlats,
         group: Group,
-        shares: Mapping[int, Mapping[int, Sequence[Run]]],
+        shares: Sequence[Move],
         held: Callable[[Run], Tensor],
         memory: HostMemory | None = None,
     ) -> None:
         """With `memory`, held weights may be in host memory, and are copied in during computation."""
         self._memory = memory
         self._coming: dict[int, Event] = {}
-        self._blocks, self._rest, self._group, self._shares, self._held = blocks, rest, group, shares, held
-        self._others = [rank for rank in shares if rank != group.rank]
-        self._taken: dict[int, list[tuple[int, Run]]] = {}  # by flat vector: who gives which runs of it
-        for giver in self._others:
-            for flat, runs in shares[giver].items():
-                self._taken.setdefault(flat, []).extend((giver, run) for run in runs)
+        self._units, self._group, self._held = [*blocks, rest], group, held  # the rest is the last: REST is -1
+        self._num_blocks, self._moves = len(blocks), by_flats(shares, [unit.flats for unit in self._units])
+        self._ranks = list(dict.fromkeys([group.rank, *(rank for one in shares for rank in one[:2])]))
         self._receivers: Collection[int] = ()
         self._arriving: dict[int, list[Work]] = {}
         self._leaving: list[Work] = []
@@ -107,7 +106,7 @@ class UnitWeights:
     def gather(self) -> None:
         """Gather, on all ranks of the group at once, the weights kept between turns."""
         self.end_pass()
-        with self.turn([self._group.rank, *self._others], trains=False):
+        with self.turn(self._ranks, trains=False):
             pass
 
     @contextlib.contextmanager
@@ -122,7 +121,7 @@ class UnitWeights:
         self._is_dirty = True
         self._receivers, self._forward, self._reduce = receivers, 0, reduce
         self._is_running = self._group.rank in receivers
-        actions = gathering_turn(len(self._blocks), has_rest=self._has_rest, trains=trains, reduces=reduce is not None)
+        actions = gathering_turn(self._num_blocks, has_rest=self._has_rest, trains=trains, reduces=reduce is not None)
         self._walk = Walk(actions, self._act)
         try:
             self._walk.enter("forward", REST)
@@ -155,14 +154,13 @@ class UnitWeights:
 
     def turns(self, items: Iterator[T], world: Group) -> Iterator[T]:
         """Yield the items for forward passes, and take part in those of the group until no rank has more."""
-        ranks = [self._group.rank, *self._others]
         self.end_pass()
         while True:
             item = next(items, None)
             has_more = world.all_gather(torch.tensor(int(item is not None))).flatten().tolist()
             if not any(has_more):
                 break
-            with self.turn([rank for rank in ranks if has_more[rank]], trains=False):
+            with self.turn([rank for rank in self._ranks if has_more[rank]], trains=False):
                 if item is not None:
                     yield item
         self.end_pass()
@@ -174,8 +172,8 @@ class UnitWeights:
             self._enter_backward(number)
             return
         if number < self._forward:
-            last = self._blocks[self._forward - 1].name
-            what = f"block '{self._blocks[number].name}', which runs after '{last}' in a forward pass"
+            last = self._units[self._forward - 1].name
+            what = f"block '{self._units[number].name}', which runs after '{last}' in a forward pass"
             raise refused("blocks that do not run once each, in one order", what)
         self._walk.enter("forward", number)
         self._await(number)
@@ -188,7 +186,7 @@ class UnitWeights:
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(self._on_gradient, number))  # type: ignore[no-untyped-call]
-        if self._walk.next == Free(number) and number + 1 < len(self._blocks):
+        if self._walk.next == Free(number) and number + 1 < self._num_blocks:
             self._walk.step()
 
     def _on_gradient(self, number: int, gradient: Tensor) -> None:
@@ -201,20 +199,23 @@ class UnitWeights:
 
     def _post(self, number: int) -> None:
         """Send this rank's share of a unit's weights, and begin to receive the others'."""
-        unit, rank = self._rest if number == REST else self._blocks[number], self._group.rank
-        receives, sends = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-        own = list[tuple[Tensor, Tensor]]()
-        for flat, whole in unit.flats.items():
-            if self._is_running:
-                whole.untyped_storage().resize_(whole.nbytes)
-                on_huge_pages(whole)
-            for run in self._shares[rank].get(flat, ()):
-                given = self._given(run, whole, own)
-                sends += [(to, given) for to in self._others if to in self._receivers]
-            if self._is_running:
-                receives += [(giver, whole[run.lo : run.hi]) for giver, run in self._taken.get(flat, ())]
+        flats, rank, own = self._units[number].flats, self._group.rank, list[tuple[Tensor, Tensor]]()
+        for whole in flats.values() if self._is_running else ():
+            whole.untyped_storage().resize_(whole.nbytes)
+            on_huge_pages(whole)
+        given = {
+            run: self._given(run, flats[run.flat], own)
+            for one in self._moves[number]
+            if one.giver == one.taker
+            for run in one.runs
+        }
         self._bring(number, own)
-        arriving, leaving = self._group.begin_exchange(sends, receives)
+
+        def tensors(one: Move) -> Iterator[Tensor]:
+            return (given[run] if one.giver == rank else flats[run.flat][run.lo : run.hi] for run in one.runs)
+
+        due = [one for one in self._moves[number] if one.taker in self._receivers]
+        arriving, leaving = self._group.begin_exchange(*messages_of(due, rank, tensors))
         self._leaving += leaving
         if self._is_running:
             self._arriving[number] = arriving
@@ -227,7 +228,7 @@ class UnitWeights:
         held = self._held(run)
         place = whole[run.lo : run.hi] if self._is_running else None
         is_brought = self._group.is_on_device(whole) and not self._group.is_on_device(held)
-        if place is None and is_brought and any(to in self._receivers for to in self._others):
+        if place is None and is_brought and any(to in self._receivers for to in self._ranks):
             self._lent.append(place := whole.new_empty(held.shape))
         if place is None:
             return held
@@ -259,7 +260,7 @@ class UnitWeights:
         self._await(number)
         if number in self._whole:
             self._whole.remove(number)
-            for whole in (self._rest if number == REST else self._blocks[number]).flats.values():
+            for whole in self._units[number].flats.values():
                 whole.untyped_storage().resize_(0)
 
 

@@ -11,13 +11,12 @@ owned grains to the other holders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.holdings import shared_with
 
 _PASSES = 32
 """Limit for the passes that balance the loads; each reduces the sum of squares, and few are needed."""
@@ -67,20 +66,6 @@ def plan_recut(have: Sequence[Int64s], wants: Sequence[Int64s], spans: Int64s) -
             parts.setdefault((giver, taker), []).append(part)
     transfers = (Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
     return Recut(tuple(transfers))
-
-
-def plan_of_one(rank: int, have: Sequence[Int64s], wants: Sequence[Int64s], peers: Iterable[int]) -> list[Transfer]:
-    """Return the transfers between a rank and its peers, which may include itself, if one of them has each grain.
-
-    Sends are in the order of the peers, and receives in the reverse order, so that senders spread over receivers.
-    Unlike `plan_recut`, it plans for one rank only: its cost does not grow with the square of the world.
-    """
-    peers = list(peers)
-    given = zip(peers, shared_with(have[rank], [wants[peer] for peer in peers]), strict=True)
-    others = [peer for peer in reversed(peers) if peer != rank]
-    taken = zip(others, shared_with(wants[rank], [have[peer] for peer in others]), strict=True)
-    sends, receives = [Transfer(rank, *one) for one in given], [Transfer(giver, rank, some) for giver, some in taken]
-    return [one for one in (*sends, *receives) if one.grains.size]
 
 
 def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:

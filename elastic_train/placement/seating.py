@@ -5,7 +5,7 @@ Every rank computes the same from the layout and all ranks' seats.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,8 +21,9 @@ from elastic_train.placement.holdings import (
     runs_of,
     runs_of_each,
     sections_of,
+    shared_with,
 )
-from elastic_train.placement.recut import Transfer, owned_of, plan_of_one
+from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seats import Seat
 
 
@@ -36,6 +37,20 @@ class Move(NamedTuple):
     def within(self, flats: Container[int]) -> Move:
         """Return the move of the runs in some flat vectors, by number."""
         return self._replace(runs=[run for run in self.runs if run.flat in flats])
+
+
+def by_flats(moves: Iterable[Move], parts: Sequence[Collection[int]]) -> list[list[Move]]:
+    """Return the moves within each of several disjoint sets of flat vectors, by number."""
+    numbers = {flat: number for number, flats in enumerate(parts) for flat in flats}
+    found: list[list[Move]] = [[] for _ in parts]
+    for one in moves:
+        runs: dict[int, list[Run]] = {}
+        for run in one.runs:
+            if run.flat in numbers:
+                runs.setdefault(numbers[run.flat], []).append(run)
+        for number, some in runs.items():
+            found[number].append(one._replace(runs=some))
+    return found
 
 
 class Seating:
@@ -105,7 +120,7 @@ class Seating:
 
     def deliveries(self) -> list[Move]:
         """Return this rank's moves of finished sums from their owners to the other holders."""
-        return self.moves_of(plan_of_one(self.rank, self.owned, self.trained, self._others()))
+        return self.moves(self.owned, self.trained, self._others())
 
     @cached_property
     def refreshes(self) -> list[Move]:
@@ -114,33 +129,55 @@ class Seating:
 
     def gathers(self, have: Sequence[Int64s]) -> list[Move]:
         """Return this rank's moves by which each rank of its group gets everything that the group's ranks have."""
-        everything = [np.arange(self.layout.num_grains)] * len(self.seats)
-        return self.moves_of(plan_of_one(self.rank, have, everything, self.neighbours()))
+        return self.moves(have, self._everything(), self.neighbours())
+
+    def shares(self) -> list[Move]:
+        """Return this rank's moves, also to itself, of what ranks of its group hold, as cut in their memory."""
+        return self.moves(self.holdings, self._everything(), [self.rank, *self.neighbours()], by_giver=True)
 
     def gathers_whole(self, num_ranks: int) -> list[Move]:
         """Return this rank's moves by which the first `num_ranks` ranks get all grains; each grain's owner sends it."""
-        everything = np.arange(self.layout.num_grains)
-        wants = [everything if rank < num_ranks else everything[:0] for rank in range(len(self.seats))]
-        transfers = plan_of_one(self.rank, self.all_owned, wants, range(len(self.seats)))
-        return [Move(giver, taker, self.runs_at(giver, grains)) for giver, taker, grains in transfers]
+        wants = [grains if rank < num_ranks else grains[:0] for rank, grains in enumerate(self._everything())]
+        return self.moves(self.all_owned, wants, range(len(self.seats)), by_giver=True)
+
+    def leaves(self) -> list[Move]:
+        """Return this rank's moves of leaves within its group, also to itself, to the ranks that sum them."""
+        return self.moves(self._everything(), self.summed, [self.rank, *self.neighbours()])
 
     def subtrees(self) -> list[Move]:
         """Return this rank's moves of its group's sums to the ranks of other groups that sum the same grains."""
         others = [other for other in self._others() if self.seats[other].group != self.seat.group]
-        return self.moves_of(plan_of_one(self.rank, self.summed, self.summed, others))
+        return self.moves(self.summed, self.summed, others)
 
     def means(self) -> list[Move]:
         """Return this rank's moves of its group's means from the ranks that sum them to those that hold them."""
-        return self.moves_of(plan_of_one(self.rank, self.summed, self.trained, [self.rank, *self.neighbours()]))
+        return self.moves(self.summed, self.trained, [self.rank, *self.neighbours()])
+
+    def moves(
+        self, have: Sequence[Int64s], wants: Sequence[Int64s], peers: Sequence[int], *, by_giver: bool = False
+    ) -> list[Move]:
+        """Return the moves between this rank and peers, which may include itself, of what one has and the other wants.
+
+        Sends are in the order of the peers, and receives in the reverse order, so that senders spread over receivers.
+        The cost does not grow with the square of the world. With `by_giver`, runs end where the giver's memory is cut.
+        """
+        rank, others = self.rank, [peer for peer in reversed(peers) if peer != self.rank]
+        given = zip(peers, shared_with(have[rank], [wants[peer] for peer in peers]), strict=True)
+        taken = zip(others, shared_with(wants[rank], [have[peer] for peer in others]), strict=True)
+        transfers = [(rank, *one) for one in given] + [(giver, rank, grains) for giver, grains in taken]
+        transfers = [one for one in transfers if one[2].size]
+        if by_giver:
+            return [Move(giver, taker, self.runs_at(giver, grains)) for giver, taker, grains in transfers]
+        runs = runs_of_each(self.layout, [grains for *_, grains in transfers])
+        return [Move(giver, taker, some) for (giver, taker, _), some in zip(transfers, runs, strict=True)]
+
+    def _everything(self) -> list[Int64s]:
+        """Return all grains, for each rank."""
+        return [np.arange(self.layout.num_grains)] * len(self.seats)
 
     def _others(self) -> list[int]:
         """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
         return [(self.rank + distance) % len(self.seats) for distance in range(1, len(self.seats))]
-
-    def moves_of(self, transfers: Sequence[Transfer]) -> list[Move]:
-        """Return transfers between ranks that have whole flat vectors."""
-        by_transfer = runs_of_each(self.layout, [one.grains for one in transfers])
-        return [Move(*one[:2], runs) for one, runs in zip(transfers, by_transfer, strict=True)]
 
     def sections_of(self, rank: int) -> Int64s:
         """Return the sections of grains, by number, at whose ends a rank's memory is cut: its group's bases.

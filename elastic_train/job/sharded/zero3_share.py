@@ -22,7 +22,7 @@ from elastic_train.job.sharded.zero2_share import Zero2Share
 from elastic_train.parallel.exchange import move
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.placement.holdings import Run, by_flat
+from elastic_train.placement.holdings import Run
 
 T = TypeVar("T")
 
@@ -71,10 +71,8 @@ class Zero3Share(Zero2Share):
         self._units = None
 
     def gathering(self, column: Group) -> UnitWeights | None:
-        seating, held = self.seating, {one.run: one for one in self.runs}
+        shares, held = self.seating.shares(), {one.run: one for one in self.runs}
         units = self.flat.blocks() if self.table.gathers_by_unit else ([], self.flat.everything())
-        ranks = (seating.rank, *seating.neighbours())
-        shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in ranks}
         memory = None if self.offload is None else self.offload.memory
         self._units = UnitWeights(*units, column, shares, lambda run: self._shown_of(held[run]), memory)
         return self._units

@@ -20,9 +20,9 @@ from elastic_train.placement.deal import Counter as LaneCounter
 from elastic_train.placement.deal import deal_lanes, group_lanes
 from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
-from elastic_train.placement.holdings import Circle, Run
+from elastic_train.placement.holdings import Circle, Run, shared_with
 from elastic_train.placement.norm import grain_squares
-from elastic_train.placement.recut import Recut, Transfer, plan_of_one
+from elastic_train.placement.recut import Recut, Transfer
 from elastic_train.placement.seats import Seat
 
 SHAPES = st.one_of(
@@ -198,7 +198,8 @@ def sum_chunks(rank: int, seats: Sequence[Seat], holdings: Sequence[Int64s]) -> 
     """Return the transfers of sums that a rank sends to each holder in another group: the grains that both hold."""
     others = [(rank + distance) % len(seats) for distance in range(1, len(seats))]
     others = [other for other in others if seats[other].group != seats[rank].group]
-    return [one for one in plan_of_one(rank, holdings, holdings, others) if one.giver == rank]
+    both = zip(others, shared_with(holdings[rank], [holdings[other] for other in others]), strict=True)
+    return [Transfer(rank, other, grains) for other, grains in both if grains.size]
 
 
 def num_sent(

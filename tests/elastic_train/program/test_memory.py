@@ -22,7 +22,7 @@ from elastic_train.parallel.leaves import FlatGradient, Leaves
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from elastic_train.placement.grains import Listed, lay_out
-from elastic_train.placement.holdings import by_flat, circle_of
+from elastic_train.placement.holdings import circle_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of
 from elastic_train.program.memory import RankProgram, UnitBytes, peak_of
@@ -157,12 +157,11 @@ class Running(Passes):
         for flat in self._flats:
             flat.untyped_storage().resize_(0)
         self.meter.weights = self._flats
-        shares = {rank: by_flat(seating.runs_at(rank, seating.holdings[rank])) for rank in (0, 1)}
         numbered = dict(enumerate(self._flats))
         blocks, rest = list[UnitFlats](), UnitFlats("", numbered)
         if self._program.gathers == "turn":
             rest, *blocks = [UnitFlats("", {at: self._flats[at]}, unit) for at, unit in enumerate(self._chunks[0])]
-        return UnitWeights(blocks, rest, group, shares, lambda run: torch.zeros(run.hi - run.lo))
+        return UnitWeights(blocks, rest, group, seating.shares(), lambda run: torch.zeros(run.hi - run.lo))
 
     def _summing(self, group: Any, seating: Seating) -> ReduceScatterSum:
         turns, mine = self._program.pipeline.num_lanes, self._program.num_lanes
