@@ -300,7 +300,7 @@ class MemoryDevice:
 
     def finish(self, operations: Sequence[OnDevice]) -> None:
         for operation in operations:
-            self._group._guard_while(lambda _, work=operation.work: work.wait())  # type: ignore[misc]
+            self._group.polling(lambda _, work=operation.work: work.wait())  # type: ignore[misc]
 
     def begin_abort(self) -> Call[None]:
         left = [asked for asked in self.queue if asked.device is not self]
@@ -323,6 +323,7 @@ class MemoryGroup(Group):
 
     is_watched = False
     """True if a wait outside exchanges ends when a peer is gone, as it does with membership."""
+    _name = "alone"
 
     def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         machine, name = machine_here(), str(store)
@@ -331,19 +332,15 @@ class MemoryGroup(Group):
         who = rank_here()
         assert who is not None, "a rank forms a group"
         hub.members[self.rank] = who
+        self._name, self.store = name, hub.store
         self._memory = MemoryBackend(machine, hub, self.rank)
         self._host = self._memory
         if device is not None:
             self._device = MemoryDevice(self, self._memory, f"devices of {name}")  # type: ignore[assignment]
 
-    @property
-    def store(self) -> Store | None:
-        """Return the store that the ranks share: named after the group if it has several ranks."""
-        return None if self.size == 1 else self._memory.hub.store
-
     def part(self, name: str, ranks: Any) -> MemoryGroup:
         place = ranks.index(self.rank)
-        made = MemoryGroup(place, len(ranks), f"{self._store}/{name}", self._timeout_s, self._of)  # type: ignore[arg-type]
+        made = MemoryGroup(place, len(ranks), f"{self._name}/{name}", self._timeout_s, self._of)  # type: ignore[arg-type]
         self._parts.append(made)
         return made
 

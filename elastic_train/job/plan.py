@@ -30,7 +30,7 @@ from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
 from elastic_train.job.cells.cut_model import all_weights
-from elastic_train.job.model_layout import check_memory_is_apart
+from elastic_train.job.model_layout import check_model, make_gradients_dense
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.recipe_changes import Recipe, say_end_of_rates
 from elastic_train.job.optimizers.schedule import check_schedule
@@ -247,46 +247,6 @@ class Plan:
             **({"offload": describe_offload(self.config, self.device)} if self.config.parallel.has_offload else {}),
             "commits in": self.config.checkpoint_url,
         }
-
-
-def check_model(model: nn.Module) -> None:
-    """Refuse a model whose forward pass communicates with other ranks, or whose parameters share memory.
-
-    Its results would depend on the world, or on how the state is sharded.
-    """
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if found:
-        raise ConfigError(
-            f"the task's model has SyncBatchNorm ({', '.join(found)}), whose statistics depend on the number of ranks: "
-            "use BatchNorm, whose running statistics become the mean over a step's lanes"
-        )
-    check_memory_is_apart(model)
-
-
-def make_gradients_dense(model: nn.Module) -> None:
-    """Make embeddings return dense gradients; refuse any other sparse gradient in its first backward pass.
-
-    A lane's gradient must be added to the sum in one addition. Rows of a sparse gradient are added one by one, so the
-    rounding would depend on the number of lanes that a rank has computed.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            module.sparse = False
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            _refuse_sparse(name, parameter)
-
-
-def _refuse_sparse(name: str, parameter: Tensor) -> None:
-    def look(gradient: Tensor) -> None:
-        handle.remove()
-        if gradient.is_sparse:
-            raise ConfigError(
-                f"the task's model leaves a sparse gradient of '{name}', and here gradients are dense, summed over all "
-                "lanes: call torch.nn.functional.embedding without sparse=True"
-            )
-
-    handle = parameter.register_hook(look)  # type: ignore[no-untyped-call]
 
 
 def make_plan(config: Config) -> Plan:

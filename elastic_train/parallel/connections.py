@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import ConfigError
 
@@ -32,11 +33,13 @@ class Connections:
     """The connections opened in this process between creation and `note`; empty without /proc.
 
     Connections that other threads open in between, e.g. clients of etcd, are included; they reconnect. Those of the
-    store at `store_port` are not: peers read there why a world ended.
+    `store` are not: peers read there why a world ended.
     """
 
-    def __init__(self, store_port: int | None = None) -> None:
-        self._before, self._store_port = _sockets(), store_port
+    def __init__(self, store: Store | None = None) -> None:
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._before, self._store_port = _sockets(), store.port if isinstance(store, TCPStore) else None
         self._opened: dict[int, int] = {}
         self._round_trip_s, self._asked_at = 0.0, 0.0
 

@@ -47,7 +47,8 @@ class Group(PointToPoint):
     """
 
     _connections: Connections | None = None
-    _store: Store | None = None
+    store: Store | None = None
+    """The store where the ranks met; None in a world of one."""
 
     def __init__(
         self,
@@ -62,14 +63,15 @@ class Group(PointToPoint):
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.rank, self.size = rank, size
-        self._store, self._timeout_s, self._address, self._of = store, timeout_s, address, device
+        self._timeout_s, self._address, self._of = timeout_s, address, device
+        self.store = None if size == 1 else store
         self._parts: list[Group] = []
         self.begun = {}
         self._resting = resting
         self._is_broken = is_broken
         self._host: Backend | None = None
         self._device: DeviceGroup | None = None
-        self._holds = device.holds if device is not None else _is_elsewhere
+        self._holds = device.holds if device is not None else lambda tensor: False
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         self._expected: list[Call[Any]] = []
         if size == 1:
@@ -84,27 +86,22 @@ class Group(PointToPoint):
 
     def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
         rank, size = self.rank, self.size
-        gloo, connections = gloo_options(timeout, address), Connections(_port_of(store))
-        self._host = self._guard(
+        gloo, connections = gloo_options(timeout, address), Connections(store)
+        self._host = self.guard(
             lambda: cast(Backend, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, gloo))
         )
         connections.note()
         self._connections = connections
         if device is not None and device.connect is not None:
-            self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, _Guard(self))
+            self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, self)
             self._device.connect()
-
-    @property
-    def store(self) -> Store | None:
-        """The store where the ranks met; None in a world of one."""
-        return self._store
 
     def part(self, name: str, ranks: Sequence[int]) -> Group:
         """Return the group of some ranks, this one included, in their order; it is abandoned together with this one.
 
         Collective over these ranks; the name must be unique.
         """
-        store = None if self._store is None else PrefixStore(name, self._store)
+        store = None if self.store is None else PrefixStore(name, self.store)
         made = Group(
             ranks.index(self.rank),
             len(ranks),
@@ -179,7 +176,7 @@ class Group(PointToPoint):
                 self.finish(pending[0])
                 pending.pop(0)
 
-        self._guard(finish)
+        self.guard(finish)
 
     def expect(self, call: Call[Any]) -> None:
         """Register a call on another thread that waits for peers (`Aside`): it must not outlast the group."""
@@ -189,7 +186,7 @@ class Group(PointToPoint):
         """Wait for all registered calls, and raise their errors."""
         while self._expected:
             call = self._expected[0]
-            self._guard_while(call.result_unless)
+            self.polling(call.result_unless)
             self._expected.pop(0)
 
     def transfer(self, tensor: Tensor, *, to: int | None = None, source: int | None = None) -> None:
@@ -325,14 +322,14 @@ class Group(PointToPoint):
     def _run(self, collective: Callable[[Backend], Work], tensor: Tensor, kind: str) -> None:
         self.wait([self.begin(collective, tensor, kind)])
 
-    def _guard(self, call: Callable[[], T]) -> T:
+    def guard(self, call: Callable[[], T]) -> T:
         """Make a call that needs the peers; give it up when the world is broken."""
         if self._bystander is None:
-            return self._guard_while(lambda is_broken: call())
+            return self.polling(lambda is_broken: call())
         bystander = self._bystander
-        return self._guard_while(lambda is_broken: bystander.call(call, is_broken))
+        return self.polling(lambda is_broken: bystander.call(call, is_broken))
 
-    def _guard_while(self, wait: Callable[[Callable[[], bool]], T]) -> T:
+    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
         """Wait for the peers by `wait`, given a function that says if the world is broken."""
         started, is_broken = time.monotonic(), self._is_broken
         try:
@@ -346,26 +343,6 @@ class Group(PointToPoint):
             raise self.lost(str(error)) from error
         finally:
             self.waited_s += time.monotonic() - started
-
-
-class _Guard:
-    """A group's way to wait for peers, for its device group."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def __call__(self, call: Callable[[], T]) -> T:
-        return self._group._guard(call)
-
-    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
-        return self._group._guard_while(wait)
-
-
-def _port_of(store: Store) -> int | None:
-    """Return the port of a TCPStore, also inside a PrefixStore; None for any other store."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else None
 
 
 def _from(rank: int) -> Any:
@@ -393,11 +370,6 @@ def _in_slot(slot: Tensor) -> tuple[int, bytes]:
     content = slot.numpy().tobytes()
     (length,) = _LENGTH.unpack_from(content)
     return length, content[_LENGTH.size : _LENGTH.size + length]
-
-
-def _is_elsewhere(tensor: Tensor) -> bool:
-    """Return False: without a device, every tensor is in host memory."""
-    return False
 
 
 def connect(

@@ -18,7 +18,7 @@ from chaos.sim.machine.meeting import MeetingStore
 from chaos.sim.machine.network import Net
 from elastic_train.errors import PeerLostError
 from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
-from elastic_train.parallel.group import Group, _Guard
+from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class SimGroup(Group):
         if has_device:
             seen = device_of(_device_of(self._kernel.process), self._hub, self._post)
             self._holds, timeout = seen.holds, timedelta(seconds=timeout_s)
-            self._device = DeviceGroup(seen, store, rank, size, timeout, _Guard(self))  # type: ignore[arg-type]
+            self._device = DeviceGroup(seen, store, rank, size, timeout, self)  # type: ignore[arg-type]
             try:
                 self._device.connect()
             except PeerLostError:

@@ -35,7 +35,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 class Guard(Protocol):
     """A group's way to wait: it gives up when the world is broken, and turns failures into PeerLostError."""
 
-    def __call__(self, call: Callable[[], T]) -> T:
+    def guard(self, call: Callable[[], T]) -> T:
         """Make a call that may not return, on another thread."""
 
     def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
@@ -64,12 +64,12 @@ class DeviceGroup:
         assert device.connect is not None, "a device without a transport of its own has no group"
         self._device, self._guard, self._connect = device, guard, device.connect
         self._timeout_s = timeout.total_seconds()
-        self._communicator = guard(lambda: self._connect(store, rank, size, timeout))
+        self._communicator = guard.guard(lambda: self._connect(store, rank, size, timeout))
 
     def connect(self) -> None:
         """Make all connections now: otherwise the first operation would wait for every peer."""
         device = self._device.torch_device
-        self._guard(lambda: self._communicator.eager_connect_single_device(device))
+        self._guard.guard(lambda: self._communicator.eager_connect_single_device(device))
         self.finish([self.begin(lambda communicator: communicator.allreduce([torch.zeros(1, device=device)]))])
 
     def begin(self, operation: Callable[[Communicator], Work]) -> OnDevice:
@@ -80,7 +80,7 @@ class DeviceGroup:
             with queue.entered():
                 return operation(self._communicator)
 
-        return OnDevice(self._guard(ask))
+        return OnDevice(self._guard.guard(ask))
 
     def begin_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int

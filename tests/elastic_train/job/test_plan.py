@@ -22,7 +22,8 @@ from elastic_train.config.schema import Config, TaskConfig
 from elastic_train.core.order import VERSION
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
 from elastic_train.job import plan as plan_module
-from elastic_train.job.plan import Plan, check_can_be_in_cells, make_gradients_dense, make_plan
+from elastic_train.job.model_layout import make_gradients_dense
+from elastic_train.job.plan import Plan, check_can_be_in_cells, make_plan
 from elastic_train.job.plan_facts import describe_rate, describe_tests
 from elastic_train.tasks.task import load_task
 

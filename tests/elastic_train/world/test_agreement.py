@@ -73,7 +73,7 @@ def test_a_rank_whose_peer_says_nothing_keeps_its_own_error() -> None:
     group = Group(0, 1, None, 60)
     lost = group.lost("Connection closed by peer")
     assert heard(group, lost) is lost
-    group._store = HashStore()
+    group.store = HashStore()
     assert heard(group, lost) is lost
     say_why(group, RuntimeError("no memory"))
     why = heard(group, lost)

@@ -19,7 +19,7 @@ from elastic_train.errors import HungError, PeerLostError
 from elastic_train.parallel.devices import device_group
 from elastic_train.parallel.devices.device import Device, nccl_hazard
 from elastic_train.parallel.devices.device_group import DeviceGroup
-from elastic_train.parallel.group import Group, _Guard
+from elastic_train.parallel.group import Group
 from rendezvous.waiting import Bystander
 from tests.conftest import run_ranks
 from tests.elastic_train.parallel.test_gradient_sum import LANES, train
@@ -107,7 +107,7 @@ def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind:
     group._bystander = Bystander("alone")
     folder.mkdir(exist_ok=True)
     store, timeout = FileStore(str(folder / "alone"), 1), timedelta(seconds=60)
-    group._device = DeviceGroup(seen, store, 0, 1, timeout, _Guard(group))
+    group._device = DeviceGroup(seen, store, 0, 1, timeout, group)
     return group
 
 
