@@ -19,7 +19,9 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import PeerState, gather_peer_states, roll_forward, take_first_seat, take_state
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states
+from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.reshard import take_first_seat, take_state
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group

@@ -15,10 +15,10 @@ from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.plan import Plan
-from elastic_train.job.resharding import placing
+from elastic_train.job.resharding import reshard
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.state_shards import Weights
 from elastic_train.parallel.group import Group
 from elastic_train.tracking.history import History
 from elastic_train.training import open_session
@@ -57,7 +57,7 @@ def two_cells_with_one_lane() -> None:
 
 def neighbours_part() -> None:
     """Reverse the ranks of a refilled replica, whose survivors then use their old shards at their new ranks."""
-    arrange, take_place = cells.arrange, placing.take_place
+    arrange, take_place = cells.arrange, reshard.take_place
 
     def arrange_crossed(
         members: Sequence[Member], shape: CellShape, last: World | None, most: int | None = None
@@ -70,10 +70,10 @@ def neighbours_part() -> None:
             found, cells=tuple(cell[:: 1 if stay else -1] for cell, stay in zip(found.cells, stays, strict=True))
         )
 
-    def keep_part(plan: Plan, state: AppliedState, mesh: Mesh, cell: Group) -> None:
+    def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
         if state.shards.cut.place is not None:
             state.shards.cut.place = mesh.place
-        take_place(plan, state, mesh, cell)
+        take_place(state, mesh, cell, first)
 
     vars(admission)["arrange"] = arrange_crossed
     vars(open_session)["take_place"] = keep_part

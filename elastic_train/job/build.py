@@ -24,8 +24,7 @@ from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
-from elastic_train.job.sharded.share import Share
-from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.share import Share, SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.sharded.zero2_share import Zero2Share

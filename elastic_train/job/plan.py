@@ -45,7 +45,7 @@ from elastic_train.job.plan_facts import (
 )
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.sharded.elementwise import slots_of
-from elastic_train.job.sharded.first_weights import without_memory
+from elastic_train.job.sharded.zero3_share import without_memory
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile, decide
 from elastic_train.parallel.devices.switches import begin_training

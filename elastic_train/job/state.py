@@ -26,7 +26,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.job import gradient_norm
 from elastic_train.job.commit_pieces import CommitPieces
 from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
-from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.share import SharedScaler
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.placement.grains import Layout

@@ -20,10 +20,13 @@ from elastic_train.core.lanes import Assignment, lanes_by_cell, leaves_of
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.sharded.share import Share, Summed
+from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.reductions import Reduction
 from elastic_train.placement.table import Table
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Weights and buffers by name."""
 
 
 class Place(NamedTuple):
@@ -67,7 +70,7 @@ class StateShards:
         """Holdings of every rank in the world in which this one took its seat; nobody's before its first seat."""
         return self.at_first if self._share is None else self._share.table
 
-    def enter(self, mesh: Mesh, cell: Group | None, first: Callable[[], Iterable[tuple[str, Tensor]]] = tuple) -> bool:
+    def enter(self, mesh: Mesh, cell: Group | None, first: Callable[[], Weights] = tuple) -> bool:
         """Take the place that a world assigns to this rank; return True if it held nothing of that place's part.
 
         `cell` has the ranks of this rank's cell, None if it is alone. `first` returns the initial weights, which it

@@ -15,7 +15,7 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError
-from elastic_train.job.cells.context import lone_part
+from elastic_train.job.cells.stage import lone_part
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.blocks import recording_order

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 
 from elastic_train.core.lanes import Lanes, Part, parts_of, settle
 from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, Placed, cut_buckets
-from elastic_train.parallel.exchange import Scratch, Subtrees
+from elastic_train.parallel.exchange import Everywhere, InAnyOrder, Reduce, Reduction, Scratch, Subtrees
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
-from elastic_train.parallel.reductions import Everywhere, InAnyOrder, Reduce, Reduction
 from elastic_train.program.unit_turn import UnitAction, Walk, filling_turn, place_of
 from elastic_train.system.huge_pages import on_huge_pages
 

@@ -16,14 +16,13 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
-from elastic_train.job.cells.context import Context, context_of
-from elastic_train.job.cells.stage import Stage, stage_of
+from elastic_train.job.cells.stage import Context, Stage, context_of, stage_of
 from elastic_train.job.crash_isolation import find_deadly
-from elastic_train.job.optimizers.parameter_kinds import precision_hazard
+from elastic_train.job.optimizers.parameter_groups import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
-from elastic_train.job.plan_facts import describe_tests
-from elastic_train.job.resharding.placing import redundancy_of, take_place
+from elastic_train.job.plan_facts import describe_tests, redundancy_of
+from elastic_train.job.resharding.reshard import take_place
 from elastic_train.job.sharded.share import Offloaded
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
@@ -31,8 +30,8 @@ from elastic_train.parallel.attention.choice import current
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.autotuned import describe_tuning
 from elastic_train.parallel.devices.device import device_times_of, nccl_hazard
+from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
-from elastic_train.parallel.reductions import Reduction
 from elastic_train.system.file_systems import hazards
 from elastic_train.system.wording import counted, size
 from elastic_train.tasks.placements import Running
@@ -152,7 +151,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile is True)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
-    take_place(plan, state, world.mesh, world.cell)
+    take_place(state, world.mesh, world.cell, plan.first_weights)
     head = restore(plan, world, state, before)
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may crash the rank that inspects it

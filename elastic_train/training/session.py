@@ -33,8 +33,8 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FirstLoss
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.switches import KeptSwitches
+from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum
-from elastic_train.parallel.reductions import Reduction
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog

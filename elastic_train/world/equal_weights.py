@@ -15,7 +15,7 @@ from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError, WeightsDifferError
 from elastic_train.job.gradient_norm import name_others
-from elastic_train.job.resharding import give_state
+from elastic_train.job.resharding.reshard import give_state
 from elastic_train.job.sharded.shared_weights import checksums, checksums_by_name
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards

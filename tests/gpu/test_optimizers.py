@@ -8,7 +8,7 @@ import pytest
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.cuts import shows_no_cut
+from elastic_train.job.optimizers.rehearsal import shows_no_cut
 from tests.gpu.test_training import hash_of
 
 pytestmark = pytest.mark.slow

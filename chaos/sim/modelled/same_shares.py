@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from chaos.sim.modelled.memory import Known, memory_of
 from elastic_train.core.arrays import Int64s
-from elastic_train.job.optimizers.cuts import MakeOptimizer
-from elastic_train.job.resharding import PeerState, leave_out_unfinished, reshard
+from elastic_train.job.optimizers.rehearsal import MakeOptimizer
+from elastic_train.job.resharding import reshard
+from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
 from elastic_train.placement.grains import Layout

@@ -20,8 +20,7 @@ from elastic_train.job.cells.cell_plan import CellPlan, cut_parameters
 from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.job.model_layout import Laid
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.cells.graph_edges import LoneGroup
-from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.links import CellLinks, LoneGroup
 from elastic_train.parallel.group import Group
 from elastic_train.placement import grains as shards
 from elastic_train.placement.norm import in_memory_order

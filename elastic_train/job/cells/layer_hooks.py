@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.parallel.cells.graph_edges import outside_of_graphs
-from elastic_train.parallel.cells.links import CellLinks, shared, summed
+from elastic_train.parallel.cells.links import CellLinks, outside_of_graphs, shared, summed
 from elastic_train.parallel.cells.sequence_links import GatheredInput, all_tokens, own_dropout, own_tokens, scattered
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,10 +15,9 @@ from torch.optim import Optimizer
 from elastic_train.config.combinations import refused
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
 from elastic_train.job.optimizers.muon import MuonWithAdamW
-from elastic_train.job.optimizers.parameter_kinds import muons_parameters
-from elastic_train.job.optimizers.rehearsal import rehearse
+from elastic_train.job.optimizers.parameter_groups import muons_parameters
+from elastic_train.job.optimizers.rehearsal import MakeOptimizer, rehearse, shows_no_cut
 from elastic_train.job.optimizers.schedule import import_named
 from elastic_train.system.wording import did_you_mean, nearest
 

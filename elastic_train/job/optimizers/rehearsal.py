@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.cuts import MakeOptimizer
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
 from elastic_train.job.units.generators import states_of_generators, undisturbed
+from elastic_train.job.units.recompute import same_bits
 
 NUM_STEPS, SAVED_AT = 12, (2, 11)
 _NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT = 4, (2,)
@@ -160,10 +160,7 @@ def _same(one: object, other: object) -> bool:
 
 def _equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            return False
-        mine, theirs = (it.contiguous().reshape(-1).view(torch.uint8) for it in (one, other))
-        return torch.equal(mine, theirs)
+        return same_bits(one, other)
     return repr(one) == repr(other)  # NaN equals itself
 
 
@@ -219,3 +216,29 @@ def _differs(name: str, cast: Cast, *, is_restored: bool) -> str:
         f"optimizer.name: '{name}' steps on otherwise from what a commit holds of it{where}: it keeps something where "
         "no commit can find it; keep numbers and tensors in its state, groups or attributes"
     )
+
+
+MakeOptimizer = Callable[[Sequence[dict[str, Any]]], Optimizer]
+_SHORT, _NUM_SHORT, _STEPS = 15, 137, 2
+"""Elements of a part too short for a vector, and number of parts: enough to see one difference in thousands."""
+
+
+def shows_no_cut(make: MakeOptimizer, settings: Mapping[str, Any], device: torch.device | str | None = None) -> bool:
+    """Return True if updates of one parameter have the same bits as updates of its small parts."""
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(1 + _STEPS, _NUM_SHORT * _SHORT, generator=generator).to(device)
+    whole = _updated(make, settings, [values], [[gradient] for gradient in gradients])
+    parts = _updated(make, settings, values.split(_SHORT), [gradient.split(_SHORT) for gradient in gradients])
+    return torch.equal(whole, parts)
+
+
+def _updated(
+    make: MakeOptimizer, settings: Mapping[str, Any], values: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    optimizer = make([{**settings, "params": parameters, "lr": 0.1}])
+    for gradients in steps:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    return torch.cat([parameter.detach() for parameter in parameters])

@@ -12,7 +12,7 @@ parallelism), those with the same tokens share a seat. Columns reshard independe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.mesh import ranks_by_part
+from elastic_train.core.mesh import Mesh, ranks_by_part
 from elastic_train.errors import PeerLostError
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, by_column
 from elastic_train.job.resharding.tree_transfer import give_tree, take_tree
 from elastic_train.job.sharded.held_tree import HeldRun, Retained, run_around
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, TrainProgress
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import Place, StateShards, Weights
 from elastic_train.parallel.exchange import messages_of
 from elastic_train.parallel.group import Group
 from elastic_train.placement.domains import paths_of_cells
@@ -51,6 +51,15 @@ class Taken(NamedTuple):
 
 
 _NOTHING: Int64s = np.empty(0, dtype=np.int64)
+
+
+def take_place(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
+    """Take the place that a world assigns to this rank; drop its state if it belongs to another part.
+
+    `cell` and `first` are as in `StateShards.enter`.
+    """
+    if state.shards.enter(mesh, cell, first):
+        state.begin_again()
 
 
 def take_state(column: Group, state: AppliedState, brought: Sequence[PeerState]) -> Taken:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from elastic_train.config.combinations import refused
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.cuts import MakeOptimizer, shows_no_cut
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
+from elastic_train.job.optimizers.rehearsal import MakeOptimizer, shows_no_cut
 from elastic_train.placement.grains import ALIGN
 
 T = TypeVar("T")

@@ -16,8 +16,7 @@ from elastic_train.job.sharded.held_tree import Held, spans_of
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
-from elastic_train.placement.digest import digests_of, tensor_digests
-from elastic_train.placement.grains import Layout
+from elastic_train.placement.grains import Layout, digests_of, tensor_digests
 from elastic_train.placement.table import Table
 
 

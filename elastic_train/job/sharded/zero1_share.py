@@ -40,15 +40,13 @@ from elastic_train.job.sharded.held_tree import (
     spans_of,
     tree_to_fill,
 )
-from elastic_train.job.sharded.share import Offloaded, Share, Summed
-from elastic_train.job.sharded.shared_scaler import SharedScaler
+from elastic_train.job.sharded.share import Offloaded, Share, SharedScaler, Summed
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.parallel.devices.squares import squares_of_vectors
-from elastic_train.parallel.exchange import move
+from elastic_train.parallel.exchange import AtOwners, Reduction, move
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
-from elastic_train.parallel.reductions import AtOwners, Reduction
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Run, grains_side_by_side

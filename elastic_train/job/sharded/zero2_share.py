@@ -8,10 +8,10 @@ from torch import Tensor
 
 from elastic_train.job.sharded.share import Summed
 from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree, within
-from elastic_train.parallel.reductions import Reduction
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run
 

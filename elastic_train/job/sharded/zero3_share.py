@@ -9,20 +9,22 @@ Frozen weights that commits do not hold, such as the base of adapters, come from
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
-from elastic_train.errors import StateLostError
-from elastic_train.job.sharded.first_weights import fill
+from elastic_train.errors import ConfigError, StateLostError
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
 from elastic_train.job.sharded.zero2_share import Zero2Share
 from elastic_train.parallel.exchange import move
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
+from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Run
+from elastic_train.placement.norm import in_memory_order
 
 T = TypeVar("T")
 
@@ -127,3 +129,38 @@ class Zero3Share(Zero2Share):
 
     def _weights_of(self, run: Run) -> Tensor:
         return run_around(self.runs, run).cut(run).weights
+
+
+def without_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model's parameters to a device without allocating memory; buffers are moved with their contents."""
+    known: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                if id(old) not in known:
+                    memory = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    memory.untyped_storage().resize_(0)
+                    known[id(old)] = nn.Parameter(memory, requires_grad=old.requires_grad)
+                module._parameters[name] = known[id(old)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return model
+
+
+def fill(layout: Layout, runs: Sequence[HeldRun], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Fill held runs with their part of the weights, which come by their parameters' first names, one by one.
+
+    Raises ConfigError if some are missing.
+    """
+    missing = {place.names[0]: place for place in layout.tensors}
+    for name, tensor in weights:
+        place = missing.pop(name)
+        end = place.start + place.numel
+        for one in runs:
+            lo, hi = max(one.run.lo, place.start), min(one.run.hi, end)
+            if one.run.flat == place.flat and lo < hi:
+                part = in_memory_order(tensor, place.cut)[lo - place.start : hi - place.start]
+                one.weights[lo - one.run.lo : hi - one.run.lo].copy_(part)
+    if missing:
+        raise ConfigError(f"task.path: initial_weights gives no '{next(iter(missing))}', which sketch_model has")

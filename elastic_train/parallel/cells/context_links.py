@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from elastic_train.core.lanes import lane_additions
-from elastic_train.parallel.cells.graph_edges import outside_of_graphs
+from elastic_train.parallel.cells.links import outside_of_graphs
 from elastic_train.parallel.group import Group
 
 TOKENS = -2

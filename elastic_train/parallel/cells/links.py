@@ -3,14 +3,20 @@
 Modules keep one `CellLinks` across worlds, to which the current group is bound, so a new world changes neither model
 nor hooks. Sums follow a fixed tree: they are bit-identical on all ranks and depend only on the cell's size. All
 exchanges raise PeerLostError if a peer is lost.
+
+Compiled graphs end before an exchange within a cell and resume after it. So graphs know neither peers nor worlds, and
+can be compiled before there are any, with a `LoneGroup` instead.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
@@ -73,3 +79,52 @@ def shared(tensor: Tensor, links: CellLinks) -> Tensor:
 def summed(tensor: Tensor, links: CellLinks) -> Tensor:
     """Return the sum of all ranks' tensors; its gradient must be equal on all ranks."""
     return _Summed.apply(tensor, links)  # type: ignore[no-any-return, no-untyped-call]
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_of_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Exclude a function from the compiled graphs around it.
+
+    Equal to torch.compiler.disable, without its import of torch's compiler, which takes a second.
+    """
+    return _disable_dynamo(function)
+
+
+class LoneGroup(Group):
+    """The first of `size` ranks without peers: gathers and sums use its own tensor, and receives give zeros."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, 1, None, timeout_s=0.0)
+        self.size, self._host = size, _Nobody()
+
+
+class _Nobody:
+    """A backend without connections; its operations are complete when they begin."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> _Done:
+        tensors[0].zero_()
+        return _Done()
+
+    def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor]) -> _Done:
+        for place in gathered[0]:
+            place.copy_(tensors[0])
+        return _Done()
+
+    def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> _Done:
+        return self.allgather(gathered, tensors)
+
+    def allreduce(self, tensors: list[Tensor]) -> _Done:
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Done:
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None: ...

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.cells.graph_edges import outside_of_graphs
-from elastic_train.parallel.cells.links import CellLinks, shared, summed
+from elastic_train.parallel.cells.links import CellLinks, outside_of_graphs, shared, summed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from torch import nn
 from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import check_memory_is_apart, describe_layout, layout_of
-from elastic_train.placement.digest import digests_of, tensor_digests
-from elastic_train.placement.grains import GRAIN
+from elastic_train.placement.grains import GRAIN, digests_of, tensor_digests
 
 
 class Tied(nn.Module):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from elastic_train.core.lanes import contiguous
+from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, TreeSum, tree_of
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.reductions import Reduction
 
 
 def make_gradient_sum(

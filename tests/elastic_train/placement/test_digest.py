@@ -13,8 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint.format.weights_digest import digest_of
-from elastic_train.placement.digest import digests_of, join_grains, tensor_digests
-from elastic_train.placement.grains import GRAIN, Listed, Tensor, bounds_of, cut_along, lay_out
+from elastic_train.placement.grains import (
+    GRAIN,
+    Listed,
+    Tensor,
+    bounds_of,
+    cut_along,
+    digests_of,
+    join_grains,
+    lay_out,
+    tensor_digests,
+)
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.norm import in_memory_order
 from elastic_train.placement.seats import seats_of

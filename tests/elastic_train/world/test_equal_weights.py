@@ -18,7 +18,9 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import gather_peer_states, reshard, take_state, tree_transfer
+from elastic_train.job.resharding import reshard, tree_transfer
+from elastic_train.job.resharding.peer_states import gather_peer_states
+from elastic_train.job.resharding.reshard import take_state
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients

@@ -13,7 +13,7 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
-from elastic_train.job.resharding import Taken
+from elastic_train.job.resharding.reshard import Taken
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
 """Disables the product's own coverage check at an epoch's end, so that the judge must find these bugs itself."""

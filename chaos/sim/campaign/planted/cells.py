@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chaos.sim.campaign.planted import bugs
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.job.fault import SimFault
-from chaos.sim.modelled.plan import ModelledPlan
-from chaos.sim.modelled.state import ModelledState
 from elastic_train.core.mesh import Mesh
-from elastic_train.job.resharding import placing
+from elastic_train.job.resharding import reshard
 from elastic_train.job.resharding.peer_states import PeerState
+from elastic_train.job.state import AppliedState
+from elastic_train.job.state_shards import Weights
 from elastic_train.parallel.group import Group
 from elastic_train.placement.table import Table
 from rendezvous.membership.records import Member, World
 from rendezvous.membership.rules import cells
 from rendezvous.membership.rules.cells import Arrangement, CellShape
 
-_ARRANGE, _TAKE_PLACE = cells.arrange, placing.take_place
+_ARRANGE, _TAKE_PLACE = cells.arrange, reshard.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)
 IN_STAGES = replace(IN_CELLS, nodes=4, ranks=2, cell=4, stages=2)
 """Two cells; each stage consists of two workers of one node."""
@@ -42,11 +42,11 @@ def arrange_crossed(
     return replace(found, cells=tuple(crossed))
 
 
-def keep_part(plan: ModelledPlan, state: ModelledState, mesh: Mesh, cell: Group) -> None:
+def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
     """Keep the parameter shard of the old place after moving to a new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
-    _TAKE_PLACE(plan, state, mesh, cell)  # type: ignore[arg-type]  # what is simulated in their place
+    _TAKE_PLACE(state, mesh, cell, first)
 
 
 def nothing_is_missing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:

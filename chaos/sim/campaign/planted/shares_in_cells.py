@@ -14,8 +14,7 @@ from chaos.sim.job.fault import SimFault
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.job.cells import state_parts
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.resharding import peer_states as peer_states
-from elastic_train.job.resharding import pending_step
+from elastic_train.job.resharding import peer_states, pending_step
 from elastic_train.job.resharding.peer_states import PeerState, comes_to
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place

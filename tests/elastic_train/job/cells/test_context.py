@@ -13,8 +13,8 @@ from torch import nn
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
-from elastic_train.job.cells.context import context_of, lone_part
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.stage import context_of, lone_part
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM

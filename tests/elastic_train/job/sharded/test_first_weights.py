@@ -12,9 +12,8 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import take_first_seat
-from elastic_train.job.sharded.first_weights import without_memory
-from elastic_train.job.sharded.zero3_share import Zero3Share
+from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.sharded.zero3_share import Zero3Share, without_memory
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.decoder.model import Decoder, drawn_weights

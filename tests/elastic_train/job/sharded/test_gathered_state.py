@@ -13,7 +13,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import take_first_seat
+from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.job.units.recompute import Recompute

@@ -21,7 +21,8 @@ from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.resharding import PeerState, take_first_seat
+from elastic_train.job.resharding.peer_states import PeerState
+from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState

@@ -16,7 +16,7 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job import gradient_norm
 from elastic_train.job.optimizers.optimizer_memory import OWN
-from elastic_train.job.resharding import take_first_seat
+from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState

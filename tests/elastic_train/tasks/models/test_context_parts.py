@@ -12,7 +12,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
-from elastic_train.job.cells.context import context_of
+from elastic_train.job.cells.stage import context_of
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.context_parts import try_parts_of_rows
 from elastic_train.tasks.models.folder_weights import hollow

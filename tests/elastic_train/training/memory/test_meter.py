@@ -18,7 +18,7 @@ from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import take_first_seat
+from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
