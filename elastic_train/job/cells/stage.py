@@ -16,9 +16,8 @@ from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.units.generators import seed_host_generators, seed_validated
-from elastic_train.parallel.cells.context_links import Gathering
 from elastic_train.parallel.cells.expert_links import ExpertLinks
-from elastic_train.parallel.cells.links import LoneGroup
+from elastic_train.parallel.cells.links import Gathering, LoneGroup
 from elastic_train.parallel.cells.pipeline import Links, Passes, run_program
 from elastic_train.parallel.cells.stage_links import NoLinks, StageLinks
 from elastic_train.parallel.group import Group

@@ -1,8 +1,11 @@
-"""Tensor parallelism: sums of partial results, and of gradients of shared tensors, within a lane.
+"""Exchanges within a lane: of sums and gradients under tensor parallelism, of keys and values under context parallelism.
 
 Modules keep one `CellLinks` across worlds, to which the current group is bound, so a new world changes neither model
 nor hooks. Sums follow a fixed tree: they are bit-identical on all ranks and depend only on the cell's size. All
 exchanges raise PeerLostError if a peer is lost.
+
+Context-parallel ranks compute some tokens of every row each. They all-gather a row's keys and values, one block at a
+time (as in Llama 3, Grattafiori et al. 2024, section 3.3.2); in the backward pass, gradients are reduce-scattered.
 
 Compiled graphs end before an exchange within a cell and resume after it. So graphs know neither peers nor worlds, and
 can be compiled before there are any, with a `LoneGroup` instead.
@@ -20,7 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
-from elastic_train.core.lanes import Part
+from elastic_train.core.lanes import Part, lane_additions
 from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
 from elastic_train.parallel.group import Group
 
@@ -128,3 +131,53 @@ class _Nobody:
 
 class _Done:
     def wait(self) -> None: ...
+
+
+TOKENS = -2
+
+
+class Gathering:
+    """Function that all-gathers the tensors of a group; of one class in every world, and before."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    @outside_of_graphs
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return gathered(tensor, self._group)
+
+
+def gathered(tensor: Tensor, group: Group) -> Tensor:
+    """All-gather tensors (…, tokens, size) of equal shapes along their tokens."""
+    return _Gathered.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return gather(tensor.detach(), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return sum_of_own(gradients[0], ctx.group), None
+
+
+def gather(tensor: Tensor, group: Group) -> Tensor:
+    """All-gather tensors of equal shapes along their tokens."""
+    return torch.cat(group.all_gather(tensor.contiguous()).unbind(0), TOKENS)
+
+
+def sum_of_own(tensor: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter a tensor along its tokens: return the sum over all ranks of this rank's tokens."""
+    parts = [part.contiguous() for part in tensor.chunk(group.size, TOKENS)]
+    mine = group.rank
+    found = [part if place == mine else torch.empty_like(part) for place, part in enumerate(parts)]
+    arriving, leaving = group.begin_exchange(
+        [(place, part) for place, part in enumerate(parts) if place != mine],
+        [(place, part) for place, part in enumerate(found) if place != mine],
+    )
+    group.wait(arriving + leaving)
+    for left, right in lane_additions(group.size):
+        found[left] = found[left] + found[right]
+    return found[0]

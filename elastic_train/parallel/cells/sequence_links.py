@@ -16,8 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, linear
 
 from elastic_train.config.combinations import refused
-from elastic_train.parallel.cells.context_links import TOKENS, gather, gathered, sum_of_own
-from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.links import TOKENS, CellLinks, gather, gathered, sum_of_own
 from elastic_train.parallel.group import Group
 
 

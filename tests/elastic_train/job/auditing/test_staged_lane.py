@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.job.auditing.staged_lane import StagedLane
+from elastic_train.job.auditing.auditor import StagedLane
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Pass
