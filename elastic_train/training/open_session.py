@@ -18,7 +18,7 @@ from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.stage import Context, Stage, context_of, stage_of
 from elastic_train.job.crash_isolation import find_deadly
-from elastic_train.job.optimizers.parameter_groups import precision_hazard
+from elastic_train.job.optimizers.choice import precision_hazard
 from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests, redundancy_of

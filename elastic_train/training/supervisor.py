@@ -27,7 +27,6 @@ from elastic_train.errors import (
 from elastic_train.health.precheck import Proof, begin_proof
 from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.plan import Plan, make_plan
-from elastic_train.job.sharded.shared_weights import digest_of_all, make_whole
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, warm_up
 from elastic_train.parallel.devices.switches import KeptSwitches
@@ -48,6 +47,7 @@ from elastic_train.training.opening.utilisation import count, peak_of
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.agreement import heard, say_why
+from elastic_train.world.equal_weights import digest_of_all, make_whole
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
 from elastic_train.world.uniformity import job_of
 

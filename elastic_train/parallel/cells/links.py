@@ -1,4 +1,4 @@
-"""Exchanges within a lane: of sums and gradients under tensor parallelism, of keys and values under context parallelism.
+"""Exchanges within a lane: of sums and gradients (tensor parallelism), of keys and values (context parallelism).
 
 Modules keep one `CellLinks` across worlds, to which the current group is bound, so a new world changes neither model
 nor hooks. Sums follow a fixed tree: they are bit-identical on all ranks and depend only on the cell's size. All

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_train.job.optimizers.parameter_groups import precision_hazard
+from elastic_train.job.optimizers.choice import precision_hazard
 
 
 @pytest.mark.parametrize(

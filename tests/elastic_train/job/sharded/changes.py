@@ -18,10 +18,10 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
 from elastic_train.job import gradient_norm
-from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
+from elastic_train.world.equal_weights import digest_of_all
 
 T = TypeVar("T")
 TINY = Work(EncoderShape(4096, 11, 16, 32, 3, 2, 0.1, 1, 1, 8), num_lanes=5, micro_batch=1, num_tokens=8)

@@ -19,7 +19,6 @@ from elastic_train.core.order import Cursor
 from elastic_train.job import build as build_module
 from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
-from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.units.generators import seed_generators
@@ -27,6 +26,7 @@ from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
+from elastic_train.world.equal_weights import digest_of_all
 from tests.fake_memory import FakeMemory
 from tests.memory_machine import when_all_have_ended
 from tests.memory_world import group_of

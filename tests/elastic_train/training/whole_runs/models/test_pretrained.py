@@ -19,12 +19,12 @@ from elastic_train.inference.opening import open_trained
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding.peer_states import PeerState
 from elastic_train.job.resharding.reshard import take_first_seat
-from elastic_train.job.sharded.shared_weights import digest_of_all
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.world.equal_weights import digest_of_all
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
 from tests.memory_job import AT_SECOND_COMMIT, start
