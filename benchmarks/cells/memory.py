@@ -12,8 +12,8 @@ from benchmarks.ranks import Meeting, run
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Mesh
 from elastic_train.job.cells.cell_plan import cell_plan_of
-from elastic_train.job.cells.context import lone_part
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.stage import lone_part
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM

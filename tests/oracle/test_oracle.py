@@ -12,9 +12,10 @@ from unittest.mock import patch
 
 import pytest
 import yaml
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from elastic_train.job.sharded.share import Share
+from elastic_train.job import gradient_norm
 from elastic_train.training.run import run
 from tests.conftest import run as run_module
 from tests.conftest import run_ranks, start, write_rows
@@ -22,8 +23,8 @@ from tests.conftest import run_ranks, start, write_rows
 FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
 LANGUAGE_MODEL = "elastic_train.tasks.causal_lm:CausalLM"
-CLIP = Share.clip
-Clip = Callable[[Share, float, float], None]
+CLIP = gradient_norm.clip
+Clip = Callable[[Optimizer, float, float], None]
 PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 4200}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
 JOBS: dict[str, dict[str, object]] = {
@@ -97,24 +98,28 @@ def test_so_does_a_run_that_was_killed_on_two_ranks_and_continued_on_three(tmp_p
     assert result_of(tmp_path) == oracle(tmp_path)
 
 
-def clip_too_late(share: Share, limit: float, norm: float) -> None:
+def trained_by(optimizer: Optimizer) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def clip_too_late(optimizer: Optimizer, limit: float, norm: float) -> None:
     """Clip as if the limit were a tenth higher."""
-    CLIP(share, 1.1 * limit, norm)
+    CLIP(optimizer, 1.1 * limit, norm)
 
 
-def clip_by_tensor(share: Share, limit: float, norm: float) -> None:
+def clip_by_tensor(optimizer: Optimizer, limit: float, norm: float) -> None:
     """Clip every tensor by its own norm."""
-    for parameter in share.model.parameters():
+    for parameter in trained_by(optimizer):
         nn.utils.clip_grad_norm_([parameter], limit)
 
 
-def clip_as_before(share: Share, limit: float, norm: float) -> None:
+def clip_as_before(optimizer: Optimizer, limit: float, norm: float) -> None:
     """Clip by the norm of torch, which is that by grains to a few units in the last place."""
-    nn.utils.clip_grad_norm_(share.model.parameters(), limit)
+    nn.utils.clip_grad_norm_(trained_by(optimizer), limit)
 
 
 def train_with(rank: int, size: int, config: str, clip: Clip) -> None:
-    with patch.object(Share, "clip", clip):
+    with patch.object(gradient_norm, "clip", clip):
         assert run(Path(config), []) == 0
 
 

@@ -20,8 +20,9 @@ from elastic_train.errors import WeightsDifferError
 from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.resharding import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
-from elastic_train.job.resharding.placing import take_place
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished
+from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.reshard import take_place
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients
@@ -191,8 +192,7 @@ def test_copies_of_a_part_have_one_gradient() -> None:
 def test_a_rank_that_comes_to_another_place_has_the_initial_weights_there() -> None:
     """What it held is of no use there; the next world gives it the place's state."""
     there, state = Mesh(1, 2, Cell(tensor=2)), make_state(Mesh(0, 2, Cell(tensor=2)), 2)
-    plan: Any = SimpleNamespace(first_weights=lambda: make_model().state_dict().items())
-    take_place(plan, state, there, Group(0, 1, None, 1.0))
-    assert (state.place, state.shards.part) == (Place(0, 0), 1)
+    take_place(state, there, Group(0, 1, None, 1.0), lambda: make_model().state_dict().items())
+    assert (state.place, state.shards.table.part) == (Place(0, 0), 1)
     for mine, expected in zip(weights_of(state), weights_of(make_state(there, 0)), strict=True):
         assert torch.equal(mine, expected)

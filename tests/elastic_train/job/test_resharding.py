@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
-from elastic_train.job.resharding import (
-    PeerState,
-    gather_peer_states,
-    leave_out_unfinished,
-    reshard,
-    roll_forward,
-    take_state,
-)
+from elastic_train.job.resharding import reshard
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished
+from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.reshard import take_state
 from elastic_train.job.state_shards import Place
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, fingerprint, meet, replicated, train
@@ -46,17 +42,17 @@ def member(who: int, num: int, worlds: Sequence[World], shards: Shards, leaving:
         if who not in world.members:
             continue
         group = meet(f"world-{term}", world.members.index(who), len(world.members))
-        brought = gather_peer_states(group, state, state.shards, ("", str(who)))
-        brought = roll_forward(group, state, state.shards, brought)
+        brought = gather_peer_states(group, state, ("", str(who)))
+        brought = roll_forward(group, state, brought)
         if world.breaks_at is not None:
             if world.breaks_at == who:
                 leaving[who] = 0
             with pytest.raises(PeerLostError):
-                take_state(group, state, state.shards, brought)
+                take_state(group, state, brought)
             group.abandon()
             leaving.pop(who, None)
             continue
-        assert not take_state(group, state, state.shards, brought).lost.size
+        assert not take_state(group, state, brought).lost.size
         state.shards.trained_in = term
         seen.append((state.step, fingerprint(group, state)))
         train(group, state, world.until, term)
@@ -91,15 +87,15 @@ def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int,
 
 def test_who_was_away_while_shares_were_lost_is_not_followed() -> None:
     """It is further than the others, but holds only part of the state at that step."""
-    shards = build("optimizer", 1).shards
+    table = build("optimizer", 1).shards.table
     half, rest = seats_of([("", "0"), ("", "1")], 1)
     behind = [PeerState(Place(7, 20), half, ("", "0")), PeerState(Place(7, 20), rest, ("", "1"))]
     away, newest = PeerState(Place(23, 17), half, ("", "2")), PeerState(Place(9, 21), half, ("", "3"))
-    kept, num_lost = leave_out_unfinished(shards, [*behind, away])
+    kept, num_lost = leave_out_unfinished(table, [*behind, away])
     assert kept[:2] == behind and kept[2].place == Place(0, 0) and kept[2].seat is None and num_lost == 0
-    kept, num_lost = leave_out_unfinished(shards, [behind[0], away])
+    kept, num_lost = leave_out_unfinished(table, [behind[0], away])
     assert max(one.place for one in kept) == Place(0, 0) and num_lost > 0
-    kept, num_lost = leave_out_unfinished(shards, [behind[0], PeerState(Place(6, 20), rest, ("", "1"), pending=20)])
+    kept, num_lost = leave_out_unfinished(table, [behind[0], PeerState(Place(6, 20), rest, ("", "1"), pending=20)])
     assert max(one.place for one in kept) == Place(7, 20) and num_lost == 0, "what is pending counts"
-    kept, num_lost = leave_out_unfinished(shards, [*behind, newest])
+    kept, num_lost = leave_out_unfinished(table, [*behind, newest])
     assert max(one.place for one in kept) == Place(7, 20) and num_lost > 0, "steps of the newest world are given up"

@@ -9,9 +9,8 @@ import pytest
 from benchmarks.ranks import Meeting, run
 from benchmarks.sharding import jobs
 from benchmarks.sharding.jobs import MODES, Mode
-from elastic_train.job.resharding import PeerState
+from elastic_train.job.resharding.peer_states import PeerState
 from elastic_train.job.state import AppliedState
-from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from tests.elastic_train.job.sharded.changes import ALONE, SIZES, Case, cases, live_through
 
@@ -43,7 +42,7 @@ def test_a_case_of_the_matrix_says_what_its_ranks_end_with() -> None:
 def live_without_pending(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
     """Go through cases with survivors that forget the step that somebody may have applied."""
 
-    def forget(group: Group, state: AppliedState, shards: StateShards, brought: Sequence[PeerState]) -> list[PeerState]:
+    def forget(group: Group, state: AppliedState, brought: Sequence[PeerState]) -> list[PeerState]:
         state.drop_pending()
         return list(brought)
 
