@@ -139,7 +139,8 @@ class Progress:
 
     def _draw(self, status: Status, now: float) -> None:
         self._shown_at, self._unshown = now, None
-        self._rates = [*self._rates[-20:], (now, status.step)]
+        if status.samples_per_s is not None:  # the first step takes longer, as it compiles and reads ahead
+            self._rates = [*self._rates[-20:], (now, status.step)]
         if self._console.is_terminal:
             self._show(status)
             return
@@ -178,7 +179,7 @@ class Progress:
         ]
 
     def _time_left(self, status: Status) -> str:
-        (then, step), (now, _) = self._rates[0], self._rates[-1]
+        (then, step), (now, _) = (self._rates[0], self._rates[-1]) if self._rates else ((0.0, 0), (0.0, 0))
         if status.step <= step or now <= then:
             return "-"
         seconds = int((status.total_steps - status.step) * (now - then) / (status.step - step))

@@ -109,6 +109,16 @@ def test_the_time_left_follows_the_rate_and_is_unknown_after_a_rollback(
     assert text().splitlines()[-1].endswith(f"time left {expected}")
 
 
+def test_a_run_begins_with_0_percent_and_its_start_counts_for_no_rate() -> None:
+    clock, (out, text) = Clock(), console(is_terminal=False)
+    progress = Progress(out, clock)
+    for now, step in ((0.0, 0), (100.0, 1), (110.0, 11)):
+        clock.now = now
+        progress.update(status(step, **({"loss": None, "samples_per_s": None} if step == 0 else {})))
+    lines = text().splitlines()
+    assert lines[0].startswith("training: 0 of 100 steps, 0%, ") and lines[-1].endswith("time left 0:01:29")
+
+
 def test_a_terminal_has_a_panel_that_ends_with_the_last_status() -> None:
     """On a terminal the status is drawn in place, and its last state stays."""
     clock, (out, text) = Clock(), console(is_terminal=True)
