@@ -6,6 +6,7 @@ by_ranks    seconds from the kill to the next applied step, and its parts: until
             until its ranks are connected (form), until they have the state (restore), and the first step less a step's
             time when all is well (step); medians, by the ranks of the world that was hit (goal with 32: 1.0 in all).
             Ranks notice a death once they have computed the lane that they are at: `LANE_MS` at most is no delay
+            `cpu` has the seconds of a core that a survivor takes until its next lane, beyond those of a step
 growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
 kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
 machine     date, cores and versions
@@ -35,6 +36,8 @@ from benchmarks.ranks import Meeting, run
 from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.kills import step_s
 from benchmarks.recovery.live import run_job
+from benchmarks.recovery.watched_tasks import recovery_cpu_s
+from chaos.judge.evidence.applied import formed_at
 from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.judge.evidence.run_files import Evidence
 from chaos.scenario.schedule import Due
@@ -45,7 +48,8 @@ LANE_MS = 500.0
 NUM_GATHERS = 20
 QUIET_S = 15.0
 """Before each kill, so that standby processes have imported."""
-PARTS = ("rto", "detect", "form", "restore", "step")
+PARTS = ("rto", "detect", "form", "restore", "step", "cpu")
+SEEN = "seen.jsonl"
 
 
 def by_ranks(effort: Effort) -> dict[str, object]:
@@ -56,8 +60,7 @@ def by_ranks(effort: Effort) -> dict[str, object]:
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             run = _run(Path(folder), size // RANKS, num_kills)
-        costs = [cost for cost in recoveries(run) if cost.kind == "kill_node"]
-        parts = [_parts(cost, step_s(run)) for cost in costs]
+            parts = [_parts(run, cost, Path(folder) / SEEN) for cost in recoveries(run) if cost.kind == "kill_node"]
         kills[str(size)] = [{name: round(value, 3) for name, value in one.items()} for one in parts]
         found[str(size)] = {name: round(statistics.median(one[name] for one in parts), 3) for name in PARTS}
         holds = [cast(Mapping[str, int], line["holds"]) for line in run.of("form")]
@@ -95,9 +98,9 @@ def _gather(meeting: Meeting) -> list[float]:
 
 
 def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
-    params = {"max_tokens": 16, "dim": 32, "depth": 1, "heads": 4, "lane_ms": LANE_MS}
+    params = {"max_tokens": 16, "dim": 32, "depth": 1, "heads": 4, "lane_ms": LANE_MS, "seen": str(folder / SEEN)}
     changes = {
-        "task": {"path": "chaos.tasks.paced_classifier:PacedClassifier", "params": params},
+        "task": {"path": "benchmarks.recovery.watched_tasks:WatchedClassifier", "params": params},
         "batch": {"global_batch": num_nodes * RANKS, "micro_batch": 1},
     }
     config = write_live_job(folder / "job", num_nodes * RANKS, changes)
@@ -120,8 +123,9 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
     )
 
 
-def _parts(cost: Recovery, one_step_s: float) -> dict[str, float]:
-    known = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s)
+def _parts(run: Evidence, cost: Recovery, seen: Path) -> dict[str, float]:
+    one_step_s, cpu_s = step_s(run), statistics.median(recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term]))
+    known = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s, cpu_s)
     return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Paced tasks that record how many models their process has trained, and each peer that it lost.
+"""Paced tasks that record how many models their process has trained, each lane, and each peer that it lost.
 
 A process that survives faults has one model. Lines go to a file that all processes share.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +34,9 @@ class _Watched(Paced):
         self._seen = Path(seen)
 
     def _begin_lane(self, model: nn.Module) -> None:
-        _watch(self._seen).sees(model)
+        watch = _watch(self._seen)
+        watch.sees(model)
+        watch.say("lane")
         super()._begin_lane(model)
 
 
@@ -56,7 +62,8 @@ class _Watch:
 
     def say(self, what: str) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps({"pid": os.getpid(), "what": what, "t": time.time()}) + "\n")
+            line = {"pid": os.getpid(), "what": what, "t": time.time(), "cpu_s": time.process_time()}
+            file.write(json.dumps(line) + "\n")
 
 
 @lru_cache(1)
@@ -74,13 +81,32 @@ def _watch(path: Path) -> _Watch:
 
 def num_models(seen: Path) -> Counter[int]:
     """Return the number of models that each process has trained, by process id."""
-    return Counter(pid for pid, what, _ in _lines(seen.read_text()) if what == "model")
+    return Counter(line["pid"] for line in _lines(seen.read_text()) if line["what"] == "model")
 
 
 def given_up_at(seen: str) -> list[tuple[int, float]]:
     """Return the process id and time of each wait that ended with a lost peer, from the text of the watch's file."""
-    return [(pid, t) for pid, what, t in _lines(seen) if what == "lost"]
+    return [(line["pid"], line["t"]) for line in _lines(seen) if line["what"] == "lost"]
 
 
-def _lines(text: str) -> list[tuple[int, str, float]]:
-    return [(line["pid"], line["what"], line["t"]) for line in map(json.loads, text.splitlines())]
+def recovery_cpu_s(seen: Path, lost_at: float, formed_at: float) -> list[float]:
+    """Return the seconds of a core that each survivor of a fault took, beyond those of the steps, until its next lane.
+
+    The times are those of the fault and of the next world's beginning.
+    """
+    lanes = defaultdict[int, list[tuple[float, float]]](list)
+    for line in _lines(seen.read_text()):
+        if line["what"] == "lane":
+            lanes[line["pid"]].append((line["t"], line["cpu_s"]))
+    taken = []
+    for began in lanes.values():
+        times, cpu = zip(*began, strict=True)
+        last, following = bisect_right(times, lost_at) - 1, bisect_right(times, formed_at)
+        if last >= 0 and following < len(times):
+            step_s = statistics.median(after - before for before, after in pairwise(cpu))
+            taken.append(cpu[following] - cpu[last] - (following - last) * step_s)
+    return taken
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
