@@ -255,25 +255,25 @@ class ReduceScatterSum:
         moves, rank, of_turn = course.leaf_moves[number], course.ranks.rank, course.of_turn
         chunks: dict[int, dict[int, Tensor]] = {}
 
-        def given(lane: int, run: Run) -> Tensor:
-            return leaves[lane][run.flat].memory[run.lo : run.hi]
+        def given(one: Move) -> list[Tensor]:
+            lanes, runs = of_turn[one.giver], one.runs
+            return [leaves[lane][run.flat].memory[run.lo : run.hi] for lane in lanes for run in runs]
 
-        def taken(lane: int, run: Run) -> Tensor:
-            return within(run, chunks[lane][run.flat], course.mine[run.flat])
+        def taken(one: Move) -> list[Tensor]:
+            lanes, runs, mine = of_turn[one.giver], one.runs, course.mine
+            return [within(run, chunks[lane][run.flat], mine[run.flat]) for lane in lanes for run in runs]
 
         for one in (one for one in moves if one.taker == rank):
             room = self._room if one.giver == rank else self._landing
             for lane in of_turn[one.giver]:
                 chunks[lane] = {flat: room(course, flat, lane) for flat in dict.fromkeys(run.flat for run in one.runs)}
-                for run in one.runs if one.giver == rank else ():
-                    taken(lane, run).copy_(given(lane, run))
-
-        def tensors(one: Move) -> Iterator[Tensor]:
-            at = given if one.giver == rank else taken
-            return (at(lane, run) for lane in of_turn[one.giver] for run in one.runs)
+            if one.giver == rank:
+                for part, own in zip(taken(one), given(one), strict=True):
+                    part.copy_(own)
 
         self.is_dirty = True
-        begun = course.ranks.begin_exchange(*messages_of(moves, rank, tensors))
+        messages = messages_of(moves, rank, lambda one: (given if one.giver == rank else taken)(one))
+        begun = course.ranks.begin_exchange(*messages)
         sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in course.units[number]]
         self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
 

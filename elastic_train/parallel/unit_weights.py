@@ -211,8 +211,10 @@ class UnitWeights:
         }
         self._bring(number, own)
 
-        def tensors(one: Move) -> Iterator[Tensor]:
-            return (given[run] if one.giver == rank else flats[run.flat][run.lo : run.hi] for run in one.runs)
+        def tensors(one: Move) -> list[Tensor]:
+            if one.giver == rank:
+                return [given[run] for run in one.runs]
+            return [flats[run.flat][run.lo : run.hi] for run in one.runs]
 
         due = [one for one in self._moves[number] if one.taker in self._receivers]
         arriving, leaving = self._group.begin_exchange(*messages_of(due, rank, tensors))
