@@ -108,10 +108,16 @@ def all_held(circle: Circle, seats: Sequence[Seat]) -> list[Int64s]:
 
 
 def shared_with(mine: Int64s, theirs: Sequence[Int64s]) -> list[Int64s]:
-    """Return the intersection of some grains with each of several holdings."""
+    """Return the intersection of some grains with each of several holdings; equal objects have one result."""
     is_mine = np.zeros(1 + max((int(grains[-1]) for grains in (mine, *theirs) if grains.size), default=-1), np.bool_)
     is_mine[mine] = True
-    return [grains[is_mine[grains]] for grains in theirs]
+    shared = {number: grains[is_mine[grains]] for number, grains in _once(theirs).items()}
+    return [shared[id(grains)] for grains in theirs]
+
+
+def _once(holdings: Sequence[Int64s]) -> dict[int, Int64s]:
+    """Return each object once, by its identity: in a large world, many ranks want or send the same grains."""
+    return {id(grains): grains for grains in holdings}
 
 
 def _edges(circle: Circle, ends: Iterable[Fraction]) -> list[int]:
@@ -137,19 +143,21 @@ def runs_of(layout: Layout, grains: Int64s, sections: Int64s | None = None) -> l
 
 
 def runs_of_each(layout: Layout, holdings: Sequence[Int64s], sections: Int64s | None = None) -> list[list[Run]]:
-    """Return the runs of each of several holdings."""
-    numbers = np.repeat(np.arange(len(holdings)), np.array([grains.size for grains in holdings], dtype=np.int64))
-    grains = np.concatenate([layout.flat_of[:0], *holdings])
+    """Return the runs of each of several holdings; equal objects have one list."""
+    each = _once(holdings)
+    numbers = np.repeat(np.arange(len(each)), np.array([grains.size for grains in each.values()], dtype=np.int64))
+    grains = np.concatenate([layout.flat_of[:0], *each.values()])
     order = np.lexsort((layout.start[grains], layout.flat_of[grains], numbers))
     numbers, grains = numbers[order], grains[order]
     flats, los = layout.flat_of[grains], layout.start[grains]
     his = los + layout.span[grains]
     alike = (numbers, flats) if sections is None else (numbers, flats, sections[grains])
     first, end = _stretches(los, his, *alike)
-    runs: list[list[Run]] = [[] for _ in holdings]
+    runs: list[list[Run]] = [[] for _ in each]
     for number, *run in np.stack([numbers[first], flats[first], los[first], his[end - 1]], axis=1).tolist():
         runs[number].append(Run(*run))
-    return runs
+    found = dict(zip(each, runs, strict=True))
+    return [found[id(grains)] for grains in holdings]
 
 
 def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> list[tuple[Run, tuple[int, ...]]]:
