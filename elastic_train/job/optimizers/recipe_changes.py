@@ -86,15 +86,18 @@ def _have_same_rates(before: Recipe, now: Recipe, step: int) -> bool:
 
 
 def say_end_of_rates(recipe: Recipe, step: int) -> str | None:
-    """Say if the warm-up outlasts the run, the schedule ends before it, or no steps are left to train; else None."""
+    """Say if the warm-up takes half of the run, the schedule ends before it, or no steps are left; else None."""
     config, total = recipe.optimizer, recipe.total_steps
+    warmup = config.warmup_steps
     if step > total:
         return f"{step} steps are applied already, and max_steps or epochs ask for {total}: nothing is left to train"
-    if step < total < config.warmup_steps:
+    if step < min(total, warmup) and total <= 2 * warmup and warmup > 1:
+        peak = f"optimizer.lr {_number(config.lr)}"
+        reached = f"rises to {_number(recipe.rate_at(total - 1))} only, not to {peak}"
         return (
-            f"optimizer.warmup_steps: {config.warmup_steps}, but the run has {counted(total, 'step')}: the learning "
-            f"rate rises to {_number(recipe.rate_at(total - 1))} only, not to optimizer.lr {_number(config.lr)}. Set "
-            "fewer warmup_steps, or train for more epochs"
+            f"optimizer.warmup_steps: {warmup}, but the run has {counted(total, 'step')}: the learning rate "
+            f"{reached if total < warmup else f'reaches {peak} at step {warmup}'}. Set fewer warmup_steps, such as "
+            f"{total // 10}, or train for more epochs"
         )
     end = config.schedule_steps
     if end is None or end >= total or config.schedule == "constant" or config.has_own_schedule or step >= total:

@@ -99,13 +99,23 @@ def test_a_change_is_said_with_both_values_and_its_effect(
                 "rate is 0.005, and it stays there"
             ),
         ),
-        (recipe(8, warmup_steps=8), 0, None),
+        (recipe(17, warmup_steps=8), 0, None),
+        (recipe(1, warmup_steps=1), 0, None),
+        (recipe(16, warmup_steps=8), 8, None),
+        (
+            recipe(16, warmup_steps=8),
+            7,
+            (
+                "optimizer.warmup_steps: 8, but the run has 16 steps: the learning rate reaches optimizer.lr 0.01 at "
+                "step 8. Set fewer warmup_steps, such as 1, or train for more epochs"
+            ),
+        ),
         (
             recipe(4, warmup_steps=8),
             0,
             (
                 "optimizer.warmup_steps: 8, but the run has 4 steps: the learning rate rises to 0.005 only, not to "
-                "optimizer.lr 0.01. Set fewer warmup_steps, or train for more epochs"
+                "optimizer.lr 0.01. Set fewer warmup_steps, such as 0, or train for more epochs"
             ),
         ),
         (recipe(40), 60, "60 steps are applied already, and max_steps or epochs ask for 40: nothing is left to train"),
