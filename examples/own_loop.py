@@ -27,7 +27,10 @@ def main(folder: str, world_size: int, max_steps: int, kept: Path) -> None:
         if kept.exists():
             loader.load_state_dict(json.loads(kept.read_text()))  # refused if it is of another order or dataset
         for step in itertools.islice(loader, max_steps):
-            print(*(id_ for batch in step for id_ in batch.ids))  # batch.tensors["price"] is what you train on
+            for batch in step:
+                if batch.tensors is None:  # at an epoch's end some lanes have no sample left
+                    continue
+                print(*batch.ids)  # batch.tensors["price"] is what you train on
         state = loader.state_dict()  # the same on every rank: epoch, offset, and the fingerprint of the order
     kept.write_text(json.dumps(state))
 

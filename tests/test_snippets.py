@@ -109,7 +109,9 @@ def test_the_task_of_the_tutorial_trains(tmp_path: Path, prices: Path) -> None:
 def test_the_loop_of_the_data_page_reads_its_lanes(prices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together, all ranks read every sample of the first sixty steps once, and have the same cursor."""
     monkeypatch.chdir(prices.parent.parent)
-    code = the_snippet("docs/data.md", "et.LaneLoader(").replace("    ...\n", "    read.extend(step)\n")
+    code = the_snippet("docs/data.md", "et.LaneLoader(").replace(
+        "            ...\n", "            read.append(batch)\n"
+    )
     seen, kept = Counter[int](), []
     for rank in range(3):
         read: list[et.LaneBatch] = []
