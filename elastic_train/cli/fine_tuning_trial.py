@@ -1,10 +1,12 @@
 """The script that `elastic-train init sft` writes for a trial: it makes a tiny model, and chats on Python."""
 
-TRIAL = r'''"""Make a model to fine-tune, base/, tiny and with random weights, and chats to train on, chats.jsonl."""
+TRIAL = r'''"""Make base/, a tiny model with random weights to fine-tune, and chats.jsonl, unless it is there."""
 
 import importlib
 import inspect
 import json
+import sys
+from pathlib import Path
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -17,6 +19,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+if Path("base").exists():
+    sys.exit("base exists already: remove it, or do without this script")
 chats = []
 for module in MODULES:
     for name, value in inspect.getmembers(importlib.import_module(module)):
@@ -32,8 +36,10 @@ for module in MODULES:
         ]
         chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
 
-with open("chats.jsonl", "w") as file:
-    file.writelines(json.dumps(chat) + "\n" for chat in chats)
+own = Path("chats.jsonl").exists()
+if not own:
+    with open("chats.jsonl", "w") as file:
+        file.writelines(json.dumps(chat) + "\n" for chat in chats)
 
 bpe = Tokenizer(models.BPE())
 bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -68,5 +74,5 @@ config = transformers.LlamaConfig(
 transformers.set_seed(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.LlamaForCausalLM(config).save_pretrained("base")
-print(f"base: a Llama of two layers; chats.jsonl: {len(chats)} chats")
+print(f"base: a Llama of two layers; chats.jsonl: {'exists already, and stays' if own else f'{len(chats)} chats'}")
 '''

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,9 +27,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from elastic_train.config.sources import load
+from elastic_train.errors import ConfigError
 from elastic_train.launch.options import Flags
 from elastic_train.system.wording import done
 
+CONFIG = "config.yaml"
+"""The configuration that `elastic-train init` writes; the commands that it needs are in its head."""
 Json = Annotated[bool, Parameter(name="--json", negative="")]
 Flag = Annotated[bool, Parameter(negative="")]
 NO_EMPTY = Parameter(negative_iterable="")
@@ -94,6 +100,29 @@ def print_text(text: str) -> int:
 def print_done(made: str, then: str) -> int:
     """Print a command's last line: what it made, and what to do next."""
     return print_text(done(made, then))
+
+
+def print_made(out: str, otherwise: str) -> int:
+    """Print the last line of a command that made a dataset at `out`.
+
+    The next command is the one that the configuration in the working folder needs, else `otherwise`.
+    """
+    return print_done(out, _next_for_config(Path(out).absolute()) or otherwise)
+
+
+def _next_for_config(out: Path) -> str | None:
+    """Return the command after the one that makes `out` in the head of CONFIG, or that trains on `out`."""
+    try:
+        lines, trained_on = Path(CONFIG).read_text().splitlines(), load(Path(CONFIG), environ={}).data.sources
+        head = [shlex.split(line[1:], comments=True) for line in lines if line.startswith("#   ")]
+    except (OSError, ValueError, ConfigError):
+        return None
+    for words, following in itertools.pairwise(head):
+        made = words[4:5] if words[:3] == ["elastic-train", "data", "import"] else words[3:4]
+        if words[:2] == ["elastic-train", "data"] and made and Path(made[0]).absolute() == out:
+            return shlex.join(following)
+    is_read = any(Path(source).absolute() in (out, out / "train") for source in trained_on)
+    return f"elastic-train train {CONFIG}" if is_read else None
 
 
 def print_json(value: object) -> int:

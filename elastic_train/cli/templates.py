@@ -15,13 +15,14 @@ from pathlib import Path
 import fsspec
 
 from elastic_train.cli.fine_tuning_trial import TRIAL
+from elastic_train.cli.output import CONFIG
 from elastic_train.config.yaml12 import write_flow
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.rows.vocabulary import check_lists
 
-CONFIG, TASK = "config.yaml", "task.py"
+TASK = "task.py"
 ROW_LENGTH = 1024
 """Most tokens of a packed row in a new configuration that fine-tunes a model of the user's."""
 
@@ -32,6 +33,7 @@ class Starter:
 
     `data` holds the commands that make a small dataset at `data/` from the files of `trial`; `own_data` those for the
     user's own file and model, where MODEL stands for the model's folder and LENGTH for the tokens of a row.
+    `trial_keys` are for the training on the small dataset alone.
 
     Without `task`, `path` names a task of the package.
     """
@@ -51,6 +53,7 @@ class Starter:
     best: str = "max macro_f1"
     own_data: tuple[str, ...] = ()
     trial: Mapping[str, str] = field(default_factory=dict)
+    trial_keys: str = ""
 
     def files(self, data: str | None, model: str | None) -> Mapping[str, str]:
         """Return the files by name, for the small dataset or for one of the user's, a folder or URL."""
@@ -60,6 +63,7 @@ class Starter:
             train=write_flow(f"{folder}/train"),
             validation=write_flow(f"{folder}/validation" if has_validation else None),
             make="".join(f"#   {command}\n" for command in self.making(data, model)),
+            keys=self.keys(data, model),
             path=self.path,
             params=_filled(self.params if is_trial else self.own_params, model, write_flow(model)),
             more_data=self.more_data,
@@ -68,6 +72,10 @@ class Starter:
             best=self.best,
         )
         return {CONFIG: config, **({TASK: self.task} if self.task else {}), **(self.trial if is_trial else {})}
+
+    def keys(self, data: str | None, model: str | None) -> str:
+        """Return the keys after the configuration in the line that trains."""
+        return self.trial_keys if data is None and model is None else ""
 
     def making(self, data: str | None, model: str | None) -> Sequence[str]:
         """Return the commands that make the dataset; none if there is one."""
@@ -102,7 +110,7 @@ def write_starter(kind: str, folder: Path, data: str | None, model: str | None =
     return [
         f"cd {shlex.quote(str(folder))}",
         *starter.making(data, model),
-        f"elastic-train train {CONFIG}",
+        f"elastic-train train {CONFIG}{starter.keys(data, model)}",
     ]
 
 
@@ -143,8 +151,8 @@ def _has_manifest(url: str) -> bool:
 
 _CONFIG = """\
 # What is trained, on what, and how. All keys with their defaults: elastic-train keys
-{make}#   elastic-train train config.yaml        # one process; the same line resumes
-#   elastic-train launch config.yaml --ranks 2        # two, with the same bits; kill one and see
+{make}#   elastic-train train config.yaml{keys}        # one process; the same line resumes
+#   elastic-train launch config.yaml{keys} --ranks 2        # two, with the same bits; kill one and see
 run:
   dir: runs/first        # everything that a run writes
   seed: 1        # of the order, the initial weights, dropout and augmentation
@@ -184,7 +192,7 @@ _IMAGES = Starter(
 """,
     more_data="",
     rest="""\
-optimizer: {lr: 0.01, weight_decay: 0.05, warmup_steps: 10}
+optimizer: {lr: 3.0e-3, weight_decay: 0.05, warmup_steps: 10}
 validation: {every: 50 steps}
 epochs: 3
 """,
@@ -310,6 +318,7 @@ _SFT = Starter(
         "elastic-train data pack data chats --length LENGTH",
     ),
     trial={"trial.py": TRIAL},
+    trial_keys=" --optimizer.lr 5.0e-3",  # for weights that are random
     path="elastic_train.tasks.causal_lm:CausalLM        # or task:Mine, a class in task.py that derives from it",
     params="""\
     max_tokens: 256        # of a row: as many as `elastic-train data pack --length` gave it
@@ -327,7 +336,7 @@ _SFT = Starter(
   micro_batch: 2        # rows of a lane: at most global_batch / micro_batch ranks can train
 """,
     rest="""\
-optimizer: {lr: 5.0e-3, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 2.0e-4 for a trained model
+optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # for random weights 5.0e-3
 validation: {every: 50 steps}
 epochs: 5
 """,

@@ -158,6 +158,21 @@ def test_a_fine_tuning_names_the_users_model(tmp_path: Path, capsys: pytest.Capt
     assert (done.code, "--model is for init sft; init lm trains a model of its own" in done.output) == (2, True)
 
 
+def test_the_trial_of_a_fine_tuning_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Chats of the user's, which it had overwritten, and a model; the rate of random weights is not the template's."""
+    pytest.importorskip("transformers")
+    lines = call(capsys, "sft", tmp_path).output.splitlines()
+    assert lines[-1] == "elastic-train train config.yaml --optimizer.lr 5.0e-3"
+    assert load_config(tmp_path / "config.yaml").optimizer.lr == 2e-4
+    (tmp_path / "chats.jsonl").write_text("mine\n")
+    trial = (tmp_path / "trial.py").read_text()
+    done = run_source(trial, cwd=tmp_path)
+    assert (done.returncode, "chats.jsonl: exists already, and stays" in done.stdout) == (0, True), done.stderr
+    assert (tmp_path / "chats.jsonl").read_text() == "mine\n"
+    again = run_source(trial, cwd=tmp_path)
+    assert (again.returncode, "base exists already: remove it" in again.stderr) == (1, True)
+
+
 @pytest.mark.parametrize("kind", ["text", "lm", "images", "sft"])
 def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert call(capsys, kind, tmp_path / "made").code == 0
