@@ -21,7 +21,7 @@ from rich.text import Text
 
 from elastic_train.cli.imports import Split, report_written
 from elastic_train.cli.imports import app as imports
-from elastic_train.cli.output import Flag, Json, print_done, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_made, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import checksums, describe, row_lengths, verify
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
@@ -225,7 +225,7 @@ def _report_packed(out: Path, packed: Packed, *, is_json: bool) -> int:
             f"{report.padding_share:.2%} of the room wasted, digest {report.digest[:12]}"
         )
     kind = "lm FOLDER" if packed.reports[0].targets is None else "sft FOLDER --model MODEL_FOLDER"
-    return print_done(str(out), f"elastic-train init {kind} --data {shlex.quote(str(out))}")
+    return print_made(str(out), f"elastic-train init {kind} --data {shlex.quote(str(out))}")
 
 
 def _targets_of(report: PartReport) -> str:
@@ -234,7 +234,7 @@ def _targets_of(report: PartReport) -> str:
 
 def _report_synthetic(out: str, manifest: Manifest) -> int:
     report_written(manifest)
-    return print_done(out, f"elastic-train data describe {shlex.quote(out)}")
+    return print_made(out, f"elastic-train data describe {shlex.quote(out)}")
 
 
 def _refuse_existing(url: str, *, replace: bool) -> None:

@@ -14,8 +14,8 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from elastic_train.cli.output import Flag, print_done, print_text
-from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats
+from elastic_train.cli.output import Flag, print_made, print_text
+from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats, refuse_chats
 from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
@@ -210,6 +210,7 @@ def import_text(
     FILES are .jsonl or .csv with a text and a label in each row, or .txt named after the label.
     """
     options = (chosen or Chosen()).options()
+    refuse_chats(files, text_key)
     parts = {TRAIN: files, **({VALIDATION: validation} if validation else {})}
     imported = corpora.import_text(out, parts, options, text_key=text_key, label_key=label_key, track=shown)
     return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
@@ -313,7 +314,7 @@ def _import_chats(
             then = f"data.train: {out}/train, and task.path: elastic_train.tasks.preferences:Preferences"
         else:
             then = f"elastic-train data pack {packed} {source} --length {made.row_length}"
-        print_done(str(out), then)
+        print_made(str(out), then)
     return 0
 
 
@@ -330,7 +331,10 @@ def _report_new(out: Path, made: Written, noun: str = "image") -> int:
             if found.tokenizer is None
             else "--messages-key, or --prompt-key and --response-key"
         )
-        print_text(f"these rows look like chats: to train on them, add {add}")
+        print_text(
+            f"these rows look like chats, and {out} holds them as they are: to train on them, repeat this with "
+            f"--replace {add}"
+        )
     return 0
 
 
@@ -341,18 +345,19 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
     for manifest in manifests:
         report_written(manifest)
     if ends:
-        print_done(str(out), _next_for([*manifests[0].columns], shlex.quote(str(out))))
+        print_made(str(out), _next_for(manifests[0], shlex.quote(str(out))))
     return 0
 
 
-def _next_for(columns: Sequence[str], out: str) -> str:
-    """Return the next command for a dataset with these columns."""
-    kind = (
-        "images" if "image" in columns else "" if "input_ids" not in columns else "text" if "label" in columns else "lm"
-    )
-    if kind:
-        return f"elastic-train init {kind} FOLDER --data {out}"
-    return f"elastic-train data describe {out}, and a task that takes {', '.join(columns)}"
+def _next_for(train: Manifest, out: str) -> str:
+    """Return the next command for a dataset; rows without labels may be there to predict them."""
+    columns, is_labelled = [*train.columns], train.label_column is not None
+    if "image" in columns or "input_ids" in columns:
+        kind = "images" if "image" in columns else "text" if is_labelled else "lm"
+        then = f"elastic-train init {kind} FOLDER --data {out}"
+    else:
+        then = f"elastic-train data describe {out}, and a task that takes {', '.join(columns)}"
+    return then if is_labelled else f"{then}; or elastic-train predict RUN --data {out}/train --out FILE"
 
 
 def report_written(manifest: Manifest) -> int:

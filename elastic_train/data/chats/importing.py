@@ -41,7 +41,7 @@ from elastic_train.data.tables.importing import (
     write_table,
 )
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.system.extras import version_of
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import counted
@@ -110,6 +110,20 @@ def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> A
         f"{paths[0]}: row 1 has the columns {', '.join(names)}: no '{text_key}' to tokenise (--text-key), and no chat, "
         f"which is {KNOWN}; {REMEDY}"
     )
+
+
+def refuse_chats(paths: Sequence[Path], text_key: str) -> None:
+    """Raise ConfigError if the first row of a file of texts is a chat and has no text."""
+    try:
+        names = [] if paths[0].suffix == ".txt" else _first_columns(paths)
+    except (ElasticTrainError, OSError):
+        return  # who reads the texts says it
+    if text_key not in names and layout_of(names):
+        raise ConfigError(
+            f"{paths[0]}: row 1 has no '{text_key}' and looks like a chat, by its columns {', '.join(names)}: import "
+            "chats with `elastic-train data import rows OUT FILES --tokenizer MODEL_FOLDER`, or name a column of texts "
+            "with --text-key"
+        )
 
 
 def _first_columns(paths: Sequence[Path]) -> list[str]:

@@ -141,6 +141,42 @@ def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
     )
 
 
+def test_the_next_command_is_that_of_the_configuration_in_this_folder(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that `init` wrote, the line that follows in its head; elsewhere, training where it reads the data."""
+    pytest.importorskip("transformers")
+    model = save_tokenizer(tmp_path / "model", CHATML)
+    with pytest.raises(SystemExit):
+        main(["init", "sft", str(tmp_path / "made")])
+    monkeypatch.chdir(tmp_path / "made")
+    rows = [{"prompt": f"So, {number}?", "response": f"{number}"} for number in range(60)]
+    Path("chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    made = call("import", "rows", "chats", "chats.jsonl", "--tokenizer", model)
+    assert "\nDone: chats, next: elastic-train data pack data chats --length 256\n" in made.output
+    packed = call("pack", "data", "chats", "--length", 256)
+    assert "\nDone: data, next: elastic-train train config.yaml --optimizer.lr 5.0e-3\n" in packed.output
+    Path("config.yaml").write_text("#   don't\ndata: {train: other/train}\n")
+    assert (
+        "next: elastic-train data pack own-packed own"
+        in call("import", "rows", "own", "chats.jsonl", "--tokenizer", model).output
+    )
+    Path("config.yaml").write_text("data: {train: other/train}\n")
+    written = call("synth", "other/train", "--rows", 50)
+    assert "\nDone: other/train, next: elastic-train train config.yaml\n" in written.output
+
+
+def test_rows_without_labels_may_be_there_to_be_predicted(tmp_path: Path, call: Call) -> None:
+    """The next command is named for both; of labelled rows for training alone."""
+    path, rows = write_texts(tmp_path / "a.jsonl"), tmp_path / "rows"
+    assert "predict RUN" not in call("import", "text", tmp_path / "text", path, "--vocabulary", 512).output
+    (tmp_path / "b.jsonl").write_text('{"text": "a text"}\n' * 30)
+    tokenizer = tmp_path / "text" / "train" / "tokenizer.json"
+    made = call("import", "rows", rows, tmp_path / "b.jsonl", "--tokenizer", tokenizer, "--validation-share", 0)
+    predict = f"elastic-train predict RUN --data {rows}/train --out FILE"
+    assert f"next: elastic-train init lm FOLDER --data {rows}; or {predict}\n" in made.output
+
+
 def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) -> None:
     """By a tokenizer alone; without one, rows stay what they are, and the option is named."""
     pytest.importorskip("transformers")
@@ -162,9 +198,18 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
         assert f"data pack {out}-cut-packed {out}-cut --length 96\n" in cut.output, "as `init sft` writes it"
         digests.append(pq.read_table(out / "train" / "part-00000.parquet"))
     assert digests[0].equals(digests[1]) and digests[0].equals(digests[2])
+    raw = call("import", "rows", tmp_path / "b", tmp_path / "a.jsonl")
     assert (
-        "these rows look like chats: to train on them, add --tokenizer"
-        in call("import", "rows", tmp_path / "b", tmp_path / "a.jsonl").output
+        f"{tmp_path}/b holds them as they are: to train on them, repeat this with --replace --tokenizer" in raw.output
+    )
+    text = call("import", "text", tmp_path / "d", tmp_path / "a.csv")
+    assert (text.code, "looks like a chat, by its columns prompt, response: import chats with" in text.output) == (
+        2,
+        True,
+    )
+    assert (
+        "no value under 'label'"
+        in call("import", "text", tmp_path / "d", tmp_path / "a.csv", "--text-key", "prompt").output
     )
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)
     refused = call("import", "rows", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model)
