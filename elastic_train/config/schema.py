@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,11 +35,11 @@ from elastic_train.config.section import (
     Old,
     Section,
     Value,
-    absolute,
     checked_name,
     folder,
     keys_of,
 )
+from elastic_train.system.file_systems import STARTED_IN, absolute, working_folder
 from elastic_train.system.wording import counted, nearest
 
 Change = tuple[object, object]
@@ -146,6 +146,7 @@ class Config(Section):
     """
 
     _as_written: Config | None = PrivateAttr(default=None)
+    _started_in: str | None = PrivateAttr(default=None)
     run: RunConfig = Field(default_factory=RunConfig)
     task: TaskConfig = Field(default_factory=TaskConfig)
     data: DataConfig
@@ -265,10 +266,11 @@ class Config(Section):
             )
         return self
 
-    def anchored(self) -> Config:
+    def anchored(self, absolute: Callable[[str | None], str | None] = absolute) -> Config:
         """Return the configuration with absolute paths: code of a task may change the working folder at any time.
 
-        What is recorded and compared stays as it is written, so that a run can be moved (`as_written`).
+        What is recorded and compared stays as it is written, so that a run can be moved (`as_written`); a comment of
+        `to_yaml` says where relative paths are from. `absolute` finds the paths of a run that was started elsewhere.
         """
         data, params = self.data, dict(self.task.params)
         hf = params.get("hf")
@@ -294,7 +296,7 @@ class Config(Section):
         found = self.model_copy(
             update={name: getattr(self, name).model_copy(update=changed) for name, changed in parts.items()}
         )
-        found._as_written = self.as_written
+        found._as_written, found._started_in = self.as_written, working_folder()
         return found
 
     def compiling(self, is_on: bool) -> Config:
@@ -344,7 +346,7 @@ class Config(Section):
         for section, key in credentials.MAY_HAVE:
             if tree[section][key] is not None:
                 tree[section][key] = credentials.without_password(tree[section][key])
-        return yaml12.write(tree)
+        return ("" if self._started_in is None else f"{STARTED_IN}{self._started_in}\n") + yaml12.write(tree)
 
     def left_out(self) -> dict[str, str]:
         """Return by key what `to_yaml` leaves out: the addresses that have a password."""

@@ -11,7 +11,6 @@ import logging
 import os
 import types
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import (
@@ -230,16 +229,6 @@ def folder(value: str | None) -> str | None:
 def home(value: str | None) -> str | None:
     """Expand ~, which no shell expands in a file."""
     return None if value is None else os.path.expanduser(value)  # noqa: PTH111 - a Path would change the rest of it
-
-
-def absolute(place: str | None) -> str | None:
-    """Return a folder with its absolute path, also that of a file:// URL; another URL is one already."""
-    if place is None:
-        return None
-    scheme, separator, path = place.partition("://")
-    if separator:
-        return f"{scheme}://{Path(path).absolute()}" if scheme in ("file", "local") else place
-    return str(Path(place).expanduser().absolute())
 
 
 def checked_name(name: str | None, most: int, *, without: str = "", key: str = "") -> str | None:

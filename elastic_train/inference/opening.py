@@ -6,6 +6,8 @@ The commit is verified. Then only its weights are read, one after the other, wit
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
+from elastic_train.system.file_systems import absolute
 from elastic_train.system.wording import counted
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
@@ -111,14 +114,31 @@ def open_commit(
     """
     if "://" in run:
         raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
-    store, found = open_run(run), RunFolder(Path(run)).config()
-    data = {"validation": validation, **(_moved(run, found, train) if train else {})}
-    plan = make_plan(_alone(found, data, max_samples, run))
+    store = open_run(run)
+    plan = plan_of(run, train=train, validation=validation, max_samples=max_samples)
     record, why = find_trained(run, commit)
     if why is not None:
         log.warning("%s: %s", run, why)
     with open_weights(store, record, weights) as stored:
         yield Opened(run, plan, record, stored)
+
+
+def plan_of(
+    run: str, *, train: Sequence[str] = (), validation: str | None = None, max_samples: int | None = None
+) -> Plan:
+    """Return the plan of a run for a single process, from whatever folder; see `open_commit`."""
+    folder = RunFolder(Path(run))
+    found = folder.config()
+    data = {"validation": absolute(validation), **(_moved(run, found, train) if train else {})}
+    _import_from(folder.started_in())
+    return make_plan(_alone(found, data, max_samples, run).anchored(folder.from_here))
+
+
+def _import_from(folder: Path | None) -> None:
+    """Let a task be imported from the folder in which its run was started, before the working folder."""
+    if folder is not None and str(folder) not in sys.path:
+        here = os.getcwd()  # noqa: PTH109 - as it is in sys.path
+        sys.path.insert(sys.path.index(here) if here in sys.path else len(sys.path), str(folder))
 
 
 def open_trained(
@@ -146,15 +166,15 @@ def _moved(run: str, config: Mapping[str, Any], train: Sequence[str]) -> Mapping
         what = f"the {num} sources of its mixture, in their order" if sources else "one training set"
         raise ConfigError(f"{run}: was trained on {what}: give --train {counted(num, 'time')}, not {len(train)}")
     if not sources:
-        return {"train": train[0]}
-    return {"mixture": [{**source, "source": url} for source, url in zip(sources, train, strict=True)]}
+        return {"train": absolute(train[0])}
+    return {"mixture": [{**source, "source": absolute(url)} for source, url in zip(sources, train, strict=True)]}
 
 
 def _alone(config: Mapping[str, Any], data: Mapping[str, Any], max_samples: int | None, run: str) -> Config:
     """Return the configuration for a single process, with `data` replacing values of that section."""
     tree = {name: config[name] for name in _KEPT if name in config}
     tree["run"] = {name: value for name, value in config.get("run", {}).items() if name in _KEPT_OF_RUN}
-    tree |= {**_ALONE, "data": {**config["data"], **data}, "validation": {"max_samples": max_samples}}
+    tree |= {**_ALONE, "data": {**config.get("data", {}), **data}, "validation": {"max_samples": max_samples}}
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -16,6 +16,8 @@ _LOCAL = frozenset(
     {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs", "xfs", "zfs"}
 )
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+STARTED_IN = "# relative paths are from "
+"""Begins the comment in which a run's configuration names the folder that the run was started in."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -92,3 +94,22 @@ def _parsed(line: str) -> Mount:
     kind, _, more = after.split(" ", 2)
     plain = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
     return Mount(plain, kind, frozenset(f"{options},{more}".split(",")))
+
+
+def absolute(place: str | None) -> str | None:
+    """Return a folder with its absolute path, also that of a file:// URL; another URL is one already."""
+    if place is None:
+        return None
+    scheme, separator, path = place.partition("://")
+    if separator:
+        return f"{scheme}://{Path(path).absolute()}" if scheme in ("file", "local") else place
+    return str(Path(place).expanduser().absolute())
+
+
+def working_folder() -> str | None:
+    """Return the working folder; None if it is deleted, or its name does not fit on a line."""
+    try:
+        folder = str(Path.cwd())
+    except FileNotFoundError:
+        return None
+    return folder if folder.isprintable() else None

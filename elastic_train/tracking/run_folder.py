@@ -16,6 +16,7 @@ import yaml
 
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.file_systems import STARTED_IN, absolute
 from elastic_train.system.wording import did_you_mean, first_line, nearest
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
@@ -71,17 +72,28 @@ class RunFolder:
         data = self.config().get("data") if (self.path / CONFIG).is_file() else None
         fields = data if isinstance(data, dict) else {}
         sources = [each["source"] for each in fields.get("mixture") or () if isinstance(each, dict)]
-        return [self._from_here(str(url)) for url in (fields.get("train"), *sources) if url]
+        return [found for url in (fields.get("train"), *sources) if url and (found := self.from_here(str(url)))]
 
-    def _from_here(self, url: str) -> str:
-        """Return the path of a configured folder, which is relative to where the run was started.
+    def started_in(self) -> Path | None:
+        """Return the folder in which the run was started; None if its configuration does not say so."""
+        try:
+            with (self.path / CONFIG).open() as file:
+                line = file.readline()
+        except OSError:
+            return None
+        return Path(line.removeprefix(STARTED_IN).rstrip("\n")) if line.startswith(STARTED_IN) else None
 
-        That is taken to be the working folder, or the nearest parent of this folder, in which it exists.
+    def from_here(self, url: str | None) -> str | None:
+        """Return the absolute path of a configured folder, which is relative to where the run was started.
+
+        If it is not there, as the run was moved, or that is not known, it is that of the working folder, or of the
+        nearest parent of this folder, in which it exists.
         """
-        if "://" in url or Path(url).is_absolute() or Path(url).exists():
-            return url
-        parents = (parent / url for parent in self.path.absolute().parents)
-        return str(next((place for place in parents if place.exists()), url))
+        if url is None or "://" in url or Path(url).expanduser().is_absolute():
+            return absolute(url)
+        started = self.started_in()
+        places = [place / url for place in (started, Path.cwd(), *self.path.absolute().parents) if place is not None]
+        return str(next((place for place in places if place.exists()), places[0]))
 
     def result(self) -> Mapping[str, object] | None:
         """Return how the run ended (see docs/operations/run.md); None while it has not."""

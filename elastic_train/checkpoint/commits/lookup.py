@@ -31,7 +31,8 @@ def open_run(run: str, *, may_be_new: bool = False) -> Store:
     if not may_be_new and not any((folder / name).exists() for name in _OF_A_RUN):
         raise ConfigError(f"{run} is no run's folder: it has neither {CONFIG} nor {COMMITS}; name a run.dir, or a URL")
     has_commits = (folder / COMMITS).is_dir()
-    return open_store((not has_commits and RunFolder(folder).setting("checkpoint", "url")) or run)
+    found = RunFolder(folder)
+    return open_store((not has_commits and found.from_here(found.setting("checkpoint", "url"))) or run)
 
 
 NEWEST, BEST = "newest", "best"

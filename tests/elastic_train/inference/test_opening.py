@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,9 @@ from elastic_train.checkpoint.commits.lookup import find, open_run
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
-from elastic_train.inference.opening import open_trained
+from elastic_train.inference.opening import open_trained, plan_of
 from elastic_train.job import plan as job_plan
+from elastic_train.system.file_systems import STARTED_IN
 from elastic_train.tracking.destinations import event_files, weights_and_biases
 from tests.elastic_train.training.jobs import config, succeed
 from tests.memory_job import start
@@ -147,3 +149,18 @@ def test_nor_does_what_only_training_needs(
 def test_what_says_which_model_it_is_must_be_understood(changed: Changed) -> None:
     with pytest.raises(ConfigError, match="is of another version"):
         open_trained(changed({"batch": {"micro_batch": 7}}))
+
+
+def test_a_run_opens_from_another_folder_than_it_was_started_in(
+    run: Path, rows: Path, changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its relative paths, and modules of a task, are from there; those that an option names are from here."""
+    changed({"data": {"train": "train", "validation": None}})
+    path = run / "config.yaml"
+    path.write_text(f"{STARTED_IN}{rows}\n{path.read_text()}")
+    (tmp_path / "train").symlink_to(rows / "train")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert opens(str(run)) and sys.path[-2:] == [str(rows), str(tmp_path)]
+    assert plan_of(str(run)).manifest.url == str(rows / "train")
+    assert plan_of(str(run), train=["train"]).manifest.url == str(tmp_path / "train")

@@ -20,6 +20,7 @@ from elastic_train.runs.goodput import changes, goodput, time_spent
 from elastic_train.runs.page import render
 from elastic_train.runs.report import RunReport, report_on
 from elastic_train.runs.story import Story, read_story
+from elastic_train.system.file_systems import STARTED_IN
 from elastic_train.tracking.run_folder import RunFolder
 from tests.elastic_train.runs.folders import T0, begin, faulted
 
@@ -276,6 +277,10 @@ def test_the_data_of_a_run_is_found_from_anywhere(tmp_path: Path, monkeypatch: p
         monkeypatch.chdir(place)
         (found,) = RunFolder(run).training_sets()
         assert Path(found).resolve() == tmp_path / "project/data/train"
+    (elsewhere / "data/train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    (run / "config.yaml").write_text(f"{STARTED_IN}{elsewhere}\ndata: {{train: data/train}}\n")
+    assert RunFolder(run).training_sets() == [f"{elsewhere}/data/train"], "that is where it was started"
 
 
 def test_one_rank_has_no_other_to_be_compared_with_and_that_is_no_problem() -> None:
