@@ -25,7 +25,7 @@ from rendezvous.agent.worker_end import Worker, await_notes, how_it_ended
 from rendezvous.orphans import BoundFunction, bound_command
 from rendezvous.torchelastic.standby import LOOK_EVERY_S, Program, Standby
 
-FINAL_CODES = frozenset({2, 65, 71, 93})
+FINAL_CODES = {2: "wrong input", 65: "damaged data", 71: "unfit machine", 93: "no progress"}
 """Exit codes of errors that a replacement worker would hit as well: bad input, damage, a machine that computes wrongly,
 no progress.
 """

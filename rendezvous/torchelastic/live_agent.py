@@ -150,7 +150,9 @@ class LiveAgent(BoundAgent):
         return code not in FINAL_CODES and self._budget.take("signal" if code < 0 else "error", rank, now)
 
     def _fail(self, worker_group: WorkerGroup, rank: int, code: int) -> RunResult:
-        why = "no other would end otherwise" if code in FINAL_CODES else "no restart is left (--max-restarts)"
+        why = "no restart is left (--max-restarts)"
+        if code in FINAL_CODES:
+            why = f"a restart would not change that ({FINAL_CODES[code]})"
         _log.error("worker %d %s, and %s: this node leaves", rank, self._how_it_ended(rank, code), why)
         handler = self._context().subprocess_handlers[rank]
         if isinstance(handler, Worker):
