@@ -5,7 +5,6 @@ Arguments are checked before torch is imported, which takes seconds.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,17 +51,22 @@ def export(
     by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train:
     where the training set is, if it has moved (once for each source of a mixture).
     """
+    if target is None and "://" in run:
+        raise ConfigError(f"{run}: name a TARGET, a place on this machine")
+    from elastic_train.inference.given_places import check_new, find_dataset
+
+    check_new(target)
+    train = [find_dataset(run, each) for each in train or ()]
     from elastic_train.checkpoint.commits.export import export as export_file
     from elastic_train.checkpoint.commits.lookup import open_run
     from elastic_train.inference.exporting import export_folder
 
-    if target is None and "://" in run:
-        raise ConfigError(f"{run}: name a TARGET, a place on this machine")
     store, record = open_run(run), _chosen(run, commit)
-    place = target or Path(run) / _NAMES[to].format(step=record.step)
+    name = _NAMES[to].format(step=record.step) + ("-merged" if merge and to == "hf" else "")
+    place = target or Path(run) / name
     if to == "hf":
         num_bytes = export_folder(
-            run, place, commit=record.key, train=train or (), weights=weights, is_merged=merge, track=shown
+            run, place, commit=record.key, train=train, weights=weights, is_merged=merge, track=shown
         )
     else:
         export_file(store, record, place, to, weights, shown)
@@ -104,11 +108,14 @@ def generate(
     if tokens < 1 or not temperature >= 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     given = prompt if prompt is not None else _parse_ids(ids or "")
+    from elastic_train.inference.given_places import find_dataset
+
+    train = [find_dataset(run, each) for each in train or ()]
     from elastic_train.inference.generating import complete
     from elastic_train.inference.opening import open_trained
     from elastic_train.tasks.task import Sampling
 
-    trained = open_trained(run, commit, train=train or (), weights=weights)
+    trained = open_trained(run, commit, train=train, weights=weights)
     found, text = complete(trained, given, Sampling(tokens, temperature, top_k, seed), is_chat=chat)
     if json_:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
@@ -146,23 +153,29 @@ def predict(
     """Write RUN's predictions for --data to --out, a Parquet file.
 
     --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
-    its probability and those of all classes, and needs no labels; a language model gives the mean loss of a row, and
-    how many targets it has. --batch: rows at once (default: the run's micro-batch). --weights ema: the average of the
-    weights. --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run
-    or it has checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each
-    source of a mixture).
+    its probability and those of all classes (in the order of `classes`, the column's metadata), and needs no labels; a
+    language model gives the mean loss of a row, and how many targets it has. --batch: rows at once (default: the run's
+    micro-batch). --weights ema: the average of the weights. --commit: newest, best, a step, term-step or key; by
+    default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train: where
+    the training set is, if it has moved (once for each source of a mixture).
     """
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch must be at least 1, not {batch}")
+    from elastic_train.inference.given_places import check_parquet, find_dataset
+
+    check_parquet(out)
+    train = [find_dataset(run, each) for each in train or ()]
+    data = find_dataset(run, data, train)
     from elastic_train.inference.opening import open_trained
     from elastic_train.inference.predicting import predict_rows
 
-    trained = open_trained(run, _chosen(run, commit).key, train=train or (), weights=weights)
-    num_rows, columns = predict_rows(trained, data, out, batch, shown)
+    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
+    num_rows, columns, classes = predict_rows(trained, data, out, batch, shown)
     if json_:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "out": str(out)}
-        return print_json({**found, "rows": num_rows, "columns": columns})
-    made = f"{counted(num_rows, 'row')} of {data} by {trained.record.key} in {out} ({', '.join(columns)})"
+        return print_json({**found, "rows": num_rows, "columns": columns, **({"classes": classes} if classes else {})})
+    order = f": of {', '.join(classes)}" if 0 < len(classes) <= _MOST_SHOWN else ""
+    made = f"{counted(num_rows, 'row')} of {data} by {trained.record.key} in {out} ({', '.join(columns)}{order})"
     return print_done(made, f"pyarrow.parquet.read_table('{out}')")
 
 
@@ -185,11 +198,16 @@ def evaluate(
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
+    from elastic_train.inference.given_places import find_dataset
+
+    train = [find_dataset(run, each) for each in train or ()]
+    data = find_dataset(run, data, train)
     from elastic_train.inference.evaluating import evaluate_trained
     from elastic_train.inference.opening import open_trained
+    from elastic_train.training.result import export_command
 
     trained = open_trained(
-        run, _chosen(run, commit).key, train=train or (), validation=data, max_samples=max_samples, weights=weights
+        run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
     )
     metrics = dict(trained.plan.task.metrics())
     values = evaluate_trained(trained, metrics, shown)
@@ -206,7 +224,7 @@ def evaluate(
     print_text(f"{trained.record.key} over {counted(num_samples, 'sample')} of {data}\n{lines}")
     if 0 < len(names) <= _MOST_SHOWN:
         _print_classes(values, matrix, names)
-    return print_done(f"{trained.record.key} is evaluated", f"elastic-train export {shlex.quote(run)}")
+    return print_done(f"{trained.record.key} is evaluated", export_command(run, trained.plan.task))
 
 
 def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:

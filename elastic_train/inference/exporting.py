@@ -38,9 +38,9 @@ def export_folder(
     weight. For the other arguments see `open_commit`.
     """
     unfinished = draft_of(target)
+    if target.exists():
+        raise ConfigError(f"{target}: exists already; name another folder")
     with open_commit(run, commit, train=train, weights=weights) as opened:
-        if target.exists():
-            raise ConfigError(f"{target}: exists already; name another folder")
         try:
             unfinished.mkdir(parents=True)
             _export(opened, unfinished, most_bytes, track, is_merged=is_merged)

@@ -7,6 +7,7 @@ ids.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,13 +31,15 @@ from elastic_train.tasks.task import LaneLoss, Predicting, Task
 from elastic_train.training.evaluation import losses
 from elastic_train.training.open_session import make_repeatable
 
-ID = "id"
+ID, PROBABILITIES = "id", "probabilities"
 
 
 def predict_rows(
     trained: Trained, data: str, target: Path, batch: int | None = None, track: Track = silent
-) -> tuple[int, list[str]]:
-    """Write the id and the prediction of each row of a dataset; return the number of rows and the columns.
+) -> tuple[int, list[str], list[str]]:
+    """Write the id and the prediction of each row of a dataset; return the number of rows, the columns and the classes.
+
+    The classes, in the order of a column of probabilities, are also in that column's metadata.
 
     `batch` is the number of rows per forward pass, by default the run's micro-batch. Raises ConfigError or DataError if
     the dataset does not fit the task, or the task has no predictions per row.
@@ -44,7 +47,7 @@ def predict_rows(
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another file")
     feed, size = _feed_of(trained, data, batch)
-    num_rows = feed.manifests[-1].num_rows
+    num_rows, classes = feed.manifests[-1].num_rows, list[str]()
     steps, columns, num_written = feed.validation(range(1)), [ID], 0
     assert steps is not None, "it has a validation set"
     make_repeatable(trained.plan.config)
@@ -54,11 +57,22 @@ def predict_rows(
             trained, track(steps, f"predicting {data}", -(-num_rows // size), f"batches of {size} rows")
         ):
             if writer is None:
-                writer = stack.enter_context(pq.ParquetWriter(draft, rows.schema))
+                schema, classes = _schema_with_classes(rows, trained.plan.task)
+                writer = stack.enter_context(pq.ParquetWriter(draft, schema))
                 columns = rows.column_names
-            writer.write_table(rows)
+            writer.write_table(rows.cast(schema))
             num_written += len(rows)
-    return num_written, columns
+    return num_written, columns, classes
+
+
+def _schema_with_classes(rows: pa.Table, task: Task) -> tuple[pa.Schema, list[str]]:
+    """Return the schema with the names of classes at the column of their probabilities, and these; none without it."""
+    number = rows.schema.get_field_index(PROBABILITIES)
+    names = list(getattr(task.metrics().get("accuracy"), "names", ())) if number >= 0 else []
+    if not names:
+        return rows.schema, []
+    named = rows.schema.field(number).with_metadata({"classes": json.dumps(names)})
+    return rows.schema.set(number, named), names
 
 
 def _feed_of(trained: Trained, data: str, batch: int | None) -> tuple[Feed, int]:

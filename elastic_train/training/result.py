@@ -24,7 +24,7 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.wording import counted, done
-from elastic_train.tasks.task import Exporting, ExportingSome, Finishing
+from elastic_train.tasks.task import Exporting, ExportingSome, Finishing, Task
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
@@ -131,13 +131,16 @@ def last_line(session: Session, result: TrainResult) -> str:
     kind, loss = ("loss", session.loss) if validated is None else ("validation loss", validated)
     shown = "" if loss is None else f", {kind} {loss:.4f}"
     where = config.checkpoint_url + ("" if head is None else f" ({head.key})")
-    task = session.plan.task
+    made = f"{counted(result.step, 'step')}{early}{shown}, weights in {where}"
+    return done(made, export_command(config.run.dir, session.plan.task))
+
+
+def export_command(run: str, task: Task | None) -> str:
+    """Return the command that exports a run's model: for transformers if its prepared task can, and is known."""
     is_folder = isinstance(task, Exporting)
     if isinstance(task, ExportingSome):
         is_folder = task.why_not_exported() is None
-    to = "" if is_folder else " --to safetensors"
-    made = f"{counted(result.step, 'step')}{early}{shown}, weights in {where}"
-    return done(made, f"elastic-train export {shlex.quote(config.run.dir)}{to}")
+    return f"elastic-train export {shlex.quote(run)}{'' if is_folder else ' --to safetensors'}"
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:

@@ -20,7 +20,7 @@ from elastic_train.errors import CommitError, ConfigError, Preempted, StorageErr
 from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
 from elastic_train.tracking.history_files import newest_commit
 from elastic_train.tracking.run_folder import RunFolder
-from elastic_train.training.result import EARLY_STOPPING
+from elastic_train.training.result import EARLY_STOPPING, export_command
 
 CODES = {
     "done": 0,
@@ -54,9 +54,12 @@ def status(run: str, overrides: Sequence[str] = (), *, is_why: bool = False, is_
     With `is_why`, print why it stopped; the exit code then says what to do.
     """
     config = _config_of(run, overrides)
-    found = status_of(run) if config is None else status_of(config.run.dir, config)
+    place = run if config is None else config.run.dir
+    found = status_of(place, config)
     if is_why and found.stopped is None:
         raise ConfigError(f"{run}: commits do not say why a run stopped; give its folder (run.dir)")
+    if is_why and found.stopped is not None and found.state == "done":
+        found = replace(found, stopped=replace(found.stopped, advice=_export_of(place)))
     code = found.stopped.exit_code if is_why and found.stopped is not None else found.exit_code
     if is_json:
         print_json({**asdict(found), "exit_code": code})
@@ -83,7 +86,7 @@ def _store_of(run: str, *, may_be_new: bool) -> Store:
 
 def _cause_of(run: str, found: Status) -> Cause:
     if found.state == "done":
-        return Cause(found.why, "nothing", f"elastic-train export {run} writes its model", step=found.step)
+        return Cause(found.why, "nothing", f"{export_command(run, None)} writes its weights", step=found.step)
     cause = cause_of(run)
     if found.state != "unknown":
         cause = unless_members_live(cause, _store_of(run, may_be_new=True))
@@ -92,6 +95,16 @@ def _cause_of(run: str, found: Status) -> Cause:
     if found.state == "unknown" and cause.do == "start":
         return replace(cause, advice=f"{cause.advice}; from here {found.why}")
     return cause
+
+
+def _export_of(run: str) -> str:
+    """Return what exports a run's model, by its task; that of a task that cannot be used here is its weights."""
+    from elastic_train.inference.opening import plan_of
+
+    try:
+        return f"{export_command(run, plan_of(run).task)} writes its model"
+    except Exception:  # noqa: BLE001 - of the code of a task, which may need what is not here
+        return f"{export_command(run, None)} writes its weights"
 
 
 def _status_of(run: str, config: Config | None) -> Status:

@@ -148,20 +148,31 @@ def _content(url: str, path: str) -> bytes:
         with fsspec.open(path, "rb") as file:
             content: bytes = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        fs, root = fsspec.core.url_to_fs(url)
-        if fs.isfile(root):
-            raise DataError(
-                f"{url}: is a file, and a dataset is a folder: import the file with `elastic-train data import rows "
-                f"OUT {url}` and name OUT/train"
-            ) from error
-        if parts := [part for part in (TRAIN, VALIDATION) if fs.exists(f"{root}/{part}/{NAME}")]:
-            places = " or ".join(f"{url.rstrip('/')}/{part}" for part in parts)
-            raise DataError(f"{url}: no {NAME} there, but in its parts: name {places}") from error
-        raise DataError(
-            f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
-            "files of your own with elastic_train.build_manifest"
-        ) from error
+        raise DataError(why_absent(url)) from error
     return content
+
+
+def parts_of(url: str) -> list[str]:
+    """Return the datasets that are the parts of an import at a folder or fsspec URL."""
+    with reaching(url):
+        fs, root = fsspec.core.url_to_fs(url)
+        return [f"{url.rstrip('/')}/{part}" for part in (TRAIN, VALIDATION) if fs.exists(f"{root}/{part}/{NAME}")]
+
+
+def why_absent(url: str) -> str:
+    """Return why there is no dataset at a folder or fsspec URL, and what to do."""
+    fs, root = fsspec.core.url_to_fs(url)
+    if fs.isfile(root):
+        return (
+            f"{url}: is a file, and a dataset is a folder: import the file with `elastic-train data import rows "
+            f"OUT {url}` and name OUT/train"
+        )
+    if parts := parts_of(url):
+        return f"{url}: no {NAME} there, but in its parts: name {' or '.join(parts)}"
+    return (
+        f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
+        "files of your own with elastic_train.build_manifest"
+    )
 
 
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:

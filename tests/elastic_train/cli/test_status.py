@@ -133,7 +133,9 @@ def test_a_run_that_stopped_says_why_and_what_to_do(local_store: Store, capsys: 
 
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = said(capsys, finished(tmp_path / "own"), "--why")
-    assert (code, found["stopped"]["do"]) == (0, "nothing")  # type: ignore[index]
+    stopped = found["stopped"]
+    assert isinstance(stopped, dict) and (code, stopped["do"]) == (0, "nothing")
+    assert stopped["advice"] == f"elastic-train export {tmp_path}/own --to safetensors writes its weights"
 
 
 def test_a_store_that_does_not_answer_hides_the_state_of_a_run_and_not_its_cause(

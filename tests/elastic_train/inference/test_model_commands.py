@@ -141,6 +141,8 @@ def test_predict_gives_classes_without_labels(
     row = found["with"].to_pylist()[0]
     labels = load_manifest(str(texts / "train")).labels
     assert labels is not None and row["prediction"] == labels[int(np.argmax(row["probabilities"]))]
+    field = found["with"].schema.field("probabilities")
+    assert json.loads(field.metadata[b"classes"]) == list(labels), "their order"
     assert row["probability"] == max(row["probabilities"]) and sum(row["probabilities"]) == pytest.approx(1)
     scores = said(capsys, "evaluate", tmp_path / "run", "--data", texts / "train")
     metrics, confusion = scores["metrics"], np.array(scores["confusion"])
@@ -179,10 +181,11 @@ def test_export_gives_a_folder_that_transformers_loads_to_the_last_bit(
     assert ours["text"] == tokenizer.decode(ours["ids"])
     with pytest.raises(ConfigError, match="hf-40: exists already"):
         call("export", run)
+    assert said(capsys, "export", run, "--merge")["target"] == str(run / "hf-40-merged")
     call("export", run, tmp_path / "weights", "--to", "safetensors")
     out, err = capsys.readouterr()
     assert out.startswith("Done: ") and "writing weights: 0 of " in err and err.endswith(" tensors, 100%\n")
-    assert sorted(path.name for path in run.glob("*hf*")) == ["hf-40"]
+    assert sorted(path.name for path in run.glob("*hf*")) == ["hf-40", "hf-40-merged"]
 
 
 def test_generate_draws_by_its_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
