@@ -75,13 +75,14 @@ class RunFolder:
         return [found for url in (fields.get("train"), *sources) if url and (found := self.from_here(str(url)))]
 
     def started_in(self) -> Path | None:
-        """Return the folder in which the run was started; None if its configuration does not say so."""
+        """Return the folder in which the run was started; None if that is not known, or not there."""
         try:
             with (self.path / CONFIG).open() as file:
                 line = file.readline()
         except OSError:
             return None
-        return Path(line.removeprefix(STARTED_IN).rstrip("\n")) if line.startswith(STARTED_IN) else None
+        folder = Path(line.removeprefix(STARTED_IN).rstrip("\n"))
+        return folder if line.startswith(STARTED_IN) and folder.is_dir() else None
 
     def from_here(self, url: str | None) -> str | None:
         """Return the absolute path of a configured folder, which is relative to where the run was started.

@@ -208,6 +208,20 @@ def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [(2, "a restart would not change that (wrong input)"), (1, "no restart is left (--max-restarts)")],
+)
+def test_an_agent_says_why_it_leaves(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, why: str
+) -> None:
+    ended = RunResult(WorkerState.FAILED)
+    monkeypatch.setattr(BoundAgent, "_monitor_workers", lambda agent, group: ended)
+    assert LiveAgent._fail(workers.agent, workers.group, 0, code) is ended
+    assert caplog.messages == [f"worker 0 ended with code {code}, and {why}: this node leaves"]
+
+
+@pytest.mark.slow
 def test_the_first_worker_of_a_place_may_die_young(workers: Workers) -> None:
     """It counts as the first of a series: the next one in its place that dies young is not replaced at once."""
     workers.die(0, 1, SHORT_LIFE_S / 2)
