@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_train.checkpoint.commits import listing, pins_and_holds
-from elastic_train.checkpoint.commits.lookup import find, name_to_key, open_run
+from elastic_train.checkpoint.commits.lookup import best_metric, find, name_to_key, open_run
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import (
     records,
@@ -45,17 +45,19 @@ STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
 
 @app.command
 def ls(
-    run: str, commit: str | None = None, *, best: str = "min loss", verify: Flag = False, json_: Json = False
+    run: str, commit: str | None = None, *, best: str | None = None, verify: Flag = False, json_: Json = False
 ) -> int:
     """List the commits of RUN, newest first, or show one COMMIT.
 
     The head, the best, pinned and held commits are marked. --best 'max macro_f1' is the metric to show and to choose
-    the best by. Records and file sizes are checked; --verify also reads all files, and the exit code is 65 if no commit
-    is whole, or the one that is named is not. `newest` names the COMMIT that training would resume from.
+    the best by, by default the run's own, or 'min loss'. Records and file sizes are checked; --verify also reads all
+    files, and the exit code is 65 if no commit is whole, or the one that is named is not. `newest` names the COMMIT
+    that training would resume from.
     """
     if commit is not None:
         return _show(open_run(run), commit, verifies=verify, is_json=json_)
-    store, metric = open_run(run), Best.parse(best)
+    store = open_run(run)
+    metric = Best.parse(best or best_metric(run, store))
     found = listing.survey_store(store, metric, is_thorough=verify)
     rows = [row.fields(metric.metric, time.time()) for row in found.rows]
     code = CommitError.exit_code if verify and rows and not any(row["is_valid"] for row in rows) else 0

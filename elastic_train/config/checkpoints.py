@@ -81,7 +81,7 @@ class CheckpointConfig(Section):
     """Also keep the first commit of each period: '10000 steps', '6 h' (s, min, h, day), or both: '10000 steps, 1
     day'."""
     keep_best: str | None = None
-    """Also keep the commit with the best validation metric: 'min loss', 'max macro_f1'."""
+    """Also commit and keep the state with the best validation: 'min loss', 'max macro_f1'."""
 
     OLD: ClassVar[Mapping[str, Old]] = {
         "every_steps": Old(int | Literal["auto"] | None, 50, "is now every: 'N steps'", _every),

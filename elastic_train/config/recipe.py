@@ -133,6 +133,17 @@ class EarlyStoppingConfig(Section):
         return checked_best(text)
 
 
+NEVER = 1 << 62
+"""A patience that no job exhausts."""
+
+
+def judged_by(stopping: EarlyStoppingConfig | None, keep_best: str | None) -> EarlyStoppingConfig | None:
+    """Return how a job finds its best validation: by early stopping, or without an end by `checkpoint.keep_best`."""
+    if stopping is None and keep_best is not None:
+        return EarlyStoppingConfig(metric=keep_best, patience=NEVER)
+    return stopping
+
+
 _EVERY_FORMS = Forms(("steps", "epochs"), "write '100 steps', '2 epochs', or null (only at the end)")
 
 

@@ -194,7 +194,7 @@ class Session:
 
     @property
     def is_best(self) -> bool:
-        """True if the validation of the current step was the best so far; only known with early stopping."""
+        """True if the validation of the current step was the best so far; only known if the job compares them."""
         improvement = self.state.reached.improvement
         return improvement is not None and self.state.step == improvement.best_step > 0
 
@@ -203,14 +203,14 @@ class Session:
         return every is not None and self.state.step % every == 0
 
     def is_validation_missed(self) -> bool:
-        """Return True if a fault left a rank without a validation of this step, and early stopping depends on it.
+        """Return True if a fault left a rank without a validation of this step that is compared with others.
 
         Equal on every rank.
         """
-        stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
-        if stopping is None or self.state.step == 0 or not self.is_validation_due():
+        judged, reached = self.plan.judged_by, self.state.reached
+        if judged is None or self.state.step == 0 or not self.is_validation_due():
             return False
-        known = improvement_for(stopping, reached.improvement)
+        known = improvement_for(judged, reached.improvement)
         has_it = known is not None and known.validated_at == self.state.step
         return not bool(self.world.group.all_gather(torch.tensor(int(has_it))).all())
 
@@ -424,16 +424,16 @@ class Session:
 
     def _note(self, values: Mapping[str, float | None]) -> None:
         """Store a validation's values, and announce it if early stopping ends training."""
-        stopping, reached = self.plan.config.validation.early_stopping, self.state.reached
-        improvement = improvement_for(stopping, reached.improvement)
-        if stopping is not None and improvement is not None:
-            metric, _ = parse_best(stopping.metric)
-            improvement = improvement.after(self.state.step, values.get(metric), stopping.min_delta)
+        judged, reached = self.plan.judged_by, self.state.reached
+        improvement = improvement_for(judged, reached.improvement)
+        if judged is not None and improvement is not None:
+            metric, _ = parse_best(judged.metric)
+            improvement = improvement.after(self.state.step, values.get(metric), judged.min_delta)
         self.state.reached = replace(reached, validation=values, improvement=improvement)
-        if stopping is not None and improvement is not None and self.is_exhausted:
+        if judged is not None and improvement is not None and self.is_exhausted:
             self.world.announce(
                 f"early stopping after step {self.state.step}: {improvement.num_since} validations in a row were not "
-                f"better ({stopping.metric}) than that of step {improvement.best_step}, {improvement.best}"
+                f"better ({judged.metric}) than that of step {improvement.best_step}, {improvement.best}"
             )
 
     def pause(self) -> None:

@@ -1,5 +1,5 @@
 """Track validation results: the best value, and the number of validations since. Stored in commits, as early stopping
-depends on it."""
+and the best commit depend on it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Improvement:
 
 
 def improvement_for(config: EarlyStoppingConfig | None, known: Improvement | None) -> Improvement | None:
-    """Return the early stopping state: the known one if its metric matches, else a new one; None without early
-    stopping."""
+    """Return the comparison of validations: the known one if its metric matches, else a new one; None if none are
+    compared."""
     if config is None:
         return None
     return known if known is not None and known.metric == config.metric else Improvement(config.metric)

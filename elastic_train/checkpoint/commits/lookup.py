@@ -63,7 +63,8 @@ def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
         return find(store, name), None
     head, (stopping, metric) = find(store, None), _best_by(run, store)
     reached = head.improvement
-    if reached is not None and reached.best_step and (name == BEST or is_exhausted(stopping, reached)):
+    is_kept = reached is not None and reached.metric == metric
+    if reached is not None and reached.best_step and (name == BEST or is_kept or is_exhausted(stopping, reached)):
         return _best_step(store, head, reached)
     if name is None and metric is None:
         return head, None
@@ -80,8 +81,14 @@ def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
     return best, f"{why}, and is used; --commit {NEWEST} takes step {head.step}"
 
 
+def best_metric(run: str, store: Store) -> str:
+    """Return the metric by which a run's best commit is chosen: its own, or the default one."""
+    stopping, metric = _best_by(run, store)
+    return metric or (DEFAULT_METRIC if stopping is None else stopping.metric)
+
+
 def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[CommitRecord, str | None]:
-    """Return the commit of the best validation by early stopping, and a sentence if that needs explaining."""
+    """Return the commit of the best validation, and a sentence if that needs explaining."""
     if reached.best_step >= head.step:
         return head, None
     why = f"the best validation of this run, whose last step is {head.step}, ({reached.metric}: {reached.best}) was"

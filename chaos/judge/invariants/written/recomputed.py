@@ -46,10 +46,13 @@ def check_improvement(run: Evidence, whose: str, fields: Line) -> bool:
     """Recompute `improvement` from logged validations and compare it; return False if they do not suffice."""
     validation = part(run.config, "validation") if "validation" in run.config else {}
     stopping, said = validation.get("early_stopping"), fields.get("improvement")
-    if not isinstance(stopping, dict):
-        if said is not None:
-            raise Violated(f"{whose} says improvement {said}, and the job has no early stopping")
+    if not isinstance(stopping, dict) and said is None:
         return False
+    if not isinstance(stopping, dict):
+        metric = part(run.config, "checkpoint").get("keep_best") if "checkpoint" in run.config else None
+        if metric is None:
+            raise Violated(f"{whose} says improvement {said}, and the job compares no validations")
+        stopping = {"metric": metric}
     step, every = whole(fields, "step"), validated_every(run)
     own = said if isinstance(said, dict) else {"metric": stopping["metric"], "validated_at": 0}
     at = whole(own, "validated_at")

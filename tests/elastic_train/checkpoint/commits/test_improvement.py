@@ -14,7 +14,7 @@ from elastic_train.checkpoint import CommitWriter
 from elastic_train.checkpoint.commits.improvement import Improvement, improvement_for, is_exhausted
 from elastic_train.checkpoint.commits.lookup import find_trained
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.config.recipe import EarlyStoppingConfig
+from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.lineage import COMMITS
 from elastic_train.errors import ConfigError
 from elastic_train.world.fencing import StoreFence
@@ -61,6 +61,23 @@ def test_another_metric_or_none_begins_again() -> None:
     assert improvement_for(other, known) == Improvement("max f1") and not is_exhausted(other, known)
     assert improvement_for(None, known) is None and not is_exhausted(None, known)
     assert improvement_for(config, None) == Improvement("min loss")
+
+
+def test_a_run_that_keeps_its_best_state_is_known_by_it(tmp_path: Path) -> None:
+    """Not by the commit that had the best value of any validation before it: that value is of other weights."""
+    store = LocalStore(tmp_path)
+    fence = StoreFence(store)
+    writer, known = CommitWriter(store, fence, fence.claim(), None), Improvement("min loss")
+    for step, loss, last in ((40, 0.3, 0.3), (50, None, 0.2), (60, 0.4, 0.4)):
+        known = known if loss is None else known.after(step, loss, 0.0)
+        writer.save(small_state(step), replace(facts(step), improvement=known, metrics={"loss": last}))
+    store.create("configs/00000001.yaml", b"checkpoint: {keep_best: min loss}\n")
+    record, why = find_trained(str(tmp_path), None)
+    assert record.step == 40 and why is not None and "0.3" in why
+    judged = judged_by(None, "min loss")
+    assert judged is not None and not is_exhausted(judged, replace(known, num_since=10**9))
+    own = EarlyStoppingConfig(patience=2)
+    assert judged_by(own, "max f1") is own and judged_by(None, None) is None
 
 
 @pytest.mark.parametrize("patience", [2, 3])

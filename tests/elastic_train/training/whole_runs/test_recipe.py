@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.invariants.written.recomputed import check_improvement
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.export import export
 from elastic_train.checkpoint.commits.lookup import find
@@ -53,6 +55,22 @@ def test_training_ends_when_validations_do_not_improve_and_says_so(stopped: Path
     assert steps_of_commits(stopped) == [BEST, END]
     succeed(start([str(stopped / "config.yaml")]))
     assert result(stopped)["weights_sha256"] == ended["weights_sha256"] and len(history(stopped, "step")) == END
+
+
+def test_keep_best_commits_the_best_state_at_its_step(tmp_path: Path, rows: Path) -> None:
+    """Validations and periodic commits are at other steps; nothing ends early, and the judge recomputes the best."""
+    keys = {
+        "optimizer": {**RECIPE["optimizer"], "ema_decay": None},  # type: ignore[dict-item]
+        "validation": {"every": "3 steps"},
+        "checkpoint": {"every": "7 steps", "keep_last": 1, "keep_best": "max loss"},
+        "max_steps": END + 2,
+    }
+    succeed(start([config(tmp_path, rows, {**CLASSIFIER, **keys})]))
+    assert (result(tmp_path)["ended_by"], steps_of_commits(tmp_path)) == ("last step", [BEST, END + 2])
+    trained = open_trained(str(tmp_path / "run"), validation=str(rows / "validation"))
+    assert evaluate_trained(trained)["loss"] == result(tmp_path)["improvement"]["best"]  # type: ignore[index,call-overload]
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert check_improvement(collect(tmp_path / "run"), "result.json", record)
 
 
 def test_a_fault_in_a_validation_and_another_world_change_nothing(tmp_path: Path, rows: Path, stopped: Path) -> None:
