@@ -52,6 +52,10 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+POWERS_OF_TEN = frozenset(10**power for power in range(10))
+"""The numbers at which an event that happens again and again is announced."""
+
+
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun, such as '1 rank' and '2 ranks'."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -22,6 +22,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.system.failpoints import reach
 from elastic_train.system.watchdog import Watchdog
+from elastic_train.system.wording import POWERS_OF_TEN
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.world.agreement import agree
 from elastic_train.world.equal_weights import check_same_weights, level
@@ -115,10 +116,11 @@ class Commits:
         """
         if is_any_busy and self.plan.config.checkpoint.every_steps != 1:
             self.num_skipped += 1
-            self.world.announce(
-                f"commit at step {self.state.step} skipped ({self.num_skipped} so far): the last one is still "
-                "being written; commit less often: set checkpoint.every"
-            )
+            if self.num_skipped in POWERS_OF_TEN:
+                self.world.announce(
+                    f"commit at step {self.state.step} skipped ({self.num_skipped} so far): the last one is still "
+                    "being written; commit less often: set checkpoint.every"
+                )
             return
         if is_any_busy:
             with self.watchdog.resting():  # a store has its own deadlines

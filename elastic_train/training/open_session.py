@@ -166,6 +166,9 @@ def _announce(process: Process, world: World) -> None:
     if process.page is not None:
         facts, num_ranks = process.page.facts, world.group.size
         facts.enter_world(world.term, num_ranks, state.step, plan.total_steps, is_leader=world.is_leader)
+    world.announce_elsewhere(
+        f"rank {world.group.rank} of {world.group.size} trains in term {world.term}; rank 0 shows the progress"
+    )
     world.announce(
         f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"

@@ -38,7 +38,7 @@ from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import POWERS_OF_TEN, counted
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import Standing
 from elastic_train.tracking.progress import Status
@@ -414,7 +414,7 @@ class Session:
         if sums.mean is not None or not sums.coverage.count:
             return
         self.num_untargeted += 1
-        if self.num_untargeted in (10**power for power in range(10)):
+        if self.num_untargeted in POWERS_OF_TEN:
             self.world.announce(
                 f"WARNING: step {self.state.step}: no sample of it has a target, in data.train "
                 f"{', '.join(self.plan.config.data.sources)} ({counted(self.num_untargeted, 'such step')} so far): its "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -112,6 +113,12 @@ class World:
         """Show one line to people, once for the whole world."""
         if self.progress is not None:
             self.progress.event(text)
+
+    def announce_elsewhere(self, text: str) -> None:
+        """Show one line on each node whose first rank is not the leader: nothing else tells that it trains."""
+        if not self.is_leader and os.environ.get("LOCAL_RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # a closed terminal
+                sys.stderr.write(f"{text}\n")
 
     def check_newest(self) -> None:
         """Raise FencedError on rank 0 if a newer term is claimed, to protect what its successors have written.

@@ -146,6 +146,9 @@ def test_a_commit_due_while_one_is_written_is_skipped_and_counted(tmp_path: Path
         take_step(commits)
         commits.begin(is_any_busy=commits.is_busy)
     assert commits.num_skipped == 1 and "step 2 skipped (1 so far)" in ears.announced[0] and ears.steps == []
+    for _ in range(9):
+        commits.begin(is_any_busy=True)
+    assert len(ears.announced) == 2 and "(10 so far)" in ears.announced[1]
     let_through(store)
     take_step(commits)
     commits.finish()
