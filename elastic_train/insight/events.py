@@ -51,7 +51,7 @@ class Event:
         """Return the event as a readable sentence."""
         who = "" if self.rank is None else f" rank {self.rank}{f' on {host}' if host else ''}:"
         if self.is_over:
-            return f"over after step {self.step}:{who} {MEANINGS[self.kind]} (since step {self.since})"
+            return f"resolved after step {self.step}, since step {self.since}:{who} {MEANINGS[self.kind]}"
         measured = f"{self.value:.3g}{self.unit} against {self.usual:.3g}{self.unit}"
         if self.lane is not None:
             measured += f", lane {self.lane}, samples {', '.join(map(str, self.samples))}"

@@ -164,7 +164,7 @@ def _world_in_words(line: Line) -> str:
 def _event_in_words(event: Noticed) -> str:
     who = "" if event.rank is None else f" rank {event.rank}{f' on {event.host}' if event.host else ''}"
     if event.is_over:
-        return f"over: {event.kind}{who}, since step {event.since}"
+        return f"resolved: {event.kind}{who}, since step {event.since}"
     measured = "" if event.value is None else f": {event.value:.3g} {event.unit} against {event.usual or 0.0:.3g}"
     return f"EVENT {event.kind}{who}{measured}, since step {event.since}"
 
