@@ -209,6 +209,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     monkeypatch.setattr(supervisor, "peak_of", lambda plan: None)
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
     monkeypatch.setattr(supervisor, "open_page", lambda config, utilisation: None)
+    monkeypatch.setattr(supervisor, "digest_of_all", lambda shards: "")
     monkeypatch.setattr(supervisor, "result_of", lambda plan, state, status, digest: status)
     monkeypatch.setattr(supervisor, "KeptSwitches", Mock())
     assert (

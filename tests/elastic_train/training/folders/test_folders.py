@@ -44,7 +44,8 @@ def etcd() -> Iterator[EtcdServer]:
 
 def step_of(log: Path) -> int:
     """Return the last step that a node has logged."""
-    return max((int(step) for step in re.findall(r"^step (\d+)/", log.read_text(), re.MULTILINE)), default=0)
+    steps = re.findall(r"^training: ([\d,]+) of", log.read_text(), re.MULTILINE)
+    return max((int(step.replace(",", "")) for step in steps), default=0)
 
 
 def num_members(etcd: EtcdServer, run_id: str) -> int:
