@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config.parallel import ParallelConfig
-from elastic_train.config.recipe import EarlyStoppingConfig, judged_by, parse_best
+from elastic_train.config.recipe import judged_by, parse_best
 from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive
@@ -93,14 +93,10 @@ class Plan:
         return keys.every_epochs * self.order.num_steps(self.micro_batch)
 
     @property
-    def judged_by(self) -> EarlyStoppingConfig | None:
-        """How validations are compared, so that the best state is committed; None if they are not."""
-        return judged_by(self.config.validation.early_stopping, self.config.checkpoint.keep_best)
-
-    @property
     def retention(self) -> Retention:
         """The rules by which commits are kept."""
-        keep, judged = self.config.checkpoint, self.judged_by
+        keep = self.config.checkpoint
+        judged = judged_by(self.config.validation.early_stopping, keep.keep_best)
         return Retention.of(
             last=keep.keep_last,
             every_steps=keep.keep_every_steps,

@@ -16,7 +16,7 @@ from torch import Tensor
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.commits.improvement import improvement_for, is_exhausted
 from elastic_train.checkpoint.saving.store_health import StoreHealth
-from elastic_train.config.recipe import parse_best
+from elastic_train.config.recipe import EarlyStoppingConfig, judged_by, parse_best
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
@@ -193,6 +193,12 @@ class Session:
         return is_exhausted(self.plan.config.validation.early_stopping, self.state.reached.improvement)
 
     @property
+    def _judged(self) -> EarlyStoppingConfig | None:
+        """How validations are compared, so that the best state is committed; None if they are not."""
+        config = self.plan.config
+        return judged_by(config.validation.early_stopping, config.checkpoint.keep_best)
+
+    @property
     def is_best(self) -> bool:
         """True if the validation of the current step was the best so far; only known if the job compares them."""
         improvement = self.state.reached.improvement
@@ -207,7 +213,7 @@ class Session:
 
         Equal on every rank.
         """
-        judged, reached = self.plan.judged_by, self.state.reached
+        judged, reached = self._judged, self.state.reached
         if judged is None or self.state.step == 0 or not self.is_validation_due():
             return False
         known = improvement_for(judged, reached.improvement)
@@ -424,7 +430,7 @@ class Session:
 
     def _note(self, values: Mapping[str, float | None]) -> None:
         """Store a validation's values, and announce it if early stopping ends training."""
-        judged, reached = self.plan.judged_by, self.state.reached
+        judged, reached = self._judged, self.state.reached
         improvement = improvement_for(judged, reached.improvement)
         if judged is not None and improvement is not None:
             metric, _ = parse_best(judged.metric)

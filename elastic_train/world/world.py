@@ -116,7 +116,7 @@ class World:
 
     def announce_elsewhere(self, text: str) -> None:
         """Show one line on each node whose first rank is not the leader: nothing else tells that it trains."""
-        if not self.is_leader and os.environ.get("LOCAL_RANK", "0") == "0":
+        if not self.is_leader and os.environ.get("LOCAL_RANK") == "0":
             with contextlib.suppress(OSError):  # a closed terminal
                 sys.stderr.write(f"{text}\n")
 
