@@ -54,6 +54,7 @@ class Ended:
             term=3,
             check_newest=lambda: self.check_newest(),
             announce=lambda text: self.acts.append(text),
+            announce_elsewhere=lambda text: None,
         )
         reached = TrainProgress(step=14, cursor=Cursor(epoch=1))
         shards = SimpleNamespace(acts=self.acts)
