@@ -1,7 +1,8 @@
 """Check that sharded jobs keep the bits of one unsharded rank: all modes, copies, sizes and changes of world.
 
 The ranks are connected processes that train a tiny model with the trainer's own state, sums and commits. A rank is
-"killed" by leaving its group at some point of a step and discarding its state.
+"killed" by leaving its group at some point of a step and discarding its state. A file tells the others, as membership
+does: gloo alone may wait for ever for a send to a rank that is gone.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Life:
         self._meeting, self._case, self._number = meeting, case, number
         self._who = meeting.group.rank
         self._later, self._gone = case.members(number)
-        self._commits = str(meeting.folder / f"commits-{number}")
+        self._commits, self._lost = str(meeting.folder / f"commits-{number}"), meeting.folder / f"lost-{number}"
 
     def lived(self) -> str | None:
         """Return the final digest or the error; None if this rank is not in the second world."""
@@ -122,8 +123,10 @@ class Life:
         SavingJob(job, self._commits).save()
         assert job.state.step == CHANGED, "it is saved during a step"
         if case.change in POINTS:
-            with contextlib.suppress(KilledError):
+            try:
                 self._lose_one(job, case.change)
+            except KilledError:
+                self._lost.touch()
         else:
             group.barrier()
         return job
@@ -178,7 +181,8 @@ class Life:
         job.state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
 
     def _world(self, members: Sequence[int], term: int) -> Group:
-        return self._meeting.of(members, f"case-{self._number}-{term}")
+        is_broken = (lambda waited_s: self._lost.exists()) if term == 1 else None
+        return self._meeting.of(members, f"case-{self._number}-{term}", is_broken=is_broken)
 
 
 def _tried(group: Group, act: Callable[[], T]) -> tuple[T | None, str]:
