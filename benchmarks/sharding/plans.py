@@ -108,9 +108,9 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
         if me in (giver, taker):
             seating.runs_at(taker, grains)
     seating.runs_at(me, seating.trained[me])
-    seating.owned_runs(), seating.deliveries(), seating.refreshes, seating.subtrees()
-    for other in (me, *seating.neighbours()):
-        runs_of(layout, seating.summed[other])
+    seating.owned_runs(), seating.deliveries(), seating.refreshes
+    seating.leaves(), seating.subtrees(), seating.means()
+    runs_of(layout, seating.summed[me])
     seating.sections_of(me)
     for column in columns:
         others = Seating(*column, seats, 0) if len(columns) > 1 else seating
