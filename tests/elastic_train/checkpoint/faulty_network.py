@@ -8,7 +8,8 @@ import socketserver
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 CONFLICT = (
@@ -16,6 +17,22 @@ CONFLICT = (
     b"<Error><Code>ConditionalRequestConflict</Code><Message>a rival is at it</Message></Error>"
 )
 _PIECE = 1 << 16
+
+
+Server = TypeVar("Server", bound=socketserver.BaseServer)
+
+
+@contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """Run a server on a thread until the context ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class FaultyNetwork(socketserver.ThreadingTCPServer):
@@ -39,17 +56,9 @@ class FaultyNetwork(socketserver.ThreadingTCPServer):
         self.num_unanswered = 0
         self.num_conflicts = 0
 
-    @contextmanager
-    def serving(self) -> Iterator[FaultyNetwork]:
+    def serving(self) -> AbstractContextManager[FaultyNetwork]:
         """Run until the context ends."""
-        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.shutdown()
-            self.server_close()
-            thread.join()
+        return serving(self)
 
 
 class _Connection(socketserver.BaseRequestHandler):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import http.client
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
+
+from tests.elastic_train.checkpoint.faulty_network import serving
 
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
@@ -52,17 +52,9 @@ class SlowNetwork(ThreadingHTTPServer):
         self.counts: Counter[str] = Counter()
         self._chance = random.Random(seed)
 
-    @contextmanager
-    def serving(self) -> Iterator[SlowNetwork]:
+    def serving(self) -> AbstractContextManager[SlowNetwork]:
         """Serve until the context ends."""
-        thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield self
-        finally:
-            self.shutdown()
-            self.server_close()
-            thread.join()
+        return serving(self)
 
     def draw(self) -> str:
         """Draw and count the fault of a request."""
