@@ -25,7 +25,6 @@ import pytest
 from hypothesis import settings
 
 from elastic_train.data.dataset.manifest import build_manifest
-from rendezvous.context import LIVE_VARIABLE, VARIABLE
 from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic import standby as standbys
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
@@ -261,11 +260,13 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 
 
 @pytest.fixture(autouse=True)
-def no_world() -> Iterator[None]:
-    """Remove the world that a handler in this process has left to workers: another test's trainer would join it."""
+def same_environ() -> Iterator[None]:
+    """Undo what a launcher or a handler in this process has set for workers: those of another test would inherit it."""
+    before = dict(os.environ)
     yield
-    for name in (VARIABLE, LIVE_VARIABLE):
-        os.environ.pop(name, None)
+    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
+        if os.environ.get(name) != before.get(name):
+            os.environ.pop(name) if name not in before else os.environ.update({name: before[name]})
 
 
 def environ_of(**own: str) -> dict[str, str]:

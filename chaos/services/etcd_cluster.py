@@ -19,7 +19,7 @@ from chaos.errors import RunError
 from chaos.services.authority import Authority
 from rendezvous import EtcdServer
 from rendezvous.etcd.options import EtcdOptions, etcd_options
-from rendezvous.etcd.server import free_ports
+from rendezvous.etcd.server import hold_ports
 from rendezvous.process_table import is_alive
 
 RPC_TIMEOUT_S = 1.0
@@ -35,7 +35,8 @@ class EtcdCluster:
 
     def __init__(self, num_members: int = 3, host: str = "127.0.0.1", authority: Authority | None = None) -> None:
         names = ("one", "two", "three")[:num_members]
-        ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self._ports = contextlib.ExitStack()
+        ports = dict(zip(names, hold_ports(self._ports, len(names)), strict=True))
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"{_PREFIX}{os.getpid()}-", dir=_memory(), ignore_cleanup_errors=True
         )
@@ -101,6 +102,7 @@ class EtcdCluster:
     ) -> None:
         for member in self.members:
             member.close()
+        self._ports.close()
         self._folder.cleanup()
 
 

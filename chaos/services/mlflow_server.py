@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from chaos.errors import RunError
-from rendezvous.etcd.server import free_ports
+from rendezvous.etcd.server import hold_ports
 from rendezvous.orphans import bound_command
 
 _STARTING_S, _LOOK_EVERY_S, _ANSWER_S = 180.0, 0.1, 0.5
@@ -24,7 +24,8 @@ class TrackerServer:
     """A local server: `with TrackerServer(folder) as server: … server.uri`; database and log stay in the folder."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
-        self._folder, self._host, self._port = folder, host, free_ports(1)[0]
+        self._folder, self._host, self._held = folder, host, contextlib.ExitStack()
+        (self._port,) = hold_ports(self._held, 1)
         self._process: subprocess.Popen[bytes] | None = None
         self.database_uri = f"sqlite:///{(folder / 'mlflow.db').absolute()}"
 
@@ -98,3 +99,4 @@ class TrackerServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
+        self._held.close()

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +32,8 @@ from rendezvous.etcd.options import LEAST, etcd_options, too_old
 from rendezvous.orphans import bound_command
 
 START_TIMEOUT_S = 60.0
-LOOPBACK = "127.0.0.1"
 """A second is enough for it, except on a machine or a disk that is busy with other things."""
+LOOPBACK = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -56,11 +57,13 @@ class EtcdServer:
         one of several members: the port of each, by name. Its unique default name distinguishes it from another etcd on
         the same port. `flags` are further etcd flags.
         """
-        client, peer = free_ports(2)
+        held = contextlib.ExitStack()
+        own = iter(hold_ports(held, (port is None) + (peer_ports is None)))
+        self._let_go_of_ports = weakref.finalize(self, held.close)
         self._tls, self._more_flags = dict(tls or {}), dict(flags or {})
-        self._port, self._host = port or client, host
+        self._port, self._host = next(own) if port is None else port, host
         self._name = name or f"etcd-{uuid.uuid4().hex[:12]}"
-        self._peer_ports = dict(peer_ports or {self._name: peer})
+        self._peer_ports = {self._name: next(own)} if peer_ports is None else dict(peer_ports)
         self._own_dir = None if data_dir else tempfile.TemporaryDirectory(prefix="etcd-", ignore_cleanup_errors=True)
         self.data_dir = Path(data_dir or (self._own_dir.name if self._own_dir else ""))
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,8 +129,10 @@ class EtcdServer:
         finally:
             connection.close()
         log = (self.data_dir / "etcd.log").read_text(errors="replace")[-2000:]
+        code = process.poll()
         self._end(signal.SIGKILL)
-        raise ServerError(f"etcd did not come up on {self.endpoint} within {START_TIMEOUT_S:.0f} s; its log:\n{log}")
+        what = f"did not come up within {START_TIMEOUT_S:.0f} s" if code is None else f"ended with code {code}"
+        raise ServerError(f"the etcd that was started on {self.endpoint} {what}; its log:\n{log}")
 
     def stop(self) -> None:
         """Stop in good order; the data stays until `close`."""
@@ -138,8 +143,9 @@ class EtcdServer:
         self._end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill it, and delete its data if the folder is temporary."""
+        """Kill it, and delete its data if the folder is temporary; others may take its ports from now on."""
         self.kill()
+        self._let_go_of_ports()
         if self._own_dir is not None:
             self._own_dir.cleanup()
 
@@ -288,17 +294,31 @@ def free_ports(count: int) -> list[int]:
     """Return ports of this machine on which nothing listens, outside the system's ephemeral range.
 
     A server starts to listen some time after its port was chosen; an ephemeral port could be taken by then, by another
-    server or a client's connection.
+    server or a client's connection. Another program may still choose the same port: prefer `hold_ports`.
+    """
+    with contextlib.ExitStack() as held:
+        return hold_ports(held, count)
+
+
+def hold_ports(held: contextlib.ExitStack, count: int) -> list[int]:
+    """Return ports as `free_ports` does, which nobody else who calls it gets until `held` is closed.
+
+    Each has a bound socket that does not listen: connections are refused, and a server that binds with SO_REUSEADDR, as
+    most do, listens beside it, also after a restart.
     """
     draws, first, end = random.SystemRandom(), 10_000, _first_of_the_systems()
-    with contextlib.ExitStack() as held:
-        ports: list[int] = []
-        while len(ports) < count:
-            each = held.enter_context(socket.socket())
-            with contextlib.suppress(OSError):  # something listens there
-                each.bind(("127.0.0.1", draws.randrange(first, end) if end - first > 1000 else 0))
-                ports.append(each.getsockname()[1])
-        return ports
+    ports: list[int] = []
+    while len(ports) < count:
+        each = held.enter_context(socket.socket())
+        try:
+            each.bind(("", draws.randrange(first, end) if end - first > 1000 else 0))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue  # something listens there, or it is held
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: held ports would be shared
+        ports.append(each.getsockname()[1])
+    return ports
 
 
 def _first_of_the_systems() -> int:
