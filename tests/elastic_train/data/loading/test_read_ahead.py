@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import runpy
 import subprocess
 import sys
 import threading
@@ -31,7 +34,8 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import DataError
-from tests.conftest import PATIENCE_S, ROOT, run_source, write_rows
+from rendezvous.etcd.server import free_ports
+from tests.conftest import PATIENCE_S, ROOT, run_ranks, run_source, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -240,17 +244,23 @@ def test_an_abandoned_loader_stops_decoding(tmp_path: Path) -> None:
     assert list(steps) == []
 
 
+def run_example(rank: int, size: int, folder: Path, port: int, *arguments: str) -> None:
+    """Run the example as one of torchrun's ranks, which adds the ids that it prints to its file in `folder`."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["examples/own_loop.py", str(folder / "prices"), *arguments, str(folder / "state.json")]
+    with (folder / f"ids-{size}-{rank}").open("w") as ids, contextlib.redirect_stdout(ids):
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+
+
 def test_the_example_resumes_at_another_world_size(tmp_path: Path) -> None:
     """The example's ranks of two worlds print every id of the epoch once."""
-    rows, state = str(tmp_path / "prices"), str(tmp_path / "state.json")
     script = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    assert run_source(script, "examples/own_task/make_data.py", rows).returncode == 0
-    seen: Counter[int] = Counter()
-    for arguments in (["4", "50"], ["3", "1000"]):
-        done = run_source(script, "examples/own_loop.py", rows, *arguments, state)
-        assert done.returncode == 0, done.stderr
-        seen.update(map(int, done.stdout.split()))
-    assert seen == Counter(range(2000))
+    assert run_source(script, "examples/own_task/make_data.py", str(tmp_path / "prices")).returncode == 0
+    for size, steps in ((4, "50"), (3, "1000")):
+        run_ranks(run_example, size, tmp_path, *free_ports(1), steps)
+    ids = [each.read_text().split() for each in tmp_path.glob("ids-*")]
+    assert len(ids) == 7 and all(ids)
+    assert Counter(int(each) for rank in ids for each in rank) == Counter(range(2000))
 
 
 FIRST_BATCH = """
