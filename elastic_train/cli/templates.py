@@ -192,12 +192,12 @@ _IMAGES = Starter(
 """,
     more_data="",
     rest="""\
-optimizer: {lr: 3.0e-3, weight_decay: 0.05, warmup_steps: 10}
+optimizer: {lr: 3.0e-3, weight_decay: 0.05, warmup_steps: 0.05}
 validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
-optimizer: {lr: 2.0e-3, weight_decay: 0.05, warmup_steps: 10}        # 1.0e-4 to fine-tune a model's folder
+optimizer: {lr: 2.0e-3, weight_decay: 0.05, warmup_steps: 0.05}        # 1.0e-4 to fine-tune a model's folder
 validation: {every: 1 epoch}
 epochs: 10
 """,
@@ -238,12 +238,12 @@ _TEXT = Starter(
 """,
     more_data="  too_long: truncate        # texts of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
-optimizer: {lr: 2.0e-3, warmup_steps: 10}
+optimizer: {lr: 2.0e-3, warmup_steps: 0.05}
 validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
-optimizer: {lr: 1.0e-3, warmup_steps: 10}
+optimizer: {lr: 1.0e-3, warmup_steps: 0.05}
 validation: {every: 1 epoch}
 epochs: 3
 """,
@@ -280,12 +280,12 @@ _LM = Starter(
 """,
     more_data="  too_long: truncate        # rows of more tokens are cut, and counted; fail refuses them\n",
     rest="""\
-optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 10}
+optimizer: {lr: 3.0e-3, weight_decay: 0.1, warmup_steps: 0.05}
 validation: {every: 50 steps}
 epochs: 3
 """,
     own_rest="""\
-optimizer: {lr: 6.0e-4, weight_decay: 0.1, warmup_steps: 10}        # 1.0e-5 to fine-tune hf, 2.0e-4 with lora
+optimizer: {lr: 6.0e-4, weight_decay: 0.1, warmup_steps: 0.05}        # 1.0e-5 to fine-tune hf, 2.0e-4 with lora
 validation: {every: 50 steps}
 epochs: 3
 """,
@@ -336,12 +336,12 @@ _SFT = Starter(
   micro_batch: 2        # rows of a lane: at most global_batch / micro_batch ranks can train
 """,
     rest="""\
-optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # for random weights 5.0e-3
+optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 0.05, schedule: cosine}        # for random weights 5.0e-3
 validation: {every: 50 steps}
 epochs: 5
 """,
     own_rest="""\
-optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 10, schedule: cosine}        # 1.0e-5 to train all weights
+optimizer: {lr: 2.0e-4, weight_decay: 0, warmup_steps: 0.05, schedule: cosine}        # 1.0e-5 to train all weights
 validation: {every: 50 steps}
 epochs: 3
 """,

@@ -53,8 +53,9 @@ class OptimizerConfig(Section):
     override it."""
     clip_norm: PositiveFloat | None = 1.0
     """Maximum norm of a step's whole gradient. null: no clipping."""
-    warmup_steps: int = Field(default=20, ge=0)
-    """Steps in which the learning rate rises from 0, with any schedule."""
+    warmup_steps: int | float = Field(default=20, ge=0)
+    """Steps in which the learning rate rises from 0, with any schedule; below 1, a share of schedule_steps or of the
+    job's length, such as 0.05."""
     on_nonfinite: Literal["fail", "skip", "keep"] = "fail"
     """When a step's loss or gradient is NaN or infinite. skip: leave out the update. fail: also end with an error
     after ten such steps in a row. keep: update anyway."""
@@ -87,6 +88,13 @@ class OptimizerConfig(Section):
     @classmethod
     def _is_an_optimizer(cls, name: str) -> str:
         return _named(name, OPTIMIZERS, "a class")
+
+    @field_validator("warmup_steps")
+    @classmethod
+    def _is_a_number_or_a_share(cls, steps: float) -> float:
+        if steps < 1 or steps == int(steps):
+            return steps if 0 < steps < 1 else int(steps)
+        raise ValueError("takes a whole number of steps, or a share of them below 1, such as 0.05")
 
     @field_validator("schedule")
     @classmethod

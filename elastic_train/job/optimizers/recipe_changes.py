@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.schedule import rate_factor
+from elastic_train.job.optimizers.schedule import num_warmup_steps, rate_factor
 from elastic_train.system.wording import counted
 
 _FREE = frozenset({"optimizer.ema_decay"})
@@ -88,14 +88,14 @@ def _have_same_rates(before: Recipe, now: Recipe, step: int) -> bool:
 def say_end_of_rates(recipe: Recipe, step: int) -> str | None:
     """Say if the warm-up takes half of the run, the schedule ends before it, or no steps are left; else None."""
     config, total = recipe.optimizer, recipe.total_steps
-    warmup = config.warmup_steps
+    warmup = num_warmup_steps(config, total)
     if step > total:
         return f"{step} steps are applied already, and max_steps or epochs ask for {total}: nothing is left to train"
     if step < min(total, warmup) and total <= 2 * warmup and warmup > 1:
         peak = f"optimizer.lr {_number(config.lr)}"
         reached = f"rises to {_number(recipe.rate_at(total - 1))} only, not to {peak}"
         return (
-            f"optimizer.warmup_steps: {warmup}, but the run has {counted(total, 'step')}: the learning rate "
+            f"optimizer.warmup_steps: {config.warmup_steps}, but the run has {counted(total, 'step')}: the rate "
             f"{reached if total < warmup else f'reaches {peak} at step {warmup}'}. Set fewer warmup_steps, such as "
             f"{total // 10}, or train for more epochs"
         )

@@ -32,15 +32,22 @@ def rate_factor(step: int, config: OptimizerConfig, total_steps: int) -> float:
 
     Raises ConfigError if a user's function returns anything but a finite number of at least 0.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup = num_warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / warmup
     last = config.schedule_steps or total_steps
     if config.has_own_schedule:
         return _own_factor(config.schedule, min(step, max(0, total_steps - 1)), last)  # the end itself is not a step
-    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    progress = min(1.0, (step - warmup) / max(1, last - warmup))
     if config.schedule == "constant":
         return 1.0
     return config.schedule_end + (1.0 - config.schedule_end) * _shape(config, progress)
+
+
+def num_warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Return the steps of the warm-up; a share of them is rounded up."""
+    steps = config.warmup_steps
+    return math.ceil(steps * (config.schedule_steps or total_steps)) if steps < 1 else int(steps)
 
 
 def _shape(config: OptimizerConfig, progress: float) -> float:
@@ -78,11 +85,11 @@ def _own_factor(path: str, step: int, last: int) -> float:
 
 def check_schedule(config: OptimizerConfig, total_steps: int) -> None:
     """Raise ConfigError if the schedule fails at some step or is not a pure function."""
-    last_step = max(0, total_steps - 1)
+    last_step, warmup = max(0, total_steps - 1), num_warmup_steps(config, total_steps)
     spread = {last_step * part // _NUM_ASKED for part in range(_NUM_ASKED + 1)}
-    steps = sorted({0, min(config.warmup_steps, last_step), min(1, last_step)} | spread)
+    steps = sorted({0, min(warmup, last_step), min(1, last_step)} | spread)
     if config.has_own_schedule:
-        _check_purity(config, total_steps, [step for step in steps if step >= config.warmup_steps])
+        _check_purity(config, total_steps, [step for step in steps if step >= warmup])
 
 
 def _check_purity(config: OptimizerConfig, total_steps: int, steps: Sequence[int]) -> None:

@@ -106,7 +106,7 @@ def test_a_change_is_said_with_both_values_and_its_effect(
             recipe(16, warmup_steps=8),
             7,
             (
-                "optimizer.warmup_steps: 8, but the run has 16 steps: the learning rate reaches optimizer.lr 0.01 at "
+                "optimizer.warmup_steps: 8, but the run has 16 steps: the rate reaches optimizer.lr 0.01 at "
                 "step 8. Set fewer warmup_steps, such as 1, or train for more epochs"
             ),
         ),
@@ -114,7 +114,7 @@ def test_a_change_is_said_with_both_values_and_its_effect(
             recipe(4, warmup_steps=8),
             0,
             (
-                "optimizer.warmup_steps: 8, but the run has 4 steps: the learning rate rises to 0.005 only, not to "
+                "optimizer.warmup_steps: 8, but the run has 4 steps: the rate rises to 0.005 only, not to "
                 "optimizer.lr 0.01. Set fewer warmup_steps, such as 0, or train for more epochs"
             ),
         ),

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from elastic_train.config.recipe import SCHEDULES, OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.schedule import check_schedule, rate_factor
+from elastic_train.job.optimizers.schedule import check_schedule, num_warmup_steps, rate_factor
 
 HERE = __name__
 
@@ -121,6 +121,19 @@ def test_a_schedule_has_no_jump(recipe: tuple[OptimizerConfig, int], step: int) 
     change = rate_factor(at, config, 7) - rate_factor(at + 1, config, 7)
     assert change <= steepest[config.schedule.partition(":")[0]] / length + 1e-12
     assert rate_factor(config.warmup_steps, config, 7) == pytest.approx(1.0)
+
+
+def test_a_warm_up_below_1_is_a_share_of_the_steps() -> None:
+    """It fits a run of any length, and is that of the whole number of steps, rounded up."""
+    share = OptimizerConfig(warmup_steps=0.05)
+    for total, steps in ((1000, 50), (47, 3), (1, 1)):
+        assert num_warmup_steps(share, total) == steps
+        whole = OptimizerConfig(warmup_steps=steps)
+        assert all(rate_factor(step, share, total) == rate_factor(step, whole, total) for step in range(total + 1))
+    assert num_warmup_steps(OptimizerConfig(warmup_steps=0.05, schedule_steps=200), 1000) == 10
+    assert num_warmup_steps(OptimizerConfig(warmup_steps=0), 1000) == 0
+    with pytest.raises(ValidationError, match=r"whole number of steps, or a share of them below 1, such as 0\.05"):
+        OptimizerConfig(warmup_steps=10.5)
 
 
 def test_wsd_is_constant_until_it_cools_down() -> None:
