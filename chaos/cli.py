@@ -49,7 +49,7 @@ from chaos.scenario.layouts import LAYOUTS, behind
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due, schedule
 from chaos.scenario.soak import drawn_nodes, drawn_shards
-from chaos.script import run as scripts
+from chaos.script import watch as scripts
 from elastic_train.cli.output import NO_EMPTY, Flag, Json, quiet_output, wrong_usage
 from elastic_train.config.sources import as_argument
 from elastic_train.config.sources import load as load_config

@@ -41,7 +41,7 @@ from benchmarks.recovery.jobs import (
     plain_nodes,
     write_live_job,
 )
-from chaos.real.launch import launch
+from chaos.real.forked_node.begin import launch
 from chaos.scenario.model import Nodes, Scenario
 from chaos.services.torchrun_node import Node
 from rendezvous.etcd.server import EtcdServer

@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.recovery.jobs import TTL_S
 from chaos.errors import RunError
 from chaos.judge.evidence.run_files import Evidence, collect, whole
+from chaos.real.forked_node.begin import launch
 from chaos.real.job import Job
-from chaos.real.launch import launch
 from chaos.scenario.model import Nodes, Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.network.namespace import Cable

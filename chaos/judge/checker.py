@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from chaos.judge.delivery import claims, evaluated, fault_claims
+from chaos.judge.delivery import claims, evaluated
 from chaos.judge.evidence.run_files import Evidence, scenario_field
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, find
@@ -31,7 +31,7 @@ from chaos.judge.invariants import (
     whole_run,
 )
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import agreement, cells, compared, counts, same_job, samples
+from chaos.judge.invariants.exactly_once import agreement, compared, counts, samples
 from chaos.judge.invariants.written import complete, order, records
 from chaos.judge.job_shape import cell_size
 
@@ -39,7 +39,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
     "complete": complete.complete,
     "order": order.order,
     "finished": whole_run.finished,
-    "faults": fault_claims.faults,
+    "faults": claims.faults,
     "deaths": departures.deaths,
     "agreement": agreement.agreement,
     "partition": agreement.partition,
@@ -60,7 +60,7 @@ INVARIANTS: dict[str, Callable[[Evidence], str]] = {
 WITHOUT_HISTORIES = ("cleanliness", "sums", "witness", "hash", "metrics", "validation")
 """Invariants that need no complete histories: they read results, commits and leftovers."""
 COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
-    "job": same_job.same_job,
+    "job": compared.same_job,
     "hash": compared.same_weights,
     "weights": compared.same_weights_at_commits,
     "losses": compared.same_losses,
@@ -84,7 +84,7 @@ def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings.append(find("claims", partial(claims.claims, run, reference)))
     findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
     if cell_size(run.config) > 1:
-        findings.append(find("cells", partial(cells.cells, run)))
+        findings.append(find("cells", partial(counts.cells, run)))
     if rollbacks.is_sharded(run):
         findings.append(find("copies", partial(rollbacks.copies, run)))
     if bounded.is_put_to_the_test(run):

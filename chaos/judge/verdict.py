@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Group as Lines
@@ -20,15 +20,8 @@ from chaos.judge.checker import judge
 from chaos.judge.evidence.copies import copies_of, in_words, parallel_of
 from chaos.judge.evidence.holes import coverage_counts
 from chaos.judge.evidence.recovery_cost import Recovery, fault_kind, recoveries
-from chaos.judge.evidence.run_files import (
-    Evidence,
-    Line,
-    collect,
-    scenario_field,
-    whole,
-)
+from chaos.judge.evidence.run_files import Evidence, Line, collect, items, part, scenario_field, whole
 from chaos.judge.evidence.script_samples import counts_of, is_script
-from chaos.judge.evidence.unfinished import so_far
 from chaos.judge.findings import Finding, unless_broken
 
 MOST_COSTS = 30
@@ -194,3 +187,39 @@ def render(verdict: Verdict) -> Lines:
 
 def _shown(value: object) -> str:
     return f"{value:.6f}" if isinstance(value, float) else "-"
+
+
+def so_far(run: Evidence) -> Evidence:
+    """Return the evidence up to the newest commit, with a result of status `running`; unchanged without a commit.
+
+    Later steps are left out: they may still be discarded, or ranks not be done with them.
+    """
+    whole_commits = [commit for commit in run.commits if commit.fields is not None]
+    formed = [whole(line, "term") for line in run.of("form")]
+    is_over = run.has("clean") and not run.has("stuck")  # ended nodes are recorded in any case
+    if run.result is not None or is_over or not whole_commits or not formed:
+        return run
+    newest = max(whole_commits, key=lambda commit: commit.key).fields
+    assert newest is not None, "only whole ones were taken"
+    until = whole(newest, "step")
+    result: Line = {
+        "status": "stuck" if run.has("stuck") else "running",
+        "step": until,
+        "term": max(formed),
+        "num_samples": run.rows,
+        "coverage": newest["coverage"],
+    }
+    if run.sizes:
+        result["sources"] = _sources_of(newest)
+    kept = [[line for line in process if not _is_behind(line, until)] for process in run.processes]
+    return replace(run, processes=kept, result=result)
+
+
+def _sources_of(commit: Line) -> list[Line]:
+    """Return a mixture's sources from a commit, as in a result but without the number of passes."""
+    sources = (line for line in items(commit, "sources") if isinstance(line, dict))
+    return [{**source, "applied": whole(part(source, "coverage"), "count")} for source in sources]
+
+
+def _is_behind(line: Line, until: int) -> bool:
+    return line["op"] in ("step", "end") and whole(line, "step") >= until + (line["op"] == "step")

@@ -28,9 +28,9 @@ from chaos.judge.verdict import (
     examine,
 )
 from chaos.real.causes import record_causes
+from chaos.real.forked_node.begin import launch
 from chaos.real.history_tail import Followed
 from chaos.real.job import Job
-from chaos.real.launch import launch
 from chaos.real.slurm.run import BESIDE, folder_beside, run_on_slurm
 from chaos.scenario.kinds import CABLED, KINDS, LOCAL
 from chaos.scenario.model import Scenario

@@ -29,7 +29,7 @@ from chaos.judge.invariants import (
     whole_run,
 )
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import cells, counts, samples
+from chaos.judge.invariants.exactly_once import counts, samples
 from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
@@ -95,7 +95,7 @@ def demand(finding: Finding, is_of_script: bool = False) -> str:
         "sums": samples.sums,
         "claims": claims.claims,
         "deliverable": deliverable.deliverable,
-        "cells": cells.cells,
+        "cells": counts.cells,
         "copies": rollbacks.copies,
         "updates": progress.updates,
         "unfit": departures.unfit,

@@ -20,8 +20,7 @@ from elastic_train.checkpoint.commits.reader import (
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished, sweep
-from elastic_train.checkpoint.interval.forecast import Outlook, forecast
-from elastic_train.checkpoint.interval.measured import Measured, measure
+from elastic_train.checkpoint.interval.measured import Measured, Outlook, forecast, measure
 from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text

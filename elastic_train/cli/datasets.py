@@ -23,7 +23,7 @@ from elastic_train.cli.imports import Split, report_written
 from elastic_train.cli.imports import app as imports
 from elastic_train.cli.output import Flag, Json, print_json, print_made, print_text
 from elastic_train.data.corpora import origin, synthetic
-from elastic_train.data.dataset import checksums, describe, row_lengths, verify
+from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
 from elastic_train.data.dataset.manifest import NAME, Manifest, load_manifest
 from elastic_train.data.packing import pack as packing
@@ -159,7 +159,7 @@ def verify_(
             )
     if add_checksums:
         for manifest in manifests:
-            num_sums = checksums.add_checksums(manifest, track=shown)
+            num_sums = verify.add_checksums(manifest, track=shown)
             if not json_:
                 print_text(f"{manifest.url}: {num_sums:,} checksums for {len(manifest.group_rows):,} row groups")
     if images is not None:

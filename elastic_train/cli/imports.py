@@ -20,8 +20,7 @@ from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
 from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
-from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
+from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest
 from elastic_train.data.tables import digits as handwritten
 from elastic_train.data.tables import hf_folder, image_folder, importing
 from elastic_train.data.tables.files import parse_types

@@ -13,9 +13,12 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import UnfitError
@@ -23,7 +26,6 @@ from elastic_train.health.clock import examine_clock
 from elastic_train.health.folders import examine_folders
 from elastic_train.health.links import examine_links
 from elastic_train.health.memory import examine_memory, room
-from elastic_train.health.node_vote import tell_mates
 from elastic_train.health.products import examine_products, or_its_error, own_cores
 from elastic_train.health.result import Finding, Planned, examine_all
 from rendezvous.context import LiveContext, live_context
@@ -101,3 +103,36 @@ def _planned(config: Config, device: torch.device, launched: LiveContext) -> Ite
         links = partial(examine_links, launched, config.run.min_link_mb_per_s)
         yield "link", Planned(links, "do the nodes that train answer?", LINK_S, late="warn")
         yield "clock", Planned(clock, "etcd did not say what time it is", CLOCK_S, late="warn")
+
+
+WITHIN_S = 10.0
+"""Seconds to wait for the other workers; a killed or stopped one is the agent's to judge."""
+_FIT = "fit"
+
+
+def tell_mates(unfit: str) -> str:
+    """Report this worker's problem to the node's other workers, "" if it is fit.
+
+    A fit worker waits for the others; return the node's problem, "" if there is none.
+
+    Otherwise a node with one broken device would join with its other workers, and cost two regroups: one to admit
+    it, one when its agent ends it. Workers tell each other through their agent's store.
+    """
+    rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if number == 1:
+        return unfit
+    try:
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=WITHIN_S))
+        store.set(_key(rank), unfit or _FIT)
+        if unfit:
+            return unfit
+        others = [_key(one) for one in range(number) if one != rank]
+        store.wait(others)
+        said = [store.get(key).decode() for key in others]
+    except (DistError, KeyError, ValueError):
+        return unfit
+    return next((text for text in said if text != _FIT), "")
+
+
+def _key(local_rank: int) -> str:
+    return f"health/{local_rank}"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import SampleAccount

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 _LONGEST_LINE = 300
@@ -86,3 +87,20 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 def did_you_mean(meant: str | None, otherwise: str = "") -> str:
     """Return the end of a message about an unknown name: the suggestion, else `otherwise`."""
     return otherwise if meant is None else f"; did you mean '{meant}'?"
+
+
+_NAMES = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("botocore.exceptions", "ClientError"),
+    ("aiohttp", "ClientError"),
+    ("azure.core.exceptions", "AzureError"),
+)
+
+
+def sdk_errors(*others: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `others` and the SDK error classes of the packages in use.
+
+    fsspec's file systems translate answers and pass other errors on. Only an imported package can raise its errors,
+    so nothing is imported here.
+    """
+    return *others, *(getattr(sys.modules[module], name) for module, name in _NAMES if module in sys.modules)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_train.checkpoint.commits.improvement import Improvement, is_exhausted
-from elastic_train.checkpoint.commits.record import FORMAT
+from elastic_train.checkpoint.commits.record import FORMAT, Improvement, is_exhausted
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Ranges
 from elastic_train.core.coverage import CoverageSums

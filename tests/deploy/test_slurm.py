@@ -11,8 +11,7 @@ import pytest
 
 from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
-from elastic_train.cli.places.submit.sbatch_options import LEAVE_S
-from elastic_train.cli.places.submit.slurm import SlurmJob, render
+from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
 from elastic_train.launch.options import Flags
 from tests.deploy.jobs import (
     DOCTOR_S,

@@ -8,18 +8,23 @@ the finding says so.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from chaos.judge.delivery.claims import last_record
-from chaos.judge.delivery.held_out import manifest_at, rows_at
 from chaos.judge.delivery.language_model import LanguageModel, is_language_model
 from chaos.judge.delivery.text_classifier import Classifier, Floats, is_classifier
 from chaos.judge.evidence.applied import result_of
-from chaos.judge.evidence.run_files import Evidence, Line, part, whole
+from chaos.judge.evidence.run_files import MANIFEST, Evidence, Line, items, part, whole
 from chaos.judge.evidence.stored_weights import Tensors
 from chaos.judge.findings import Unknown, Violated
 
@@ -244,3 +249,29 @@ def _agrees(name: str, claimed: object, found: float, doubt: float, allowed: Tol
 
 def _shown(found: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.6g}" for name, value in found.items() if name != "samples")
+
+
+def manifest_at(place: str) -> Line:
+    """Return a dataset's manifest; raise Unknown if it cannot be read."""
+    try:
+        found = json.loads((Path(place) / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise Unknown(f"the dataset {place} cannot be read here ({type(error).__name__})") from error
+    if not isinstance(found, dict):
+        raise Unknown(f"{place}/{MANIFEST} is not a manifest")
+    return found
+
+
+def rows_at(place: str, manifest: Line, columns: Sequence[str], most: int | None = None) -> pa.Table:
+    """Return the first rows of a dataset, or all of them."""
+    tables, left = list[pa.Table](), most
+    for file in cast(list[Line], items(manifest, "files")):
+        if left is not None and left <= 0:
+            break
+        try:
+            table = pq.read_table(Path(place) / str(file["path"]), columns=list(columns), memory_map=False)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise Unknown(f"{place}/{file['path']} cannot be read: {error}") from error
+        tables.append(table if left is None else table.slice(0, left))
+        left = None if left is None else left - len(tables[-1])
+    return pa.concat_tables(tables)

@@ -28,7 +28,7 @@ from chaos.judge.evidence.run_files import (
     whole,
 )
 from chaos.judge.findings import Violated
-from chaos.judge.invariants.written.unrecorded import is_disturbed
+from chaos.judge.invariants.written.records import is_disturbed
 from chaos.scenario.kinds import damages
 
 COMMITS = "commits/"

@@ -10,8 +10,6 @@ from chaos.real.acts import (
     network,
     processes,
     storage,
-    tracker,
-    training_set,
     workers,
 )
 from chaos.real.acts.job_view import Act
@@ -22,8 +20,6 @@ ACTS: dict[str, Act] = {
     **network.ACTS,
     **etcd.ACTS,
     **storage.ACTS,
-    **tracker.ACTS,
-    **training_set.ACTS,
     **workers.ACTS,
 }
 

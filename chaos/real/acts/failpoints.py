@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import came_there
-from chaos.real.acts.job_view import JobLog
+from chaos.real.acts.job_view import JobLog, targets
 from chaos.real.acts.outcome import Struck
-from chaos.real.acts.targets import targets
 from chaos.services.torchrun_node import signal_all
 from elastic_train.system.failpoints import arm, disarm
 

@@ -1,4 +1,4 @@
-"""The view that acts have of their job: no act needs to know how a job is run.
+"""The view that acts have of their job: no act needs to know how a job is run; and the targets of a fault in it.
 
 `chaos.real.job.Job` implements both protocols. Immediate acts get the first; failpoints, whose faults happen later,
 record them when they do.
@@ -56,3 +56,23 @@ class JobLog(JobView, Protocol):
 
 Act = Callable[[JobView, Due], Struck | None]
 """Injects a fault and returns what it hit; None if there is no target now."""
+
+
+def targets(job: JobView, fault: Due) -> list[Node]:
+    """Return the nodes that a fault hits: by number, or by current role; none if no node has it."""
+    up = [node for node in job.nodes if node.is_up]
+    if isinstance(fault.target, int):
+        return [job.nodes[fault.target]]
+    in_need = ("leader", "writer", "other")
+    leader = next((n for n in up if fault.target in in_need and job.followed.pids.get(0) in n.pids()), None)
+    if fault.target in ("leader", "writer"):
+        return [leader] if leader else []
+    if fault.target == "other":
+        others = [node for node in reversed(up) if node is not leader]
+        return others[:1] if leader else []
+    if fault.target == "lost":
+        return job.lost[:1]
+    sizes = {"one": 1, "minority": max(1, (len(up) - 1) // 2), "majority": len(up) // 2 + 1}
+    return sorted(
+        job.draws.sample(up, min(len(up), sizes.get(str(fault.target), len(up)))), key=lambda node: node.number
+    )

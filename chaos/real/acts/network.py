@@ -1,4 +1,4 @@
-"""Faults of the network: between nodes and etcd by proxies, between nodes by the cable to a namespace."""
+"""Faults of the network: between nodes and etcd by proxies, between nodes by the cable to a namespace; a tracker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,33 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import Effect, counted, unreachable, while_last
-from chaos.real.acts.job_view import Act, JobView
+from chaos.real.acts.job_view import Act, JobView, targets
 from chaos.real.acts.outcome import Struck
-from chaos.real.acts.targets import targets
 from chaos.services.network.namespace import Cable
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
     from chaos.services.etcd_proxy import Way
     from chaos.services.torchrun_node import Node
+
+
+def tracker_outage(job: JobView, fault: Due) -> Struck | None:
+    """Kill the server, which then refuses, or freeze it, so that it does not answer; drawn at random."""
+    server = job.around.tracker
+    assert server is not None, "the scenario has one, since the kind needs it"
+    if not server.is_answering:
+        return None
+    is_killed = job.draws.random() < 0.5
+    pids = server.kill() if is_killed else server.freeze()
+    started: list[int] = []
+
+    def bring_back() -> list[int] | None:
+        if not started:
+            started.extend(server.begin() if is_killed else server.thaw())
+        return started if server.is_answering else None
+
+    return Struck(pids, signal="SIGKILL" if is_killed else "SIGSTOP", undo=bring_back)
+
 
 _LATE_S = 0.3
 _SLOW_S = 0.01
@@ -195,6 +213,16 @@ ACTS: dict[str, Act] = {
     act.__name__: act
     for act in (
         *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(cut_node, cut_link, cut_one_way, refuse_address, slow_network, slow_link, lose_packets, hosts_file),
+        *(
+            cut_node,
+            cut_link,
+            cut_one_way,
+            refuse_address,
+            slow_network,
+            slow_link,
+            lose_packets,
+            hosts_file,
+            tracker_outage,
+        ),
     )
 }

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.errors import ScenarioError
-from chaos.ledger import code_version
+from chaos.ledger import Ledger, code_version
 from chaos.sim.campaign import cases
-from chaos.sim.campaign.ledger import (
-    Entry,
-    entry_of,
-    open_ledger,
-)
 from chaos.sim.campaign.long_runs import Draw
 from chaos.sim.campaign.planted.hunt import SimBug
 from chaos.sim.campaign.pool import simulate_each
@@ -246,3 +241,48 @@ def keep(outcome: Outcome) -> Path:
 def _print_violations(outcome: Outcome) -> None:
     for finding in outcome.violations:
         console.print(f"seed {outcome.case.seed}: {finding.invariant} is {finding.truth}: {finding.why}")
+
+
+DIGITS = 16
+"""Number of hexadecimal digits kept of a digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The recorded outcome of one seed."""
+
+    seed: int
+    options: str
+    code: str
+    nodes: int
+    digest: str
+    virtual_s: float
+    faults: Mapping[str, int]
+    unknown: tuple[str, ...]
+    violated: tuple[str, ...]
+
+
+def entry_of(outcome: Outcome, options: str, code: str) -> Entry:
+    """Return the ledger entry of an outcome."""
+    return Entry(
+        seed=outcome.case.seed,
+        options=options,
+        code=code,
+        nodes=outcome.case.shape.nodes,
+        digest=outcome.digest[:DIGITS],
+        virtual_s=round(outcome.virtual_s, 3),
+        faults=dict(outcome.num_faults),
+        unknown=tuple(finding.invariant for finding in outcome.findings if finding.truth == "unknown"),
+        violated=tuple(finding.invariant for finding in outcome.violations),
+    )
+
+
+def open_ledger(path: Path) -> Ledger[Entry]:
+    """Open the ledger of a campaign.
+
+    A line names the options that drew the case and the commit that ran it, because its digest depends on both; a
+    seed with the same options need not run again.
+    """
+    return Ledger(
+        path, lambda line: Entry(**{**line, "unknown": tuple(line["unknown"]), "violated": tuple(line["violated"])})
+    )

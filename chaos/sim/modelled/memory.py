@@ -44,3 +44,19 @@ def memory_of(work_out: Callable[[X, *Ys], Y], size: int = 8) -> Callable[[X, *Y
         return held[1]
 
     return remembered
+
+
+class Silent:
+    """A progress display that shows nothing."""
+
+    def update(self, status: object) -> None: ...
+    def event(self, text: str) -> None: ...
+    def banner(self, banner: object) -> None: ...
+    def close(self) -> None: ...
+
+
+class Uncompacted:
+    """A compaction that does nothing: the simulated etcd keeps no history."""
+
+    def __init__(self, *_: object) -> None: ...
+    def close(self) -> None: ...

@@ -7,19 +7,26 @@ bug: trying the optimizer out takes longer than some jobs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled.memory import Known, memory_of
+from chaos.sim.modelled.tiny_model import TinyModel
+from chaos.sim.modelled.training import SampleCounts
 from elastic_train.core.arrays import Int64s
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer
 from elastic_train.job.resharding import reshard
 from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
+from elastic_train.job.state import AppliedState
+from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.grains import Tensor as LaidOut
 from elastic_train.placement.holdings import Circle, Run, runs_of
@@ -118,3 +125,56 @@ class _OwnSeating(Seating):
     def runs_at(self, rank: int, grains: Int64s) -> list[Run]:
         key = self.seats[rank].num_base, grains.tobytes()
         return self._common.known_runs(key, lambda: self._common.runs_at(rank, grains))
+
+
+class RealSum(SampleCounts):
+    """Stand-in for `GradientSum`: the sum of the state's shards, plus the lanes' samples.
+
+    There is no backward pass: a lane sets its gradients directly, and exchanges that would overlap with the pass
+    happen at the lane's end.
+    """
+
+    def __init__(self, state: AppliedState, owners: SimGroup, column: Group, num_lanes: int) -> None:
+        model = state.model
+        assert isinstance(model, TinyModel), "the one real model that is simulated"
+        super().__init__(len(model.counts), owners)
+        self._model, self._sum = model, state.shards.sum_of(owners, num_lanes, column=column)
+
+    def begin(self) -> None:
+        super().begin()
+        self._sum.begin()
+
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
+        return self._sum.turn(leaf, tree)
+
+    def add(self, ids: Int64s) -> None:
+        super().add(ids)
+        self._model.add_gradient(tuple(ids.tolist()))
+
+    def finish(self, divisor: float) -> None:
+        self._model.gradient = self.counted()
+        self._sum.finish(divisor)
+
+
+class CountedBuffers:
+    """Stand-in for `BufferMean`: buffers derived from a step's counts."""
+
+    has_changed = False
+    is_tracking = True
+
+    def __init__(self, state: AppliedState) -> None:
+        self._state = state
+
+    def begin(self) -> None: ...
+    def restore(self) -> None: ...
+
+    def lane(self, lane: int, *, is_empty: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def untouched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self, digests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        model = self._state.model
+        assert isinstance(model, TinyModel), "the one real model that is simulated"
+        return model.counted(self._state.step)

@@ -8,9 +8,8 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
-from elastic_train.checkpoint.commits.improvement import Improvement, is_exhausted
 from elastic_train.checkpoint.commits.reader import commit_keys, continues, damage_of, discover, read_record, records
-from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.record import CommitRecord, Improvement, is_exhausted
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.config.recipe import EarlyStoppingConfig, parse_best

@@ -1,4 +1,4 @@
-"""Measure a run's saves from its folder: commit size, cost of a save, time between faults."""
+"""Measure a run's saves from its folder (commit size, cost, time between faults), and forecast those of intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import records
-from elastic_train.checkpoint.interval.young_daly import NUM_MEASURED, Faults, SaveCost, typical
+from elastic_train.checkpoint.interval.young_daly import (
+    NUM_MEASURED,
+    Choice,
+    Faults,
+    SaveCost,
+    choose,
+    optimum,
+    typical,
+    waste,
+)
 from elastic_train.tracking.history_files import histories, lines_of
 from elastic_train.tracking.history_pruning import summarised
 
@@ -59,3 +68,33 @@ def measured_saves(run_dir: str | Path, num: int) -> list[SaveCost]:
         if len(costs) >= num:
             break
     return costs[:num]
+
+
+INTERVALS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0, 7200.0, 4 * 3600.0, 12 * 3600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """One interval: shares of time without progress, and the worst cost of one fault in seconds."""
+
+    interval_s: float
+    waste: float
+    stall_share: float
+    fault_share: float
+    rpo_s: float
+    is_allowed: bool
+
+
+def forecast(cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float) -> tuple[Choice, list[Outlook]]:
+    """Return the chosen interval, and outlooks of it, of the optimum, and of common ones."""
+    choice = choose(cost, mtbf_s, rpo_s, restart_s)
+    usual = {interval_s for interval_s in INTERVALS_S if interval_s > cost.publish_s}
+    intervals = sorted(usual | {choice.interval_s, max(optimum(cost.stall_s, mtbf_s), choice.interval_s)})
+    return choice, [_outlook(interval_s, cost, mtbf_s, rpo_s, restart_s) for interval_s in intervals]
+
+
+def _outlook(interval_s: float, cost: SaveCost, mtbf_s: float, rpo_s: float, restart_s: float) -> Outlook:
+    share = waste(interval_s, cost, mtbf_s, restart_s)
+    stalls = (1 - share) * cost.stall_s / interval_s
+    worst_s = interval_s + cost.publish_s
+    return Outlook(interval_s, share, stalls, share - stalls, worst_s, worst_s <= rpo_s * (1 + 1e-9))

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from elastic_train.data.corpora.sample import Sample, measure
+from elastic_train.data.corpora.origin import Sample, measure
 from elastic_train.data.dataset.schemas import LONG_TAIL
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from elastic_train.data.corpora.sample import Sample
+from elastic_train.data.corpora.origin import Sample
 from elastic_train.errors import ConfigError
 
 _ENCODING = "utf-8-sig"

@@ -27,11 +27,10 @@ from elastic_train.data.corpora import (
 from elastic_train.data.corpora import (
     tokenizer as tokenise,
 )
-from elastic_train.data.corpora.sample import Sample
-from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.corpora.origin import Sample
+from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest, build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
-from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
 

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.data.arrow.plain_types import plain_name
+from elastic_train.data.arrow.numbers import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.schemas import TOKENS
 from elastic_train.data.parquet.files import open_parquet, read_row_group
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.system.wording import sdk_errors
 
 LENGTH_BOUNDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _BAR_CELLS = 32

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from elastic_train.data.arrow.plain_types import plain_name
+from elastic_train.data.arrow.numbers import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups, num_decoders
 from elastic_train.data.dataset.verify import Verdict

@@ -24,15 +24,8 @@ from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
 from elastic_train.data.arrow.numbers import numbers_of
-from elastic_train.data.dataset.splitting import TRAIN, VALIDATION
 from elastic_train.data.parquet.chunks import all_chunks, digest
-from elastic_train.data.parquet.files import (
-    footer_sha256,
-    open_parquet,
-    parse_footer,
-    read_footer,
-    read_row_group,
-)
+from elastic_train.data.parquet.files import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.data.parquet.footer import Footer, cut_footer
 from elastic_train.data.parquet.footer_index import write_footers
 from elastic_train.data.parquet.sources import reaching
@@ -280,3 +273,13 @@ def _add(a: Int64s, b: Int64s) -> Int64s:
     total[: len(a)] += a
     total[: len(b)] += b
     return total
+
+
+TRAIN, VALIDATION = "train", "validation"
+SHARE = 0.1
+
+
+def part_of(content: bytes, share: float, seed: int) -> str:
+    """Return the part of a row with this content: about `share` of all contents are for validation."""
+    word = int.from_bytes(hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little")
+    return VALIDATION if word < share * 2.0**64 else TRAIN

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import fsspec
 import pyarrow.parquet as pq
@@ -16,11 +16,12 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
 from elastic_train.data.parquet.chunks import all_chunks, chunks_of, digest
 from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer
+from elastic_train.data.parquet.footer import Footer, cut_footer
 from elastic_train.data.parquet.footer_index import NAME as FOOTERS
-from elastic_train.data.parquet.footer_index import load_footers
+from elastic_train.data.parquet.footer_index import load_footers, write_footers
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.system.wording import sdk_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +131,29 @@ def _wrong_with_manifest(manifest: Manifest) -> str | None:
     if manifest.label_counts is not None and sum(manifest.label_counts) != num_rows:
         return "its label counts do not add up to its rows"
     return None
+
+
+def add_checksums(manifest: Manifest, *, track: Track = silent) -> int:
+    """Read every file of a dataset, write the checksums of its column chunks, and return their number.
+
+    Raise DataError with the file's name, before writing, if one cannot be read or does not match the manifest.
+
+    The manifest stays unchanged, and so do runs: checksums are stored in a separate file with the footers. They are
+    made only of files that still match the manifest byte for byte.
+    """
+    footers = [_footer_of(manifest, entry) for entry in track(manifest.files, "reading", len(manifest.files), "files")]
+    write_footers(manifest.url, footers)
+    return sum(len(footer.sums or ()) for footer in footers)
+
+
+def _footer_of(manifest: Manifest, entry: FileEntry) -> Footer:
+    path = f"{manifest.url.rstrip('/')}/{entry.path}"
+    try:
+        with fsspec.open(path, "rb") as file:
+            footer = read_footer(file, file.seek(0, 2), path)
+            sha256, sums = digest(file, all_chunks(parse_footer(footer, path)))
+    except sdk_errors(OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if sha256 != entry.sha256:
+        raise DataError(f"{path}: is not what the manifest was made of; restore it first, then add checksums")
+    return replace(cut_footer(footer, entry.path), sums=sums)

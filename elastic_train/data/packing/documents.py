@@ -17,8 +17,7 @@ import pyarrow.compute as pc
 from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer
-from elastic_train.data.dataset.manifest import NAME, load_manifest
-from elastic_train.data.dataset.splitting import TRAIN, VALIDATION
+from elastic_train.data.dataset.manifest import NAME, TRAIN, VALIDATION, load_manifest
 from elastic_train.data.packing.bins import Tokens
 from elastic_train.data.tables.files import Chunk
 from elastic_train.data.tables.importing import texts_of

@@ -23,9 +23,8 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer
-from elastic_train.data.dataset.manifest import build_manifest
+from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, build_manifest, part_of
 from elastic_train.data.dataset.row_lengths import note_lengths
-from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.packing.bins import BestFit, Row, Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS, Documents, sources_of, tokenizer_for
 from elastic_train.data.tables.files import read_files, shown_chunks

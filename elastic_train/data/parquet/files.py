@@ -17,7 +17,7 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.arrow.plain_types import plain
+from elastic_train.data.arrow.numbers import plain
 from elastic_train.errors import DataError
 
 MAGIC = b"PAR1"

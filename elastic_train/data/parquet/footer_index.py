@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_train.data.parquet.footer import Footer
-from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.system.wording import sdk_errors
 
 NAME = "manifest.footers"
 _SUMS = "chunk_crc32"

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.corpora import origin
-from elastic_train.data.dataset.splitting import TRAIN
+from elastic_train.data.dataset.manifest import TRAIN
 from elastic_train.data.tables.files import Chunk
 from elastic_train.data.tables.image_folder import SCHEMA
 from elastic_train.data.tables.images import COLUMN

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from elastic_train.data.dataset.splitting import TRAIN, VALIDATION
+from elastic_train.data.dataset.manifest import TRAIN, VALIDATION
 from elastic_train.data.tables.importing import Parts, RowOptions, Written, import_rows
 from elastic_train.data.tables.labels import USUAL, Labels
 from elastic_train.errors import ConfigError

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_train.data.corpora import origin
-from elastic_train.data.dataset.splitting import TRAIN, VALIDATION
+from elastic_train.data.dataset.manifest import TRAIN, VALIDATION
 from elastic_train.data.tables.files import Chunk, shown_chunks
 from elastic_train.data.tables.images import COLUMN, ImageCheck
 from elastic_train.data.tables.importing import Table, Written, contents_of, load_parts, write_table

@@ -16,9 +16,16 @@ import pyarrow.compute as pc
 
 from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer, tokenizer_file
-from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
+from elastic_train.data.dataset.manifest import (
+    SHARE,
+    TRAIN,
+    VALIDATION,
+    Manifest,
+    build_manifest,
+    load_manifest,
+    part_of,
+)
 from elastic_train.data.dataset.row_lengths import note_lengths
-from elastic_train.data.dataset.splitting import SHARE, TRAIN, VALIDATION, part_of
 from elastic_train.data.tables.files import Chunk, Types, read_files, shown_chunks
 from elastic_train.data.tables.images import ImageCheck, UnfitRows, is_wrapped, unwrap_images
 from elastic_train.data.tables.labels import COLUMN, Labels, column_of, survey

@@ -10,8 +10,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.data.arrow.numbers import numbers_of
-from elastic_train.data.arrow.plain_types import plain_name
+from elastic_train.data.arrow.numbers import numbers_of, plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.value_ranges import first_outside, outside
 from elastic_train.errors import ConfigError, DataError

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elastic_train.data.arrow.lists import first_incomplete, pad_lists
-from elastic_train.data.arrow.numbers import numbers_of
-from elastic_train.data.arrow.plain_types import plain_name
+from elastic_train.data.arrow.numbers import numbers_of, plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.rows.classes import (

@@ -14,7 +14,7 @@ from elastic_train.data.corpora.tokenizer import CHAT_TEMPLATE
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
-from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.system.wording import sdk_errors
 from elastic_train.tasks.task import Tokenizer
 
 _FILES = (

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from elastic_train.data.arrow.plain_types import plain_name
+from elastic_train.data.arrow.numbers import plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.value_ranges import first_outside, outside
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.system.sdk_errors import sdk_errors
+from elastic_train.system.wording import sdk_errors
 
 TOKENIZER = "tokenizer.json"
 Ids = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from elastic_train.checkpoint import CommitRecord
-from elastic_train.checkpoint.commits.improvement import is_exhausted
+from elastic_train.checkpoint.commits.record import is_exhausted
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
 from elastic_train.system.extras import version_of

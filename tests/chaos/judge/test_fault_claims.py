@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.judge.delivery.fault_claims import check_kills
+from chaos.judge.delivery.claims import check_kills
 from chaos.judge.evidence.run_files import Evidence
 from chaos.judge.findings import Violated
 

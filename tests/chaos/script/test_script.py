@@ -29,7 +29,7 @@ from chaos.planted.edits import edit
 from chaos.report.figures.coverage import coverage_figure
 from chaos.scenario import model as scenarios
 from chaos.scenario.model import Fault, Nodes, Scenario
-from chaos.script import run as scripts
+from chaos.script import watch as scripts
 from chaos.script.nodes import check, nodes_of, uses_etcd
 from chaos.script.watch import worker_of
 from chaos.services.network.namespace import Cable

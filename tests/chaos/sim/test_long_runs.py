@@ -14,8 +14,7 @@ import pytest
 
 from chaos.errors import ScenarioError
 from chaos.sim.campaign import command
-from chaos.sim.campaign.command import Campaign, run_campaign
-from chaos.sim.campaign.ledger import entry_of, open_ledger
+from chaos.sim.campaign.command import Campaign, entry_of, open_ledger, run_campaign
 from chaos.sim.campaign.long_runs import Draw, nodes_of
 from chaos.sim.campaign.simulate import (
     Case,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
-from elastic_train.cli import main, renamed
+from elastic_train.cli import main
 from elastic_train.cli.output import PIPE_CLOSED
 from elastic_train.config.schema import keys
 from elastic_train.launch.options import Flags
@@ -87,7 +87,7 @@ def test_subcommands_have_a_line_each(capsys: pytest.CaptureFixture[str], monkey
 def test_each_command_with_another_name_says_what_to_type_today(capsys: pytest.CaptureFixture[str]) -> None:
     """No name of today is in the table, and each successor is a command of today."""
     today = {" ".join(path) for path in _commands(main.app)}
-    for name, successor in renamed.RENAMED.items():
+    for name, successor in main.RENAMED.items():
         assert name not in today
         with pytest.raises(SystemExit) as ended:
             main.main([*name.split(), "runs/first"])

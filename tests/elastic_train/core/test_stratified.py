@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.stratified import stratified_order
+from elastic_train.core.order import stratified_order
 
 keys = st.integers(0, 2**64 - 1)
 

@@ -14,8 +14,7 @@ from torch.distributed import TCPStore
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import UnfitError
-from elastic_train.health.node_vote import tell_mates
-from elastic_train.health.precheck import Proof, begin_proof
+from elastic_train.health.precheck import Proof, begin_proof, tell_mates
 from elastic_train.health.result import Finding, Planned, fail, ok, warn
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from tests.conftest import PATIENCE_S
@@ -95,7 +94,7 @@ def test_workers_of_a_node_are_all_fit_or_none_joins(monkeypatch: pytest.MonkeyP
 def test_a_mate_that_says_nothing_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is dead or stopped, which is its agent's affair; so it is without an agent's store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr("elastic_train.health.node_vote.WITHIN_S", 0.2)
+    monkeypatch.setattr("elastic_train.health.precheck.WITHIN_S", 0.2)
     for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(store.port))

@@ -15,8 +15,7 @@ from elastic_train.checkpoint.commits.weights import CommitWeights, Weights
 from elastic_train.checkpoint.format.stored_tensors import Kind
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
-from elastic_train.inference.exporting import export_folder
-from elastic_train.inference.weight_files import split
+from elastic_train.inference.exporting import export_folder, split
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import as_transformers
 from elastic_train.tasks.decoder.model import Decoder

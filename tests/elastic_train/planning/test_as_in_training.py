@@ -19,7 +19,7 @@ from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
 from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
-from elastic_train.planning.arithmetic.traffic import exchanges_of, sent_bytes
+from elastic_train.planning.arithmetic.step_time import exchanges_of, sent_bytes
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.elastic_train.placement.laws import num_sent
 from tests.memory_machine import in_memory

@@ -18,8 +18,7 @@ from PIL import Image, features
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.tasks.image_classifier import ImageClassifier, mixed
-from elastic_train.tasks.images.small_resnet import ResNetShape, SmallResNet
+from elastic_train.tasks.image_classifier import ImageClassifier, ResNetShape, SmallResNet, mixed
 
 IDS = np.arange(70, 74)
 TINY_RESNET = {

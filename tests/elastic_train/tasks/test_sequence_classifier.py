@@ -13,8 +13,7 @@ from torch import Tensor
 
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.classification_metrics import CalibrationError
-from elastic_train.tasks.models.metadata_head import WithMetadata
-from elastic_train.tasks.sequence_classifier import SequenceClassifier
+from elastic_train.tasks.sequence_classifier import SequenceClassifier, WithMetadata
 from tests.elastic_train.tasks.language_rows import BERT, GPT2, WITH_TRANSFORMERS, described, lists
 
 pytestmark = WITH_TRANSFORMERS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.config.schema import Config
 from elastic_train.job.state import TrainProgress
 from elastic_train.tasks.task_source import source_of

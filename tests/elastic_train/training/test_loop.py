@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Mesh

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from elastic_train.checkpoint.commits.improvement import Improvement
+from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.job.model_layout import store_in_memory_order

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from chaos.services.authority import Authority
-from chaos.services.etcd_admin import CORRUPT, NOSPACE, clear_alarms, raise_alarm
+from chaos.services.etcd_cluster import CORRUPT, NOSPACE, clear_alarms, raise_alarm
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.errors import StoppedWaiting, StoreBlockedError, StoreDeniedError, StoreUnavailableError
 from rendezvous.etcd import connection

@@ -6,6 +6,7 @@ requires every kind of line that a run of this shape must have.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
@@ -15,7 +16,6 @@ from chaos.judge.evidence.identities import AGAIN
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, part, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
-from chaos.judge.invariants.written.pointers import check_pointers
 from chaos.scenario.kinds import asks_all_to_leave
 
 _KEPT_TERMS = 100
@@ -250,3 +250,47 @@ def _section(run: Evidence, name: str) -> Mapping[str, object]:
 
 def _is_of(fault: Line, node: object) -> bool:
     return node in (items(fault, "nodes") if fault.get("nodes") else [fault.get("node")])
+
+
+_WORD = 15
+
+
+def check_pointers(run: Evidence) -> None:
+    """Check head.json, mlflow.json and store-id, where they exist.
+
+    Not verifiable, hence believed: the job's name in mlflow.json, the store's word in store-id, which no other file
+    repeats, and which of the run's commits head.json names: a leader that was stopped may write it late.
+    """
+    if (head := _read(run, "head.json")) is not None:
+        steps = {str(line["key"]): line["step"] for line in run.of("commit")}
+        steps |= {commit.key: commit.fields["step"] for commit in run.commits if commit.fields is not None}
+        key = str(head.get("commit"))
+        if key not in steps or differ(head.get("step"), steps[key]):
+            known = f"is of step {steps[key]}" if key in steps else "is no commit of the run"
+            raise Violated(f"head.json names {key} of step {head.get('step')}, which {known}")
+    if (link := _read(run, "mlflow.json")) is not None:
+        ours, told = link.get("run_id"), (run.result or {}).get("mlflow_run_id")
+        if told is not None and ours != told:
+            raise Violated(f"mlflow.json names the run {ours}, result.json {told}")
+        tracking = run.config.get("tracking")
+        place = str(tracking.get("mlflow_uri") or "") if isinstance(tracking, dict) else ""
+        ends = place.rpartition("://")[2].lstrip("./")  # a database's path is resolved
+        if "@" not in place and not str(link.get("mlflow_uri")).endswith(ends):
+            raise Violated(f"mlflow.json names the tracker {link.get('mlflow_uri')}, config.yaml {place}")
+    path = run.folder / "store-id"
+    word = path.read_text(errors="replace").strip() if path.is_file() else None
+    if word is not None and (len(word) != _WORD or not set(word) <= set("0123456789abcdef")):
+        raise Violated(f"store-id holds {word[:40]!r}, which is no word of a store")
+
+
+def _read(run: Evidence, name: str) -> Line | None:
+    path = run.folder / name
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise Violated(f"{name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise Violated(f"{name} does not hold a mapping")
+    return found

@@ -11,14 +11,15 @@ import json
 import math
 import re
 
-from chaos.judge.evidence.applied import branch_of, lineage_of, restored_at, shape_of
+from chaos.judge.evidence.applied import branch_of, formed_at, lineage_of, restored_at, shape_of
 from chaos.judge.evidence.recovery_cost import seats_of
-from chaos.judge.evidence.run_files import Commit, Evidence, Line, number, part, whole
+from chaos.judge.evidence.run_files import Commit, Evidence, Line, number, once, part, whole
+from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics, check_place, check_ranges
-from chaos.judge.invariants.written.unrecorded import may_lack_a_line
 from chaos.judge.job_shape import MixedShape
+from chaos.scenario.kinds import ends_processes, spares_others
 
 _OF_THE_LINE = ("term", "step", "parent", "weights_sha256")
 _OF_THE_JOB = ("format", "config_digest", "manifest_digest", "rng", "order", "int_keyed", "empty")
@@ -145,3 +146,34 @@ def _check_cut(run: Evidence, key: str, fields: Line) -> None:
         values = part(line, "values") if "values" in line else {}
         if line.get("step") == fields["step"] and values.get(_CUT, cut := part(fields, "account")["truncated"]) != cut:
             raise Violated(f"{key} says that {cut} rows were cut, {values[_CUT]} were logged")
+
+
+def may_lack_a_line(run: Evidence, term: int, at: float) -> bool:
+    """Return True if a term may have published a commit at this time without a line of it.
+
+    A publisher that lives on, in an hour with no faults but kills, has written a line for every commit that it
+    made.
+    """
+    return term not in formed_at(run) or _last_of_rank_0(run).get(term, at) <= at or is_disturbed(run, at, at)
+
+
+def is_disturbed(run: Evidence, since: float, until: float) -> bool:
+    """Return True if a storage answer may have been lost in an interval: some fault did more than end processes or
+    affect one node."""
+    spells = spells_of(run)
+    lines: list[Line] = [
+        line
+        for line, begin, end in zip(spells.lines, spells.begins, spells.ends, strict=True)
+        if begin <= until and end >= since
+    ]
+    return any(not ends_processes(line["kind"]) and not spares_others(line["kind"]) for line in lines)
+
+
+@once
+def _last_of_rank_0(run: Evidence) -> dict[int, float]:
+    """Return when each term's rank 0 last wrote a line that follows those of all earlier commits."""
+    last: dict[int, float] = {}
+    for line in [*run.of("commit"), *run.of("leave"), *run.of("end")]:
+        if line.get("rank") == 0:
+            last[whole(line, "term")] = max(last.get(whole(line, "term"), 0.0), number(line, "t"))
+    return last

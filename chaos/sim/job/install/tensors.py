@@ -13,8 +13,7 @@ from chaos.sim.job.install.replacement import Replacement, within
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.memory import Known, memory_of
-from chaos.sim.modelled.real_sums import CountedBuffers, RealSum
-from chaos.sim.modelled.same_shares import SameShares
+from chaos.sim.modelled.same_shares import CountedBuffers, RealSum, SameShares
 from chaos.sim.modelled.state import ModelledState
 from chaos.sim.modelled.tiny_cells import SameColumns, TinyCut
 from elastic_train.checkpoint.commits import record

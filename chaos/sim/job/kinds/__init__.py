@@ -10,20 +10,15 @@ from collections.abc import Callable, Mapping
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import (
-    data,
     etcd,
     machines,
     memory,
     network,
     storage,
-    tracker,
 )
 from chaos.sim.machine.kernel import Process
 
 KINDS: Mapping[str, Callable[[Fleet, SimFault], list[Process]]] = {
-    **{
-        act.__name__: act
-        for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *data.ACTS, *memory.ACTS, *tracker.ACTS)
-    },
+    **{act.__name__: act for act in (*machines.ACTS, *network.ACTS, *etcd.ACTS, *memory.ACTS)},
     **storage.ACTS,
 }

@@ -1,4 +1,4 @@
-"""Faults that a worker does not notice: a flipped bit in a weight, a loss that is not finite."""
+"""Faults of what a worker computes with, or tells: unreadable data, a flipped weight, a loss of NaN, a lost tracker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,29 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.machine.kernel import Process
 from chaos.sim.modelled.state import ModelledState
+from chaos.sim.modelled.training_data import EVERYWHERE
 from elastic_train.job.state import AppliedState
+
+
+def tracker_outage(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Take the tracker down; requests sent meanwhile may still be executed, at once or late."""
+    if fleet.around.tracking is None:
+        return []
+    fleet.around.tracking.server.down_until = fleet.kernel.now + fault.for_s
+    return fleet.all_workers()
+
+
+def bad_row_group(fleet: Fleet, fault: SimFault) -> list[Process]:
+    """Make a row group unreadable, from one node or all; for a while, or for good."""
+    group = fault.other % len(fleet.shape.rows)
+    node = EVERYWHERE if fault.node < 0 else fleet.node(fault)
+    hit = fleet.all_workers() if node == EVERYWHERE else fleet.nodes[node].live_workers()
+    if not hit:
+        return []
+    fleet.around.data.spoil(group, node)
+    if fault.for_s:
+        fleet.kernel.after(fault.for_s, lambda: fleet.around.data.mend(group, node))
+    return hit
 
 
 def flip_memory(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -46,4 +68,4 @@ def nan_loss(fleet: Fleet, fault: SimFault) -> list[Process]:
     return hit
 
 
-ACTS = (flip_memory, nan_loss)
+ACTS = (bad_row_group, flip_memory, nan_loss, tracker_outage)

@@ -5,6 +5,7 @@ It stands for itself: what `--dry-run` prints is what is submitted, and can be k
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic_train.cli.places.submit.sbatch_options import contradictions
 from elastic_train.config.credentials import has_password
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.launch.options import Flags, parse_nodes
@@ -149,3 +149,139 @@ def submit(script: str) -> str:
     if done.returncode:
         raise ElasticTrainError(f"sbatch refuses the job: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
+
+
+LEAVE_S = 120
+"""Seconds before its time limit at which a job is asked to leave; the scripts' --signal has the same number."""
+_TIME = re.compile("(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?")
+_RANKS = "one launcher runs on each node and starts its ranks: give --ranks and --gpus"
+_NOT_SUBMITTED = "no job would be submitted: give --dry-run to see the script"
+_NEVER = {
+    "array": "give --array",
+    "no-requeue": "a job that was asked to leave is requeued to continue",
+    "wait": "submit prints the job's number at once",
+    "wrap": "the script is the job",
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu"), _RANKS),
+    **dict.fromkeys(("ntasks-per-core", "ntasks-per-socket", "ntasks-per-tres", "gpus-per-task"), _RANKS),
+    **dict.fromkeys(("test-only", "help", "usage", "version"), _NOT_SUBMITTED),
+}
+"""Options that no value makes right, and what to do instead."""
+_BY_VALUE = ("nodes", "time", "time-min", "gpus", "gpus-per-node", "gres", "signal", "no-kill", "job-name")
+_EXPORTS = ("export", "export-file")
+_OTHERS = ("mem", "gres-flags", "gpu-bind", "gpu-freq", "wait-all-nodes", "exclusive", "requeue")
+"""Names that begin like one of ours."""
+_KNOWN = (*_NEVER, *_BY_VALUE, *_EXPORTS, *_OTHERS)
+_VARIABLES = {
+    "SBATCH_ARRAY_INX": "array", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_WAIT": "wait",
+    "SBATCH_GPUS_PER_TASK": "gpus-per-task", "SBATCH_TIMELIMIT": "time", "SBATCH_GPUS": "gpus",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_GRES": "gres", "SBATCH_SIGNAL": "signal",
+    "SBATCH_NO_KILL": "no-kill", "SBATCH_JOB_NAME": "job-name", "SBATCH_EXPORT": "export",
+}  # fmt: skip
+
+
+def contradictions(
+    options: tuple[str, ...],
+    environ: Mapping[str, str],
+    *,
+    flags: Flags,
+    time: str | None,
+    gpus: int | None,
+    is_array: bool,
+    variables: Mapping[str, str],
+) -> Iterator[str]:
+    """Yield what is wrong with options of sbatch, each of the form --NAME or --NAME=VALUE, and with its variables.
+
+    They come from `--sbatch=...`, and from the variables SBATCH_*, which win over the lines of a script. sbatch
+    takes the beginning of a name for the name, unless it is another's, too.
+    """
+    named = [(f"--sbatch={option}", *_split(option)) for option in options]
+    named += [
+        (f"{name}={environ[name]}", option, environ[name]) for name, option in _VARIABLES.items() if name in environ
+    ]
+    yield from _times([(where, value) for where, name, value in named if name in ("time", "time-min")], named, time)
+    kept = [key for key, text in variables.items() if has_password(text)]
+    for where, name, value in named:
+        if name in _NEVER:
+            yield f"{where} contradicts the script: {_NEVER[name]}"
+        elif name == "nodes":
+            yield from _nodes(where, value, flags.nodes or "", is_array=is_array)
+        elif name in ("gpus", "gpus-per-node", "gres") and gpus is not None:
+            yield from _gpus(where, name, value, gpus)
+        elif name == "signal":
+            yield from _signal(where, value, "" if is_array else "B:")
+        elif name == "no-kill" and value == "off" and not is_array:
+            yield f"{where} contradicts the script: the nodes that are left train on when one is lost"
+        elif name == "job-name" and "/" in value:
+            yield f"{where}: the log has the job's name (%x), and no file's name has a '/'"
+        elif name in _EXPORTS and "ALL" not in value.split(",") and kept:
+            yield (
+                f"{where} would keep {', '.join(kept)} from the job, which the environment sets to an address with a "
+                "password: write --sbatch=--export=ALL"
+            )
+
+
+def _split(option: str) -> tuple[str, str]:
+    """Return an option's name, in full if its beginning was given, and its value."""
+    name, _, value = option.removeprefix("--").partition("=")
+    if name not in _KNOWN:
+        name = next((known for known in _KNOWN if len(name) > 1 and known.startswith(name)), name)
+    return name, value
+
+
+def _times(limits: list[tuple[str, str]], named: list[tuple[str, str, str]], time: str | None) -> Iterator[str]:
+    signals = [re.search("@([0-9]+)$", value) for _, name, value in named if name == "signal"]
+    leave_s = next((int(found[1]) for found in reversed(signals) if found), LEAVE_S)
+    given = [(f"--time {time}", time)] if time is not None else []
+    if given and any(not where.startswith("--sbatch=--time-min") for where, _ in limits):
+        yield f"{limits[0][0]} and --time {time}: give one of them"
+    for where, value in (*given, *limits):
+        seconds = seconds_of(value)
+        if seconds is None:
+            shown = f"--time {value!r}" if (where, value) in given else where
+            yield f"{shown} is not MINUTES, HH:MM:SS or DAYS-HH[:MM[:SS]]"
+        elif seconds <= leave_s:
+            yield f"{where}: the job is asked to leave {leave_s} s before its end; give it more"
+
+
+def seconds_of(time: str) -> float | None:
+    """Return a time limit as Slurm reads it, in seconds; None if it is none. A limit of 0 is no limit."""
+    if time.lower() in ("unlimited", "infinite"):
+        return math.inf
+    found = _TIME.fullmatch(time)
+    if found is None:
+        return None
+    days, *parts = (int(part) if part else 0 for part in found.groups())
+    if found[1] is not None or found[4] is not None:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = parts
+    else:  # minutes[:seconds]
+        hours, (minutes, seconds) = 0, parts[:2]
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+
+
+def _nodes(where: str, value: str, nodes: str, *, is_array: bool) -> Iterator[str]:
+    """Yield why an allocation has other nodes than train: it may have some of MIN:MAX, and grow by other jobs."""
+    wrong: list[str] = []
+    least, most = parse_nodes(nodes, wrong)
+    found = re.fullmatch("([0-9]+)(?:-([0-9]+))?", value)
+    asked = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if wrong:
+        return
+    if is_array:
+        yield f"{where} contradicts the script: each job of an array has one node; give --nodes MIN:MAX"
+    elif not least <= asked[0] <= asked[1] <= most:
+        yield f"{where} and --nodes {nodes}: give --nodes as many as the allocation has, or MIN:MAX around it"
+
+
+def _gpus(where: str, name: str, value: str, gpus: int) -> Iterator[str]:
+    counts = [part.split(":") for part in value.split(",")]
+    if name == "gres":
+        counts = [part for part in counts if part[0] in ("gpu", "gres/gpu")]
+    asked = [part[-1] for part in counts]
+    if asked and (name == "gpus" or asked != [f"{gpus}"]):
+        yield f"{where} and --gpus {gpus}, of each node: give one of them"
+
+
+def _signal(where: str, value: str, receiver: str) -> Iterator[str]:
+    if re.fullmatch(f"{receiver}(SIG)?USR[12]@[1-9][0-9]*", value) is None:
+        meant = f"--sbatch=--signal={receiver}USR1@SECONDS"
+        yield f"{where}: the script is asked to leave by USR1 or USR2; write {meant}"

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from chaos.judge.evidence.run_files import collect, whole
-from chaos.judge.evidence.unfinished import so_far
-from chaos.judge.verdict import FAULTED, examine
+from chaos.judge.verdict import FAULTED, examine, so_far
 from tests.chaos.recorded import ROWS, record
 
 

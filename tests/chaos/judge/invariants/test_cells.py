@@ -10,7 +10,7 @@ import pytest
 from chaos.judge.evidence.run_files import Evidence, Line
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
-from chaos.judge.invariants.exactly_once.cells import cells
+from chaos.judge.invariants.exactly_once.counts import cells
 
 NODE_OF = {number: number // 2 for number in range(8)}
 """Four nodes of two processes each."""

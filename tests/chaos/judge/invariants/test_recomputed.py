@@ -11,7 +11,7 @@ from chaos.judge.delivery.claims import claims
 from chaos.judge.evidence.applied import shape_of, validated_every
 from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.findings import Unknown, Violated
-from chaos.judge.invariants.written.pointers import check_pointers
+from chaos.judge.invariants.written.complete import check_pointers
 from chaos.judge.invariants.written.recomputed import check_improvement, check_metrics
 from tests.chaos.recorded import record
 

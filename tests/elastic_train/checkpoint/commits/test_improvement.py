@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.checkpoint import CommitWriter
-from elastic_train.checkpoint.commits.improvement import Improvement, improvement_for, is_exhausted
 from elastic_train.checkpoint.commits.lookup import find_trained
+from elastic_train.checkpoint.commits.record import Improvement, improvement_for, is_exhausted
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.lineage import COMMITS

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint.stores import direct_io
-from elastic_train.checkpoint.stores.direct_io import DirectFile, Runs
+from elastic_train.checkpoint.stores import disk
+from elastic_train.checkpoint.stores.disk import DirectFile, Runs
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ RUN_BYTES = 8192
 
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "RUN_BYTES", RUN_BYTES)
+    monkeypatch.setattr(disk, "RUN_BYTES", RUN_BYTES)
 
 
 class Calls:
@@ -113,9 +113,9 @@ def test_buffers_are_reused_and_bounded(tmp_path: Path) -> None:
         file.write(bytes(7 * RUN_BYTES))
         file.close()
         file.close()
-    assert len(runs._kept) <= direct_io.MOST_RUNS
-    kept = [runs.take() for _ in range(direct_io.MOST_RUNS)]
-    assert len({run.ctypes.data for run in kept}) == direct_io.MOST_RUNS
+    assert len(runs._kept) <= disk.MOST_RUNS
+    kept = [runs.take() for _ in range(disk.MOST_RUNS)]
+    assert len({run.ctypes.data for run in kept}) == disk.MOST_RUNS
     assert [(tmp_path / str(number)).stat().st_size for number in range(4)] == [7 * RUN_BYTES] * 4
 
 
@@ -123,8 +123,8 @@ def test_a_process_can_end_while_the_disk_hangs(tmp_path: Path) -> None:
     """Saves that hang in a write or in a sync are abandoned: not even the interpreter's exit waits for them."""
     program = f"""
 import os, pathlib, threading
-from elastic_train.checkpoint.stores import direct_io, disk
-direct_io.RUN_BYTES = {RUN_BYTES}
+from elastic_train.checkpoint.stores import disk
+disk.RUN_BYTES = {RUN_BYTES}
 hung = threading.Semaphore(0)
 def hang(*_):
     hung.release()

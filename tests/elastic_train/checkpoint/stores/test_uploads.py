@@ -22,11 +22,10 @@ from s3fs import S3FileSystem
 from chaos.services.s3_server import S3
 from elastic_train.checkpoint import discover, open_store, read_state
 from elastic_train.checkpoint.commits.sweeping import drop_unfinished
-from elastic_train.checkpoint.stores import uploads
+from elastic_train.checkpoint.stores import fsspec_store
 from elastic_train.checkpoint.stores.deadline import DeadlineStore
-from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
+from elastic_train.checkpoint.stores.fsspec_store import FsspecStore, S3Upload
 from elastic_train.checkpoint.stores.store import read
-from elastic_train.checkpoint.stores.uploads import S3Upload
 from elastic_train.errors import StorageError
 from elastic_train.world import world
 from tests.conftest import run_source
@@ -42,8 +41,8 @@ PIECE = 5 << 20  # S3's minimum
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(uploads, "MOST_UNANSWERED", 2)
+    monkeypatch.setattr(fsspec_store, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(fsspec_store, "MOST_UNANSWERED", 2)
 
 
 @pytest.fixture

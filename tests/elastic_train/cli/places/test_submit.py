@@ -11,8 +11,7 @@ import pytest
 
 from elastic_train.cli.main import main
 from elastic_train.cli.places.submit.kubernetes import KubernetesJob
-from elastic_train.cli.places.submit.sbatch_options import seconds_of
-from elastic_train.cli.places.submit.slurm import SCRIPTS
+from elastic_train.cli.places.submit.slurm import SCRIPTS, seconds_of
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from tests.conftest import ROOT

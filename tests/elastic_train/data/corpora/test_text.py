@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from elastic_train.data.corpora import text as corpora
-from elastic_train.data.corpora.sample import Sample, measure
+from elastic_train.data.corpora.origin import Sample, measure
 from elastic_train.data.corpora.text import Imported, Options, origin
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from elastic_train.data.corpora.sample import measure
+from elastic_train.data.corpora.origin import measure
 from elastic_train.data.corpora.tokenizer import PADDING, encode, train_tokenizer
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "def cat(dog): return the_mat"] * 5

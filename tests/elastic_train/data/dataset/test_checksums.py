@@ -22,9 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.dataset import row_groups
-from elastic_train.data.dataset.checksums import add_checksums
 from elastic_train.data.dataset.manifest import load_manifest
-from elastic_train.data.dataset.verify import Damage, verify
+from elastic_train.data.dataset.verify import Damage, add_checksums, verify
 from elastic_train.data.loading import reader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet.chunks import Chunk, all_chunks, chunks_of, digest

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_train.data.parquet import presigned_s3
-from elastic_train.data.parquet.presigned_s3 import SignedRanges
+from elastic_train.data.parquet import sources
+from elastic_train.data.parquet.sources import SignedRanges
 from tests.conftest import PATIENCE_S
 
 CONTENT = bytes(range(256)) * 1024
@@ -109,7 +109,7 @@ def test_a_connection_closed_while_idle_is_reopened(server: Server) -> None:
 @pytest.mark.parametrize("fault", ["refused", "short", "whole", "elsewhere", "no length", "not signed"])
 def test_a_wrong_answer_gives_no_bytes(server: Server, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No failure gives bytes; the next read signs again and works. After too many in a row there is a pause."""
-    monkeypatch.setattr(presigned_s3, "MOST_FAILURES", 3)
+    monkeypatch.setattr(sources, "MOST_FAILURES", 3)
     ranges, server.fault = ranges_of(server), fault
     assert ranges.read("a", 0, 5000) is None
     assert ranges.read("a", 0, 5000) is None
@@ -122,7 +122,7 @@ def test_a_wrong_answer_gives_no_bytes(server: Server, fault: str, monkeypatch: 
     assert server.num_signed == 6
     server.fault = ""
     assert ranges.read("a", 0, 5000) is None
-    ranges._idle_until_s -= presigned_s3.SIGN_AGAIN_AFTER_S
+    ranges._idle_until_s -= sources.SIGN_AGAIN_AFTER_S
     assert ranges.read("a", 0, 5000) == CONTENT[:5000]
 
 
