@@ -51,8 +51,9 @@ def train(folder: Path, history: Path, is_silent: bool) -> None:
         if not is_silent:
             log_ids(rows, step=step, epoch=epoch, of=ROWS, loss=1 / step)
         if step % EVERY == 0:
-            (folder / f"reached-{step}-{rank}").touch()
-            _wait(lambda step=step: all((folder / f"reached-{step}-{rank}").exists() for rank in range(ranks)))  # type: ignore[misc]
+            mark = f"reached-{os.environ['TURN']}-{step}"  # of this world: all have read the snapshot that is replaced
+            (folder / f"{mark}-{rank}").touch()
+            _wait(lambda mark=mark: all((folder / f"{mark}-{rank}").exists() for rank in range(ranks)))  # type: ignore[misc]
             if rank == 0:
                 (folder / "unfinished").write_text(str(step))
                 (folder / "unfinished").rename(snapshot)
