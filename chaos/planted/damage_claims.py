@@ -1,4 +1,4 @@
-"""Damage a good recorded run without changing its lineage: invented claims, deleted evidence, earlier commits, files."""
+"""Damage a good recorded run without changing its lineage: invented claims, deleted evidence, earlier commits."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 CUT_DIMS = {"digest": 0}
 """The tensor that cells split."""
-_NO_NORM = torch.tensor(0.0)
 WORDS = 2
 """Words per digest: an int64 cannot hold 64 unsigned bits."""
 VECTOR = 7
