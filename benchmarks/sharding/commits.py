@@ -74,7 +74,7 @@ class SavingJob:
             stall_s += time.perf_counter() - before
 
         self.job.step(await_copy)
-        ended = self.saves.wait()
+        ended = self.saves.wait(self.job.group.check)
         assert ended is None or ended.error is None, f"the save failed: {ended}"  # a rank may have nothing to write
         self.job.group.barrier()
         head = discover(self.store, damage=lambda store, key: None).head

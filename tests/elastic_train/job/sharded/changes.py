@@ -1,8 +1,7 @@
 """Check that sharded jobs keep the bits of one unsharded rank: all modes, copies, sizes and changes of world.
 
-The ranks are connected processes that train a tiny model with the trainer's own state, sums and commits. A rank is
-"killed" by leaving its group at some point of a step and discarding its state. A file tells the others, as membership
-does: gloo alone may wait for ever for a send to a rank that is gone.
+The ranks, in memory, train a tiny model with the trainer's own state, sums and commits. A rank is "killed" by leaving
+its group at some point of a step and discarding its state.
 """
 
 from __future__ import annotations
@@ -11,26 +10,30 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn, TypeVar
+from unittest import mock
 
-from benchmarks.ranks import Meeting
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from elastic_train.checkpoint import discover, load, open_store
+from elastic_train.checkpoint.saving import background_saves
 from elastic_train.errors import ElasticTrainError, PeerLostError
 from elastic_train.job import gradient_norm
 from elastic_train.job.state import TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
 from elastic_train.world.equal_weights import digest_of_all
+from tests.memory_job import LOOK_EVERY_S
+from tests.memory_machine import in_memory, when_all_have_ended
+from tests.memory_world import group_of
 
 T = TypeVar("T")
 TINY = Work(EncoderShape(4096, 11, 16, 32, 3, 2, 0.1, 1, 1, 8), num_lanes=5, micro_batch=1, num_tokens=8)
 """The embedding has two grains, and five lanes divide evenly over one or five ranks only."""
 SIZES, COPIES = (1, 2, 3, 4), (1, 2)
-COMMITTED, CHANGED, STEPS = 2, 3, 5
+COMMITTED, CHANGED, STEPS = 1, 2, 4
 """Steps of the commit, of the change of world, and of the end."""
-ALONE, TIMEOUT_S = "alone", 60.0
 POINTS = ("backward", "summed", "met")
 """Points at which a rank is killed: in the backward pass; after it has summed its gradients; after the exchange, which
 no other rank has completed."""
@@ -49,15 +52,14 @@ class Case:
     def __str__(self) -> str:
         return f"{self.shards}, {self.copies} copies, {self.size} ranks: {self.change} {self.then or ''}".rstrip()
 
-    def members(self, number: int) -> tuple[Sequence[int], int | None]:
-        """Return the second world's members, and the rank that is killed or leaves, chosen by the case's number."""
-        everybody = range(self.size)
+    def members(self) -> tuple[Sequence[int], int | None]:
+        """Return the second world's members, and the rank that is killed or leaves, which is another for each case."""
         if self.change == "join":
             return range(self.size + 1), None
         if self.change == "resume":
             return range(self.size % len(SIZES) + 1), None
-        gone = number % self.size
-        left = [who for who in everybody if who != gone]
+        gone = (self.copies + len(self.change)) % self.size
+        left = [who for who in range(self.size) if who != gone]
         return left or [self.size], gone  # if nobody is left, a new rank continues
 
 
@@ -69,19 +71,17 @@ def cases() -> Iterator[Case]:
         yield from (Case(shards, copies, size, "resume", then) for then in modes if then != shards)
 
 
-def live_through(meeting: Meeting, numbers: Sequence[int]) -> dict[str, str]:
-    """Return this rank's final digest or error, by number, for each case in which it is in the second world.
+def live_through(case: Case, folder: Path) -> set[str]:
+    """Return the final digests or errors of the ranks of a case's second world."""
+    size = max(case.size, max(case.members()[0]) + 1)
+    with mock.patch.object(background_saves, "LOOK_EVERY_S", LOOK_EVERY_S):
+        ends = in_memory(lambda rank, size: Life(rank, size, case, folder).lived(), size)
+    return {end for end in ends if end is not None}
 
-    Rank 0 also returns the digest of one unsharded rank without changes.
-    """
-    every, found = list(cases()), dict[str, str]()
-    for number in numbers:
-        end = Life(meeting, every[number], number).lived()
-        if end is not None:
-            found[str(number)] = end
-    if meeting.group.rank == 0:
-        found[ALONE] = finished(Job(Group(0, 1, None, TIMEOUT_S), TINY, "none"))
-    return found
+
+def alone() -> str:
+    """Return the digest of one unsharded rank without changes."""
+    return finished(Job(Group(0, 1, None, 60.0), TINY, "none"))
 
 
 def finished(job: Job) -> str:
@@ -94,11 +94,10 @@ def finished(job: Job) -> str:
 class Life:
     """A rank in a case: in the world before the change, in the one after it, or in both."""
 
-    def __init__(self, meeting: Meeting, case: Case, number: int) -> None:
-        self._meeting, self._case, self._number = meeting, case, number
-        self._who = meeting.group.rank
-        self._later, self._gone = case.members(number)
-        self._commits, self._lost = str(meeting.folder / f"commits-{number}"), meeting.folder / f"lost-{number}"
+    def __init__(self, who: int, num_ranks: int, case: Case, folder: Path) -> None:
+        self._who, self._case, self._commits = who, case, str(folder)
+        self._everybody = group_of("everybody", who, num_ranks)
+        self._later, self._gone = case.members()
 
     def lived(self) -> str | None:
         """Return the final digest or the error; None if this rank is not in the second world."""
@@ -107,7 +106,7 @@ class Life:
         if self._who < self._case.size:
             before = self._world(range(self._case.size), 1)
             job, wrong = _tried(before, lambda: self._begin(before))
-        self._meeting.group.barrier()  # the commit is complete once all ranks are here
+        self._everybody.barrier()  # the commit is complete once all ranks are here
         if wrong or self._who not in self._later:
             return wrong or None
         after = self._world(self._later, 2)
@@ -117,16 +116,14 @@ class Life:
     def _begin(self, group: Group) -> Job:
         """Take the steps before the change, save a commit, and leave the world according to the change."""
         case = self._case
-        job = Job(group, TINY, case.shards, case.copies)
+        job = self._new(group, case.shards, case.copies)
         while job.state.step < COMMITTED:
             job.step()
         SavingJob(job, self._commits).save()
         assert job.state.step == CHANGED, "it is saved during a step"
         if case.change in POINTS:
-            try:
+            with contextlib.suppress(KilledError):
                 self._lose_one(job, case.change)
-            except KilledError:
-                self._lost.touch()
         else:
             group.barrier()
         return job
@@ -153,10 +150,10 @@ class Life:
         """Join the second world at its furthest step, and train to the end."""
         case = self._case
         if case.then is not None:
-            job = Job(group, TINY, case.then, len(COPIES) + 1 - case.copies, term=2)
+            job = self._new(group, case.then, len(COPIES) + 1 - case.copies, term=2)
             self._load(job)
         elif job is None:
-            job = Job(group, TINY, case.shards, case.copies, term=2)
+            job = self._new(group, case.shards, case.copies, term=2)
             if case.change != "join":
                 self._load(job)  # the only rank is gone
         elif lost := job.enter(group, term=2):
@@ -181,12 +178,16 @@ class Life:
         job.state.restore(lambda tensors: load(store, head, tensors), reached, keeps_rates=True)
 
     def _world(self, members: Sequence[int], term: int) -> Group:
-        is_broken = (lambda waited_s: self._lost.exists()) if term == 1 else None
-        return self._meeting.of(members, f"case-{self._number}-{term}", is_broken=is_broken)
+        return group_of(f"world {term}", list(members).index(self._who), len(members))
+
+    def _new(self, group: Group, shards: Mode, copies: int, term: int = 1) -> Job:
+        job = Job(group, TINY, shards, copies, term=term)
+        when_all_have_ended(job.state.shards._close_sums)
+        return job
 
 
 def _tried(group: Group, act: Callable[[], T]) -> tuple[T | None, str]:
-    """Call `act`, return its result or its error as text, and leave the world, as more cases follow."""
+    """Call `act`, return its result or its error as text, and leave the world."""
     try:
         return act(), ""
     except (ElasticTrainError, AssertionError, LookupError, RuntimeError, ValueError) as error:
