@@ -1,4 +1,4 @@
-"""The simulator runs the product in virtual time, is reproducible, finds planted bugs, and has no false alarm."""
+"""The simulator runs the product in virtual time, is reproducible, and finds planted bugs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ from chaos.judge.invariants.one_lineage import lineage
 from chaos.sim.campaign import cases
 from chaos.sim.campaign.planted import catalogue
 from chaos.sim.campaign.planted.catalogue import PLANTED
-from chaos.sim.campaign.planted.hunt import LIKELY, SimBug, near
-from chaos.sim.campaign.planted.hunt import SEEDS as SEEDS_OF_HUNT
+from chaos.sim.campaign.planted.hunt import LIKELY, SEEDS, SimBug, near
 from chaos.sim.campaign.shrink import shrink
-from chaos.sim.campaign.simulate import (
-    Case,
-    case_of,
-    digest_of,
-    simulate,
-)
+from chaos.sim.campaign.simulate import Case, case_of, digest_of, simulate
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.install.installed import planted
 from chaos.sim.job.job import Job
@@ -43,7 +37,6 @@ from elastic_train.training.session import Session
 
 pytestmark = pytest.mark.slow
 
-SEEDS = range(50)
 LONG = ("a-number-comes-back", "a-rank-with-no-share", "away-while-shares-were-lost", "begins-again-on-three-nodes")
 """Kept cases of long jobs, each of which takes seconds."""
 KEPT = [
@@ -52,17 +45,11 @@ KEPT = [
 ]
 
 
-@pytest.mark.hunt
-def test_the_healthy_product_breaks_no_invariant() -> None:
-    """Fifty sets of random faults break no invariant; together they hit most kinds and places."""
-    hit, digests = set(), set()
-    for seed in SEEDS:
-        outcome = simulate(case_of(seed))
-        assert outcome.violations == (), f"seed {seed}: {outcome.violations}"
-        hit |= set(outcome.num_faults)
-        digests.add(outcome.digest)
-    assert len(digests) == len(SEEDS)
-    assert len(hit) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(POINTS))
+def test_fifty_seeds_draw_most_kinds_of_faults_at_most_places() -> None:
+    """`make sim` runs five hundred: no fault of theirs breaks an invariant, and it lists those that never came."""
+    faults = [fault for seed in range(50) for fault in case_of(seed).faults]
+    drawn = {f"{fault.kind}@{fault.point}" if fault.point else fault.kind for fault in faults}
+    assert len(drawn) > 1 / 2 * (len(KINDS) + len(AT_POINTS) * len(POINTS))
 
 
 def test_the_same_seed_is_the_same_history() -> None:
@@ -100,7 +87,7 @@ def test_the_cases_that_are_run_first_are_those_of_planted_bugs() -> None:
     assert set(LIKELY) <= {bug.name for bug in PLANTED}
     bug = catalogue.named("no-fence")
     hunted = list(bug.cases())
-    assert hunted[0].seed == LIKELY["no-fence"] and sorted(case.seed for case in hunted) == list(range(SEEDS_OF_HUNT))
+    assert hunted[0].seed == LIKELY["no-fence"] and sorted(case.seed for case in hunted) == list(range(SEEDS))
 
 
 @pytest.mark.parametrize("name", ["fetched-cursor", "double-apply", "dropped-tail", "stale-stride", "hole-found-again"])

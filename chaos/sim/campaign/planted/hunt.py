@@ -28,7 +28,7 @@ LIKELY: Mapping[str, int] = {
     "neighbours-part": 15,
     "no-fence": 13,
     "pending-dropped": 6,
-    "seated-too-soon": 23,
+    "seated-too-soon": 105,
     "sent-unsettled": 7,
     "skipped-barrier": 3,
     "stale-lanes": 5,
