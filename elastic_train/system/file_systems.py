@@ -37,14 +37,13 @@ class Mount:
 
 def mount_of(path: str | Path, mounts: Path = MOUNTS) -> Mount | None:
     """Return the mount of a path, existing or not; None if unknown."""
-    real = Path(os.path.realpath(path))
+    real = os.path.realpath(path)
     try:
-        table = [_parsed(line) for line in mounts.read_text().splitlines()]
-    except (OSError, ValueError):
+        around = [line for line in mounts.read_text().splitlines() if _is_below(real, _point(line))]
+        # Of two mounts on one point the later hides the earlier. Containers have hundreds of mounts.
+        return _parsed(max(reversed(around), key=lambda line: len(_point(line)))) if around else None
+    except (OSError, ValueError, IndexError):
         return None
-    around = [mount for mount in table if real.is_relative_to(mount.point)]
-    # Of two mounts on one point the later hides the earlier.
-    return max(reversed(around), key=lambda mount: len(Path(mount.point).parts), default=None)
 
 
 Location = tuple[int, str, str]
@@ -90,10 +89,17 @@ def _of_nfs(on: str, options: frozenset[str]) -> Iterator[str]:
 def _parsed(line: str) -> Mount:
     """Parse a line of mountinfo: ID parent device root POINT OPTIONS [tags...] - KIND source OPTIONS."""
     before, _, after = line.partition(" - ")
-    point, options = before.split()[4:6]
     kind, _, more = after.split(" ", 2)
-    plain = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point)
-    return Mount(plain, kind, frozenset(f"{options},{more}".split(",")))
+    return Mount(_point(line), kind, frozenset(f"{before.split()[5]},{more}".split(",")))
+
+
+def _point(line: str) -> str:
+    point = line.split(" ", 5)[4]
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), point) if "\\" in point else point
+
+
+def _is_below(path: str, point: str) -> bool:
+    return path == point or path.startswith(point.rstrip("/") + "/")
 
 
 def absolute(place: str | None) -> str | None:

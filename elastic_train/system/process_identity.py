@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ class Resident(NamedTuple):
 def process_usage() -> dict[str, int]:
     """Return the numbers of open file descriptors and threads, and the resident bytes."""
     num_fds = sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1  # one is the listing's own
-    return {"fds": num_fds, "threads": int(_status()["Threads"]), "rss": resident().now}
+    status = _status()
+    return {"fds": num_fds, "threads": int(status["Threads"]), "rss": _resident(status).now}
 
 
 def resident() -> Resident:
@@ -52,7 +54,10 @@ def resident() -> Resident:
 
     Not `getrusage`: a program inherits `ru_maxrss` from the process that started it, which may have been larger.
     """
-    status = _status()
+    return _resident(_status())
+
+
+def _resident(status: Mapping[str, str]) -> Resident:
     now, peak = (int(status.get(key, "0").split()[0]) * _KIB for key in ("VmRSS", "VmHWM"))
     return Resident(now, max(now, peak))
 

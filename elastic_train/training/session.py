@@ -443,8 +443,13 @@ class Session:
             )
 
     def pause(self) -> None:
-        """End this world's saves, displays and records; the tracker's run continues in the next world."""
+        """End this world's saves, displays and records; the tracker's run continues in the next world.
+
+        Its first step reports this rank's memory again: until then, other ranks wait.
+        """
         self._end_saves_and_views()
+        if self.watch is not None:
+            self.watch.say_rest()
         if self.tracker is not None:
             self.tracker.pause()
         self.world.close()
@@ -455,6 +460,7 @@ class Session:
         `goes_on` is True if another process may replace this one.
         """
         self._end_saves_and_views()
+        self.say_rest()
         if self.tracker is not None:
             self.tracker.finish(status, goes_on=goes_on)
         self.world.close()
@@ -470,4 +476,3 @@ class Session:
         self.commits.abandon(is_live=self.worlds.is_live)
         if self.tracer is not None:
             self.tracer.close()
-        self.say_rest()

@@ -14,6 +14,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,8 @@ def check_can_be_sharded(group: Group, plan: Plan, differing: Sequence[str]) -> 
     )
 
 
-def _processor() -> dict[str, str]:
+@cache
+def _processor() -> Mapping[str, str]:
     """Return the CPU's vendor and vector instructions, as far as /proc/cpuinfo has them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

@@ -71,6 +71,8 @@ class World:
     """True if this rank writes parts of commits: its store is the job's, and writable."""
     keeper: StoreKeeper | None = None
     """Keeps the store and the run's folder complete."""
+    config_text: str = ""
+    """The resolved configuration as YAML, on rank 0."""
 
     shape: Cell = field(default_factory=Cell)
     """Shape of a replica; by default, one rank."""
@@ -201,13 +203,15 @@ def enter_world(
     progress = Progress() if group.rank == 0 else None
     keys = {} if word_of_store is None else {one_store.KEY: word_of_store.encode()}
     keys[term_key(term)] = fence.claimed
-    folder, text = Path(config.run.dir), config.to_yaml()
-    if config.checkpoint.url is not None:
-        keys[f"{CONFIGS}{term:08d}.yaml"] = text.encode()
-    texts = {folder / CONFIG: text} if group.rank == 0 else {}
+    text, texts = "", dict[Path, str]()
+    if group.rank == 0:  # the only rank that checks them; the text takes a while
+        text = config.to_yaml()
+        texts[Path(config.run.dir) / CONFIG] = text
+        if config.checkpoint.url is not None:
+            keys[f"{CONFIGS}{term:08d}.yaml"] = text.encode()
     keeper = StoreKeeper(save_store, keys, location, files, texts)
     at = time.time()
-    return World(group, term, store, fence, history, progress, launched, at, save_store, word, writes, keeper)
+    return World(group, term, store, fence, history, progress, launched, at, save_store, word, writes, keeper, text)
 
 
 def form_cells(world: World, parallel: ParallelConfig) -> World:

@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import grpc  # type: ignore[import-untyped]
@@ -87,21 +87,25 @@ class Mirror:
                 self._connection.client().cancel_watch(watch_id)
 
     def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
-        """Apply a stream's changes, until it breaks or the connection moves to another member."""
+        """Apply a stream's changes, until it breaks or the connection moves to another member.
+
+        All that have arrived are applied at once: members that leave a world together cost one view, not one each.
+        """
         streaming_from = self._connection.client().endpoint_in_use
         while not self._closed.is_set():
             try:
-                answer = said.get(timeout=PROBE_S)
+                events, is_over = _arrived(said)
             except queue.Empty:
                 self._probe()
                 if self._connection.client().endpoint_in_use is not streaming_from:
                     return
                 continue
-            if not isinstance(answer, streams.WatchResponse):
+            if events:
+                shown = _applied(self.snapshot, events)
+                self._data_loss.shown(shown.life, shown.revision)
+                self._latest.show(shown)
+            if is_over:
                 return
-            shown = _applied(self.snapshot, answer)
-            self._data_loss.shown(shown.life, shown.revision)
-            self._latest.show(shown)
 
     def _list(self) -> None:
         listed = list_in_life(self._connection, self._prefix, self._data_loss)
@@ -124,14 +128,26 @@ class Mirror:
         return int(client.add_watch_prefix_callback(self._prefix, on_answer, start_revision=start))  # type: ignore[attr-defined]
 
 
-def _applied(snapshot: Snapshot, response: streams.WatchResponse) -> Snapshot:
-    """Return the snapshot after a response's events; a response holds all events of its revisions."""
+def _arrived(said: queue.SimpleQueue[_Said]) -> tuple[list[kinds.Event], bool]:
+    """Wait for a stream's next answer; return the events of all that have arrived, and True if the stream is over.
+
+    Raises queue.Empty after `PROBE_S`.
+    """
+    answers = [said.get(timeout=PROBE_S)]
+    while not said.empty():
+        answers.append(said.get())
+    responses = [answer for answer in answers if isinstance(answer, streams.WatchResponse)]
+    return [event for response in responses for event in response.events], len(responses) < len(answers)
+
+
+def _applied(snapshot: Snapshot, events: Sequence[kinds.Event]) -> Snapshot:
+    """Return the snapshot after the events of some responses; a response holds all events of its revisions."""
     entries = dict(snapshot.entries)
-    for event in response.events:
+    for event in events:
         key = text_of(event.key)
         if isinstance(event, kinds.DeleteEvent):
             entries.pop(key, None)
         else:
             entries[key] = Entry(text_of(event.value), event.mod_revision, event.create_revision)
-    revision = max([snapshot.revision, *(event.mod_revision for event in response.events)])
+    revision = max([snapshot.revision, *(event.mod_revision for event in events)])
     return Snapshot(revision, entries, snapshot.life)

@@ -72,6 +72,8 @@ class LatestView(LatestSnapshot):
 
     def show(self, snapshot: Snapshot) -> None:
         """Store a snapshot and its parsed records, if it is newer."""
+        if not snapshot.is_newer(self.snapshot):
+            return
         view = read_view(snapshot, self._keys)  # outside the lock: parsing a thousand members takes a while
         with self._changed:
             if snapshot.is_newer(self._snapshot):

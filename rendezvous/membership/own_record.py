@@ -1,7 +1,8 @@
 """A member's own record, which it publishes under a lease that ends with the member.
 
 Every write of a member goes through `swap`, which updates the view before it returns, so that decisions are based on a
-view that contains the member's own last write. One thread at a time rewrites the record.
+view that contains the member's own last write. The watch brings it: if each member listed all members after each write,
+etcd would send records in the square of their number. One thread at a time rewrites the record.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from rendezvous.membership.store import (
     Put,
     Snapshot,
     Store,
+    Watch,
 )
 
 MOST_TRIES, PAUSE_S = 20, 0.1
 """Number of tries of an update if the record keeps changing, and the longest wait for the watch to bring a change."""
+BROUGHT_S = 0.5
+"""Longest wait for the watch to bring a member's own write; then its stream may be broken, and the keys are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Place:
 class OwnRecord:
     """The record of the member at a place; none before it registers, and each registration has a new id."""
 
-    def __init__(self, store: Store, keys: Keys, place: Place, latest: LatestView, ttl_s: float) -> None:
+    def __init__(self, store: Store, watch: Watch, keys: Keys, place: Place, latest: LatestView, ttl_s: float) -> None:
         self.id = ""
         self.place = place
         """Contents of the record from the next registration on."""
@@ -55,7 +59,7 @@ class OwnRecord:
         self.ttl_s = ttl_s
         """Duration of the lease in seconds; etcd may grant more than requested."""
         self.lease: Lease | None = None
-        self._store, self._keys, self._latest = store, keys, latest
+        self._store, self._watch, self._keys, self._latest = store, watch, keys, latest
         self._rank, self._rank_in = -1, 0
         self._writing = threading.Lock()
 
@@ -108,10 +112,23 @@ class OwnRecord:
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction, its keys under a lease or none, and have its result in the view before returning."""
         writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
-        if self._store.swap(writes, change.guards) is None:
+        before = self._latest.snapshot
+        revision = self._store.swap(writes, change.guards)
+        if revision is None:
             return False
-        self._latest.show(self._store.get(self._keys.prefix))
+        self._latest.show(self._brought(change, before, revision) or self._store.get(self._keys.prefix))
         return True
+
+    def _brought(self, change: Change, before: Snapshot, revision: int) -> Snapshot | None:
+        """Return the watch's snapshot with a change of this revision.
+
+        None if it does not come soon, or etcd lost its data, whose revisions may be lower than those before.
+        """
+        found = self._watch.wait(revision - 1, BROUGHT_S, before.life) if revision > before.revision else None
+        if found is None or found.life != before.life:
+            return None
+        puts = (key for key, text in change.writes.items() if text is not None)
+        return found if all(found.revision_of(key) >= revision for key in puts) else None
 
     def revoke(self) -> None:
         """End the lease, and with it the record; raises StoreError if etcd does not answer."""

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from rendezvous.errors import (
@@ -23,7 +23,7 @@ from rendezvous.errors import (
     TooFewNodesError,
 )
 from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, is_looking
-from rendezvous.membership.known_agents import Ask, KnownAgents
+from rendezvous.membership.known_agents import Ask, KnownAgents, by_node
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.own_record import MOST_TRIES, PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
@@ -83,7 +83,7 @@ class Participant:
         self._store = store
         self._watch = store.watch(self.keys.prefix)
         self._latest = LatestView(self.keys, self._watch.snapshot)
-        self._own = OwnRecord(store, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
+        self._own = OwnRecord(store, self._watch, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
         self._dead_agents = DeadAgentProbe(self.agents)
         self._outage = OutageLog(_log)
@@ -223,9 +223,14 @@ class Participant:
         self._own.missed = nodes
         self._own.update(reported)
 
-    def remove_dead_member(self, member_id: str) -> bool:
-        """Remove a member known to be dead; return False if it has changed meanwhile, or etcd does not answer."""
-        return self._try(changes.remove_dead_member(self._latest.now().snapshot, self.keys, member_id))
+    def remove_dead_members(self, dead: Iterable[Member], snapshot: Snapshot | None = None) -> bool:
+        """Remove members known to be dead, those of a node at once; return True if any was removed.
+
+        Members of a node are kept if one of them has changed since `snapshot`, or etcd does not answer.
+        """
+        snapshot = snapshot or self._latest.snapshot
+        by = [changes.remove_dead_members(snapshot, self.keys, members) for members in by_node(dead).values()]
+        return any([self._try(change) for change in by])  # noqa: C419 - all of them
 
     def wants_to_grow(self, quiet_s: float) -> bool:
         """Return True if members with agents that this one has met wait, and none has come or gone for `quiet_s`.
@@ -394,8 +399,7 @@ class Participant:
 
     def _bury(self, snapshot: Snapshot) -> bool:
         """Remove the late members whose agent is gone; return True if there were any."""
-        gone = self._dead_agents.gone(self.view)
-        return any([self._try(changes.remove_dead_member(snapshot, self.keys, dead.id)) for dead in gone])  # noqa: C419 - all of them
+        return self.remove_dead_members(self._dead_agents.gone(self.view), snapshot)
 
     def _try(self, change: Change) -> bool:
         """Like `OwnRecord.swap`, but return False if etcd does not answer, so that the caller retries later."""

@@ -144,9 +144,7 @@ class Reachability:
             return dict(zip(nodes, answers, strict=True))
 
     def _bury(self, dead: list[Member]) -> None:
-        for member in dead:
-            if self._agents.has_met(member):
-                self._participant.remove_dead_member(member.id)
+        self._participant.remove_dead_members(member for member in dead if self._agents.has_met(member))
 
     def _warn(self, missed: Mapping[str, list[Member]]) -> None:
         where = ", ".join(f"{name} at {members[0].agent}" for name, members in sorted(missed.items()))

@@ -48,12 +48,12 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
     if not world.is_leader:
         return None
     config, folder = process.plan.config, Path(process.plan.config.run.dir)
-    process.files.replace(folder / "config.yaml", config.to_yaml())
+    process.files.replace(folder / "config.yaml", world.config_text)
     if process.utilisation is not None:
         process.files.replace(folder / UTILISATION, process.utilisation.to_json())
     if config.checkpoint.url is not None:
         try:
-            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", config.to_yaml().encode())
+            world.store.create(f"{CONFIGS}{world.term:08d}.yaml", world.config_text.encode())
         except StorageError as error:
             world.announce(f"the configuration cannot be stored with the commits, training continues: {error}")
     return Tracker.start(

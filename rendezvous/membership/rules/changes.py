@@ -7,7 +7,7 @@ alive and ready. So at most one world per term is sealed, and terms only grow, e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from rendezvous.membership.records import Closed, Failure, Keys, Member, View, World, encode
@@ -56,10 +56,10 @@ def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
     return Change({keys.failure: encode(failure)}, {keys.failure: snapshot.revision_of(keys.failure)})
 
 
-def remove_dead_member(snapshot: Snapshot, keys: Keys, member_id: str) -> Change:
-    """Remove a member known to be dead; if it is alive, it finds itself expelled and joins again."""
-    key = keys.member(member_id)
-    return Change({key: None}, {key: snapshot.revision_of(key)})
+def remove_dead_members(snapshot: Snapshot, keys: Keys, members: Iterable[Member]) -> Change:
+    """Remove members known to be dead, at once; one that is alive finds itself expelled and joins again."""
+    dead = [keys.member(member.id) for member in members][:MOST_GUARDS]
+    return Change(dict.fromkeys(dead), {key: snapshot.revision_of(key) for key in dead})
 
 
 def close(snapshot: Snapshot, view: View, keys: Keys, closed: Closed) -> Change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import queue
 import shutil
 import threading
 import time
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import grpc
 import pyetcd
 import pytest
+from pyetcd import watch as streams
 
 from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster, frozen
@@ -71,6 +73,17 @@ def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
         watch.close()
         for each in (store, other):
             each.close()
+
+
+def test_changes_that_have_arrived_are_applied_at_once() -> None:
+    """A thousand members that leave a world together cost a member one view, not a thousand."""
+    said: queue.SimpleQueue[object] = queue.SimpleQueue()
+    for number in range(3):
+        said.put(streams.WatchResponse(SimpleNamespace(), [f"event {number}"]))
+    assert mirror._arrived(said) == (["event 0", "event 1", "event 2"], False)  # type: ignore[arg-type]
+    said.put(streams.WatchResponse(SimpleNamespace(), ["the last event"]))
+    said.put(None)
+    assert mirror._arrived(said) == (["the last event"], True)  # type: ignore[arg-type]
 
 
 def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> None:

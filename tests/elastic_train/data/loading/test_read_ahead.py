@@ -159,6 +159,9 @@ class Inline:
         future.set_result(task(*arguments))
         return future
 
+    def shutdown(self, **_: bool) -> None:
+        """Do nothing: no task is left."""
+
 
 def test_what_is_read_ahead_is_bounded(tmp_path: Path) -> None:
     """Blocks are decoded up to a bound, in the order of need, released after their last step, and never late."""
@@ -212,6 +215,24 @@ def test_damage_is_raised_with_the_files_name(tmp_path: Path) -> None:
                 list(loader)
         else:
             assert sum(len(batch.ids) for step in loader for batch in step) == 20
+
+
+def test_little_is_made_ahead_of_a_worlds_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks double: thousands of small steps at once would keep the processor from the first one."""
+    manifest = load_manifest(str(write_rows(tmp_path / "rows", 600, group_rows=60)))
+    order, num_made = Order(manifest.group_rows, num_lanes=1, seed=1), [0]
+
+    def collate(rows: pa.Table, ids: Ids) -> dict[str, Tensor]:
+        num_made[0] += 1
+        return {}
+
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", lambda *_: Inline())
+    steps = read_ahead.ReadAhead(Reader(manifest, ["label"]), order, collate, lanes=range(1), micro_batch=1).steps(
+        Cursor(), 600
+    )
+    made = [next(steps) and num_made[0] for _ in range(4)]
+    assert made == [1, 32, 64, 64], "five chunks ahead, each as long as all before it"
+    steps.close()
 
 
 def test_a_slow_collate_holds_up_its_own_step_alone(tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""What a recovery asks of etcd: one write for each member, and no lists."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rendezvous import MemoryStore
+from rendezvous.agent.identity import Answer
+from rendezvous.membership import known_agents, own_record
+from rendezvous.membership.memory_store import MemoryWatch
+from rendezvous.membership.own_record import Place
+from rendezvous.membership.participant import Participant
+from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.store import Guards, Snapshot, Writes
+from tests.conftest import PATIENCE_S
+from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again
+from tests.rendezvous.rendezvous_sides import eventually
+
+
+class CountingStore(MemoryStore):
+    """Counts lists, and the keys of each transaction that succeeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lists, self.written = 0, list[int]()
+
+    def get(self, prefix: str) -> Snapshot:
+        self.num_lists += 1
+        return super().get(prefix)
+
+    def swap(self, writes: Writes, guards: Guards) -> int | None:
+        revision = super().swap(writes, guards)
+        if revision is not None:
+            self.written.append(len(writes))
+        return revision
+
+    def watch(self, prefix: str) -> MemoryWatch:
+        return MemoryWatch(self._listed, prefix)
+
+    @property
+    def _listed(self) -> MemoryStore:
+        """This store, without counting what its watches read."""
+        listed = MemoryStore()
+        listed.__dict__ = self.__dict__
+        return listed
+
+
+def test_a_recovery_writes_once_for_each_member_and_lists_nothing(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    """If each member listed all of them, etcd would send records in the square of their number."""
+    store, is_gone = CountingStore(), set[str]()
+    monkeypatch.setattr(known_agents, "refuses", lambda agent, _: agent in is_gone)
+
+    def ask(*_: object) -> Answer:
+        return "itself"
+
+    places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("a", "b", "c", "c", "c")]
+    nodes = [Participant(store, "job", Policy(1, 3, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
+    assert all(world is not None and len(world.seats) == 5 for world in meet_again(nodes, pool))
+    for node in nodes[:2]:
+        node.agents.ask([member for member in node.view.members if member.node == "c"], 1.0)
+    is_gone.add("c:1")
+    store.num_lists, store.written = 0, []
+    worlds = meet_again(nodes[:2], pool)
+    assert all(world is not None and len(world.seats) == 2 for world in worlds)
+    assert (store.num_lists, sorted(store.written)) == (0, [1, 1, 1, 3]), "two members, a world, and a dead node"
+    for node in nodes:
+        node.leave()
+
+
+def test_a_write_that_the_watch_does_not_bring_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream may be broken without a sign, and decisions need a view with the member's own write."""
+    store, is_silent = MemoryStore(), [False]
+    wait = MemoryWatch.wait
+
+    def silent(self: MemoryWatch, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+        return None if is_silent[0] else wait(self, after, timeout_s, life)
+
+    monkeypatch.setattr(MemoryWatch, "wait", silent)
+    monkeypatch.setattr(own_record, "BROUGHT_S", 0.0)
+    node = make_node(store, last_call_s=0.0)
+    is_silent[0] = True
+    node.join(PATIENCE_S)
+    assert node.view.member(node.id) is not None
+    is_silent[0] = False
+    eventually(lambda: node.view.revision == store.revision, "the watch")
+    node.leave()
