@@ -43,14 +43,22 @@ munged -F --force --key-file="$1/munge/key" --socket=/run/munge/munge.socket.2 -
   --seed-file="$1/munge/seed" --log-file="$1/munge/log" &
 until [ -S /run/munge/munge.socket.2 ]; do sleep 0.02; done
 slurmctld -D -c &
+calm=0 held=0 returned=0
 while sleep 1; do
   requeued=$(squeue -h -r -t PENDING -o '%i %r' | sed -n 's/ BeginTime$//p')
-  [ -z "$requeued" ] || sleep 1
-  for job in $requeued; do scontrol update jobid="$job" starttime=now; done
+  [ -n "$requeued" ] && held=$((held + 1)) || held=0
+  before=$returned returned=$(grep -c 'returned to service' "$1/log/slurmctld.log")
+  [ "$returned" = "$before" ] && [ -z "$(sinfo -h -t down -o %N)" ] || calm=0
+  [ "$held" -ge 15 ] || [ "$held" -ge 2 -a "$calm" -ge 5 ] && for job in $requeued; do
+    scontrol update jobid="$job" starttime=now
+  done
+  calm=$((calm + 1))
 done
 """
 """Slurm lets a requeued job wait until its old credentials expire, 121 s by default. But nodes tell new ones from those
-that they revoked by the second, so a second is enough. A shorter `cred_expire` would fail steps that start slowly."""
+that they revoked by the second, so a second is enough, and five after a node has returned: Slurm tells it then to end
+what it ran before, which would end the job if that was there again. A node that stays away is waited for 15 s.
+A shorter `cred_expire` would fail steps that start slowly."""
 
 _CONF = """\
 ClusterName=fixture
