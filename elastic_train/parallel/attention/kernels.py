@@ -97,13 +97,12 @@ def _no_flash(*capabilities: int) -> Callable[[Machine, Call], str | None]:
     def obstacle(machine: Machine, call: Call) -> str | None:
         import torch.nn.attention as attention
 
-        if not hasattr(attention, "activate_flash_attention_impl"):
-            return f"torch {torch.__version__} cannot take it"
         if machine.capability[0] not in capabilities:
             return f"compute capability {machine.capability[0]}.{machine.capability[1]}"
         if call.dtype not in _HALF or call.dropout:
             return "dropout" if call.dropout else str(call.dtype)
-        return None
+        # last: a newer torch helps only where nothing else is in the way
+        return None if hasattr(attention, "activate_flash_attention_impl") else f"torch {torch.__version__} lacks it"
 
     return obstacle
 
