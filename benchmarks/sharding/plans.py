@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from benchmarks.figures import Effort
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
-from elastic_train.placement.holdings import Column, column_of, grains_in, num_elements, runs_of
-from elastic_train.placement.recut import Recut, owned_of, plan_recut
+from elastic_train.placement.holdings import Column, column_of, grains_in, grains_in_each, num_elements, runs_of
+from elastic_train.placement.recut import Recut, plan_recut
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat, seats_of_cells
 
@@ -102,7 +102,7 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
     layout, circle = columns[0]
     me = min(1, len(seats) - 1)
     seating = Seating(layout, circle, seats, me)
-    have = [grains_in(circle, () if seat is None else seat.arcs) for seat in had]
+    have = grains_in_each(circle, [() if seat is None else seat.arcs for seat in had])
     plan = plan_recut(have, seating.holdings, layout.span)
     for giver, taker, grains in plan.transfers:
         if me in (giver, taker):
@@ -115,6 +115,6 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
     for column in columns:
         others = Seating(*column, seats, 0) if len(columns) > 1 else seating
         max(grains.size for grains in others.trained)
-        owned_of(others.holdings, column.layout.span, range(len(seats)))
+        others.owned_by(range(len(seats)))
         others.are_sole_holders([False] * len(seats))
     return plan

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
@@ -193,14 +194,18 @@ class Layout:
         return np.where(first < 0, np.arange(self.num_grains), first)
 
     @cached_property
+    def is_trained(self) -> npt.NDArray[np.bool_]:
+        """True for each grain that the optimizer updates; shape (grains,)."""
+        return np.array([flat.group is not None for flat in self.flats], dtype=np.bool_)[self.flat_of]
+
+    @cached_property
     def trained(self) -> Int64s:
         """Numbers of the grains that the optimizer updates (all but frozen tensors'), ascending."""
         return self.trained_of(np.arange(self.num_grains))
 
     def trained_of(self, grains: Int64s) -> Int64s:
         """Return the grains among `grains` that the optimizer updates."""
-        is_trained = np.array([flat.group is not None for flat in self.flats], dtype=np.bool_)
-        return grains[is_trained[self.flat_of[grains]]]
+        return grains[self.is_trained[grains]]
 
     @cached_property
     def dims(self) -> CutDims:

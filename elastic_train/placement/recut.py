@@ -12,11 +12,14 @@ owned grains to the other holders.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from elastic_train.core.arrays import Int64s
+from elastic_train.core.keyed_random import mix64_array
+from elastic_train.placement.holdings import equal_ones, holders_of, signs_of
 
 _PASSES = 32
 """Limit for the passes that balance the loads; each reduces the sum of squares, and few are needed."""
@@ -41,31 +44,16 @@ class Recut(NamedTuple):
     lost: Int64s = _NONE
 
 
-class _Kind(NamedTuple):
-    """Grains with the same holders and the same takers, which want but do not hold them."""
-
-    grains: Int64s
-    holders: tuple[int, ...]
-    takers: tuple[int, ...]
-
-
 def plan_recut(have: Sequence[Int64s], wants: Sequence[Int64s], spans: Int64s) -> Recut:
     """Plan the transfers that turn `have` into `wants`: grains by rank, ascending.
 
     `spans` has the elements of every grain, shape (grains,). A grain is lost if a rank wants it and none has it.
     """
-    kinds = _kinds(have, wants, spans.size)
-    lost = [kind.grains for kind in kinds if not kind.holders]
-    if lost:
-        return Recut(lost=np.sort(np.concatenate(lost)))
-    wanted = [(kind, taker) for kind in kinds for taker in kind.takers]
-    given = _even_out([kind.holders for kind, _ in wanted], [int(spans[kind.grains].sum()) for kind, _ in wanted])
-    parts: dict[tuple[int, int], list[Int64s]] = {}
-    for (kind, taker), shares in zip(wanted, given, strict=True):
-        for giver, part in _deal(kind.grains, spans, shares):
-            parts.setdefault((giver, taker), []).append(part)
-    transfers = (Transfer(*pair, np.sort(np.concatenate(part))) for pair, part in sorted(parts.items()))
-    return Recut(tuple(transfers))
+    wanted = _wanted(have, wants, spans.size)
+    lost = [one.grains for one in wanted if not one.holders]
+    if lost or not wanted:
+        return Recut(lost=np.unique(np.concatenate([_NONE, *lost])))
+    return Recut(_transfers(wanted, spans))
 
 
 def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
@@ -74,44 +62,63 @@ def owned_of(holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | 
     `holdings` are by rank; `spans` has the elements of every grain, shape (grains,). With `owners`, only these ranks
     own grains. Raises LookupError if a grain has no holder among them.
     """
-    may = range(len(holdings)) if owners is None else owners
+    may = set(range(len(holdings)) if owners is None else owners)
     have = [grains if rank in may else _NONE for rank, grains in enumerate(holdings)]
     # An imaginary rank that wants everything is served by the holders as evenly as possible.
     wants = [_NONE] * len(holdings) + [np.arange(spans.size, dtype=np.int64)]
     plan = plan_recut([*have, _NONE], wants, spans)
     if plan.lost.size:
-        raise LookupError(f"{plan.lost.size} of {spans.size} grains have no holder among the ranks {list(may)}")
+        raise LookupError(f"{plan.lost.size} of {spans.size} grains have no holder among the ranks {sorted(may)}")
     owned = [_NONE] * len(holdings)
     for transfer in plan.transfers:
         owned[transfer.giver] = transfer.grains
     return owned
 
 
-def _kinds(has: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> list[_Kind]:
-    """Return the grains that some rank wants but does not hold, grouped by holders and wanting ranks."""
-    moves, holder = np.zeros(num_grains, dtype=np.bool_), np.full(num_grains, -1)
-    for rank, (own, wanted) in enumerate(zip(has, wants, strict=True)):
-        holder[own] = rank
-        moves[wanted[holder[wanted] != rank]] = True
-    number, labels = np.cumsum(moves) - 1, np.zeros(np.count_nonzero(moves), dtype=np.int64)
-    sets: list[list[int]] = [[]]  # by label: the sets that contain the grains with this label
-    for place, grains in enumerate((*has, *wants)):
-        inside = number[grains[moves[grains]]]
-        if inside.size:
-            is_split = np.zeros(len(sets), dtype=np.bool_)
-            is_split[labels[inside]] = True
-            labels[inside] = (np.cumsum(is_split) + len(sets) - 1)[labels[inside]]
-            sets += [[*sets[label], place] for label in np.flatnonzero(is_split).tolist()]
-    parts = np.split(np.flatnonzero(moves)[np.argsort(labels, kind="stable")], np.cumsum(np.bincount(labels)))
-    return [_kind(grains, some, len(has)) for grains, some in zip(parts, sets, strict=False) if grains.size]
+class _Wanted(NamedTuple):
+    """Grains, ascending, that a rank wants and does not hold, of equal holders."""
+
+    grains: Int64s
+    holders: list[int]
+    taker: int
 
 
-def _kind(grains: Int64s, sets: Sequence[int], num_ranks: int) -> _Kind:
-    holders = tuple(number for number in sets if number < num_ranks)
-    return _Kind(grains, holders, tuple(n - num_ranks for n in sets if n >= num_ranks and n - num_ranks not in holders))
+def _wanted(have: Sequence[Int64s], wants: Sequence[Int64s], num_grains: int) -> list[_Wanted]:
+    """Return what every rank wants and does not hold; grains with the same holders and takers are planned as one.
+
+    The order is by last taker, the last taker before it, and so on, then by holders likewise.
+    """
+    held, wanted = signs_of(have, num_grains), signs_of(wants, num_grains)
+    moving = np.flatnonzero((held != wanted) & (wanted != 0))
+    kinds = equal_ones(moving, mix64_array(held[moving]) ^ wanted[moving])
+    firsts = [int(grains[0]) for grains in kinds]
+    holders, takers = (holders_of(firsts, by_rank, num_grains) for by_rank in (have, wants))
+    order = sorted(range(len(kinds)), key=lambda kind: (takers[kind][::-1], holders[kind][::-1]))
+    return [
+        _Wanted(kinds[kind], holders[kind], taker)
+        for kind in order
+        for taker in takers[kind]
+        if taker not in holders[kind]
+    ]
 
 
-def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> list[dict[int, int]]:
+def _transfers(wanted: Sequence[_Wanted], spans: Int64s) -> tuple[Transfer, ...]:
+    """Return the transfers of wanted grains, which are cut into one run per holder, as even as whole grains allow."""
+    grains = np.concatenate([one.grains for one in wanted])
+    totals = np.cumsum(spans[grains])
+    ends = totals[np.cumsum([one.grains.size for one in wanted]) - 1].tolist()
+    shares = _even_out([one.holders for one in wanted], [hi - lo for lo, hi in pairwise([0, *ends])])
+    pairs = [(giver, one.taker) for one, share in zip(wanted, shares, strict=True) for giver in share]
+    given = np.cumsum([amount for share in shares for amount in share.values()])
+    cuts = np.searchsorted(2 * totals - spans[grains], 2 * given)  # by the grains' middles
+    numbers = {pair: number for number, pair in enumerate(sorted(set(pairs)))}
+    of_grain = np.repeat([numbers[pair] for pair in pairs], np.diff(cuts, prepend=0))
+    ordered, ends = grains[np.lexsort((grains, of_grain))], np.cumsum(np.bincount(of_grain, minlength=len(numbers)))
+    parts = zip(numbers, pairwise([0, *ends.tolist()]), strict=True)
+    return tuple(Transfer(*pair, ordered[lo:hi]) for pair, (lo, hi) in parts if lo < hi)
+
+
+def _even_out(holders: Sequence[Sequence[int]], amounts: Sequence[int]) -> list[dict[int, int]]:
     """Distribute every amount, in elements, over its holders so that their totals are as even as possible.
 
     Fills one amount at a time like water on top of the others, until a pass changes nothing. This is block coordinate
@@ -120,20 +127,19 @@ def _even_out(holders: Sequence[tuple[int, ...]], amounts: Sequence[int]) -> lis
     """
     given: list[dict[int, int]] = [{} for _ in amounts]
     totals = dict.fromkeys((rank for ranks in holders for rank in ranks), 0)
-    changed, poured, now = dict.fromkeys(totals, 0), [-1] * len(amounts), 0
     for _ in range(_PASSES):
-        began = now
+        is_even = True
         for number, (ranks, amount) in enumerate(zip(holders, amounts, strict=True)):
-            if max([changed[rank] for rank in ranks]) <= poured[number]:
-                continue  # the result would be the same
             old = given[number]
+            if len(old) == len(ranks) == 1:
+                continue
             others = sorted([(totals[rank] - old.get(rank, 0), rank) for rank in ranks])
-            new = given[number] = _pour(amount, others)
-            poured[number] = now = now + (new != old)
-            for total, rank in others:
-                if (total := total + new.get(rank, 0)) != totals[rank]:
-                    totals[rank], changed[rank] = total, now
-        if now == began:
+            given[number] = new = _pour(amount, others)
+            if new != old:
+                is_even = False
+                for total, rank in others:
+                    totals[rank] = total + new.get(rank, 0)
+        if is_even:
             break
     return given
 
@@ -143,26 +149,15 @@ def _pour(amount: int, totals: Sequence[tuple[int, int]]) -> dict[int, int]:
 
     `totals` has pairs of a rank's total and the rank, ascending.
     """
-    shares: dict[int, int] = {}
-    below = count = 0
-    for total, _ in totals:
+    if len(totals) == 2:  # most often
+        (lowest, first), (other, second) = totals
+        share = (amount + lowest - other) // 2
+        return {first: amount - share, second: share} if share > 0 else {first: amount}
+    below = 0
+    for count, (total, _) in enumerate(totals, 1):
         below += total
-        count += 1
         level, rest = divmod(amount + below, count)
         if count == len(totals) or level < totals[count][0]:
             break
-    for total, rank in totals[:count]:
-        if share := level - total + (rest > 0):
-            shares[rank] = share
-        rest -= 1
-    return shares
-
-
-def _deal(grains: Int64s, spans: Int64s, shares: dict[int, int]) -> list[tuple[int, Int64s]]:
-    """Cut grains into one run per rank, as close to their shares in elements as whole grains allow."""
-    if len(shares) == 1:
-        return [(rank, grains) for rank in shares]
-    middles = np.cumsum(spans[grains]) - spans[grains] / 2
-    edges = np.searchsorted(middles, np.cumsum(list(shares.values()))[:-1])
-    parts = zip(shares, np.split(grains, edges), strict=True)
-    return [(rank, part) for rank, part in parts if part.size]
+    shares = {rank: level - total + (place < rest) for place, (total, rank) in enumerate(totals[:count])}
+    return {rank: share for rank, share in shares.items() if share}

@@ -59,7 +59,8 @@ class Seating:
     def __init__(self, layout: Layout, circle: Circle, seats: Sequence[Seat], rank: int) -> None:
         self.layout, self.circle, self.seats, self.rank = layout, circle, list(seats), rank
         self.holdings = all_held(circle, seats)
-        self._sections = dict[int, Int64s]()
+        self._sections, self._runs = dict[int, Int64s](), dict[int, tuple[Int64s, list[Run]]]()
+        self._owned = dict[tuple[int, ...], list[Int64s]]()
 
     @property
     def seat(self) -> Seat:
@@ -107,14 +108,20 @@ class Seating:
         kept = (seat.arcs for seat, is_marked in zip(self.seats, ranks, strict=True) if not is_marked)
         return Column(self.layout, self.circle).missing(kept) > 0
 
-    @cached_property
+    @property
     def all_owned(self) -> list[Int64s]:
         """Grains that each rank owns, by rank, including frozen ones."""
-        return owned_of(self.holdings, self.layout.span)
+        return self.owned_by(range(len(self.seats)))
+
+    def owned_by(self, owners: Sequence[int]) -> list[Int64s]:
+        """Return the grains that each rank owns, by rank, if only `owners` own any; raise LookupError as `owned_of`."""
+        if (key := tuple(owners)) not in self._owned:
+            self._owned[key] = owned_of(self.holdings, self.layout.span, key)
+        return self._owned[key]
 
     def owned_runs(self) -> list[list[Run]]:
         """Return the runs that each rank finishes, by rank."""
-        return runs_of_each(self.layout, self.owned)
+        return self._runs_of(self.owned)
 
     # What is moved within a step: from the only sender of each grain to those that want it.
 
@@ -168,8 +175,15 @@ class Seating:
         transfers = [one for one in transfers if one[2].size]
         if by_giver:
             return [Move(giver, taker, self.runs_at(giver, grains)) for giver, taker, grains in transfers]
-        runs = runs_of_each(self.layout, [grains for *_, grains in transfers])
+        runs = self._runs_of([grains for *_, grains in transfers])
         return [Move(giver, taker, some) for (giver, taker, _), some in zip(transfers, runs, strict=True)]
+
+    def _runs_of(self, holdings: Sequence[Int64s]) -> list[list[Run]]:
+        """Return the runs of each of several holdings; those of one object are worked out once."""
+        new = [grains for grains in holdings if id(grains) not in self._runs]
+        for grains, runs in zip(new, runs_of_each(self.layout, new), strict=True):
+            self._runs[id(grains)] = grains, runs  # its number is not given to another object
+        return [self._runs[id(grains)][1] for grains in holdings]
 
     def _everything(self) -> list[Int64s]:
         """Return all grains, for each rank."""

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import xor
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.keyed_random import mix64
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import ALONE, Cell, ranks_by_part
 from elastic_train.errors import WeightsDifferError
 from elastic_train.placement.deal import lanes_by_owner
 from elastic_train.placement.grains import Layout
-from elastic_train.placement.holdings import Column, Run
+from elastic_train.placement.holdings import Column, Run, equal_ones, holders_of, signs_of
 from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
@@ -241,8 +239,7 @@ class Table:
             if not all(by_part):
                 raise LookupError("no writer holds some part")
             return ()
-        seatings = map(self.seating, range(len(self.ranks)))
-        return [owned_of(one.holdings, one.layout.span, some) for one, some in zip(seatings, by_part, strict=True)]
+        return [self.seating(part).owned_by(some) for part, some in enumerate(by_part)]
 
     # Weights that several ranks have.
 
@@ -317,28 +314,17 @@ class InCommon:
 
 def in_common(table: Table) -> InCommon:
     """Return the sets of weights that the same ranks have; all ranks have the buffers."""
-    groups: dict[int, tuple[Int64s, list[int]]] = {}
     last, by_rank = table.parts.layout.num_grains, table.numbers
-    for rank, numbers in enumerate(by_rank):
-        if id(numbers) not in groups:
-            groups[id(numbers)] = np.append(numbers[table.parts.is_saved[numbers]], last), []
-        groups[id(numbers)][1].append(rank)
-    # The exclusive or of the holders' random numbers identifies a grain's set of holders.
-    signs, holders = np.zeros(last + 1, dtype=np.uint64), np.zeros(last + 1, dtype=np.int64)
-    for numbers, ranks in groups.values():
-        signs[numbers] ^= np.uint64(reduce(xor, (mix64(rank + 1) for rank in ranks)))
-        holders[numbers] += len(ranks)
-    counted = np.flatnonzero(holders > 1)
-    _, first, which = np.unique(signs[counted], return_index=True, return_inverse=True)
-    set_of = np.full(last + 1, -1)
-    set_of[counted] = np.argsort(np.argsort(first))[which]  # in the order of first grains: no random number decides
-    of_rank = [np.empty(0, dtype=np.int64)] * table.size
-    by_set: list[list[int]] = [[] for _ in first]
-    for numbers, ranks in groups.values():
-        sets = np.unique(set_of[numbers])
-        sets = sets[sets >= 0]
+    saved = {id(grains): np.append(grains[table.parts.is_saved[grains]], last) for grains in by_rank}
+    holdings = [saved[id(grains)] for grains in by_rank]
+    signs = signs_of(holdings, last + 1)
+    held = np.flatnonzero(signs)
+    groups = equal_ones(held, signs[held])
+    holders = holders_of([int(grains[0]) for grains in groups], holdings, last + 1)
+    shared = [(grains, ranks) for grains, ranks in zip(groups, holders, strict=True) if len(ranks) > 1]
+    set_of, of_rank = np.full(last + 1, -1), [list[int]() for _ in by_rank]
+    for number, (grains, ranks) in enumerate(shared):
+        set_of[grains] = number
         for rank in ranks:
-            of_rank[rank] = sets
-        for number in sets.tolist():
-            by_set[number] += ranks
-    return InCommon(set_of, [sorted(ranks) for ranks in by_set], of_rank)
+            of_rank[rank].append(number)
+    return InCommon(set_of, [ranks for _, ranks in shared], [np.array(sets, dtype=np.int64) for sets in of_rank])

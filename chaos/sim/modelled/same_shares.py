@@ -107,6 +107,7 @@ class _OwnSeating(Seating):
     def __init__(self, common: _CommonSeating, rank: int) -> None:
         self.layout, self.seats, self.rank = common.layout, common.seats, rank
         self.circle, self.holdings, self._common = common.circle, common.holdings, common
+        self._runs = common._runs
 
     @property
     def trained(self) -> list[Int64s]:
@@ -115,6 +116,9 @@ class _OwnSeating(Seating):
     @property
     def owned(self) -> list[Int64s]:
         return self._common.owned
+
+    def owned_by(self, owners: Sequence[int]) -> list[Int64s]:
+        return self._common.owned_by(owners)
 
     def owned_runs(self) -> list[list[Run]]:
         return self._common.runs

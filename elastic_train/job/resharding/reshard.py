@@ -33,8 +33,9 @@ from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards, Weights
 from elastic_train.parallel.exchange import messages_of
 from elastic_train.parallel.group import Group
+from elastic_train.placement.arcs import Arc
 from elastic_train.placement.domains import paths_of_cells
-from elastic_train.placement.holdings import Run, grains_in
+from elastic_train.placement.holdings import Run, grains_in_each
 from elastic_train.placement.recut import Recut, plan_recut
 from elastic_train.placement.seating import Move, Seating
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
@@ -93,7 +94,7 @@ def take_state(column: Group, state: AppliedState, brought: Sequence[PeerState])
     counts = None
     if given is not None:
         counts = state.adopt(*given)
-    arcs = all_arcs_of(of_column[column.rank]) if is_furthest[column.rank] else ()
+    arcs = _arcs_at(of_column[column.rank], furthest)
     share.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
     reach("hand-over")
     if share.circle.length:  # the column is sharded
@@ -167,7 +168,7 @@ def _seats_of(brought: Sequence[PeerState], furthest: Place | None) -> list[Seat
 
 def _plan_of(brought: Sequence[PeerState], share: Share, furthest: Place, seating: Seating) -> Recut:
     """Return the transfer plan, the same on all ranks."""
-    have = [_held_by(share, one, furthest) for one in brought]
+    have = grains_in_each(share.circle, [_arcs_at(one, furthest) for one in brought])
     return plan_recut(have, seating.holdings, share.layout.span)
 
 
@@ -245,9 +246,9 @@ def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
     return {rank: torch.tensor(found) for rank, found in sums.items()}
 
 
-def _held_by(share: Share, one: PeerState, furthest: Place) -> Int64s:
-    """Return the grains that a rank has at the furthest step; those of another step would mix two models."""
-    return grains_in(share.circle, all_arcs_of(one) if one.place == furthest else ())
+def _arcs_at(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
+    """Return the arcs that a rank has at the furthest step; those of another step would mix two models."""
+    return all_arcs_of(one) if one.place == furthest else ()
 
 
 def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:

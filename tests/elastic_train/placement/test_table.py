@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_train.core.mesh import Cell
 from elastic_train.placement.grains import Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of
-from elastic_train.placement.seats import seats_of
+from elastic_train.placement.seats import seats_of, seats_of_holders
 from elastic_train.placement.table import Parts, Table
 
 WIDE, TALL = (600, 400), (64, 3000)
@@ -107,13 +108,21 @@ def is_missed(table: Table, leaving: Sequence[bool]) -> bool:
     return False
 
 
-@given(tables())
-def test_a_rank_holds_everything_or_nothing_as_its_grains_say(table: Table) -> None:
+@given(tables(), st.data())
+def test_a_rank_holds_everything_if_its_grains_are_all_and_nothing_if_it_may_not_hold(
+    table: Table, data: st.DataObject
+) -> None:
+    """A rank with arcs in which no grain begins counts as a holder."""
+    paths = [(f"node-{number}",) for number in range(len(table.seats))]
+    may_hold = [number == 0 or data.draw(st.booleans()) for number in range(len(paths))]
+    if table.seats:
+        table = replace(table, seats=seats_of_holders(paths, 2, (), may_hold))
     part, number = table.cell.holder_of(table.rank)
     held = None if table.is_whole else table.seating(part).holdings[number]
     is_all = held is None or len(held) == table.parts.columns[part].layout.num_grains
     assert table.holds_all is (is_all and table.cell.size == 1)
-    assert table.holds_nothing is (held is not None and not len(held))
+    assert table.holds_nothing is (held is not None and not may_hold[number])
+    assert held is None or not table.holds_nothing or not len(held)
 
 
 @given(tables())

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
-from elastic_train.core.arrays import Int64s
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to, leave_out_unfinished
 from elastic_train.job.sharded.held_tree import Retained
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, Pending, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.placement import norm
-from elastic_train.placement.holdings import Run, grains_in
+from elastic_train.placement.arcs import Arc
+from elastic_train.placement.holdings import Run
 from elastic_train.placement.norm import Float64s
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
@@ -31,9 +31,9 @@ def runs_off_by_one(self: Seating) -> list[list[Run]]:
     return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
-def at_any_place(shards: Zero1Share, one: PeerState, furthest: Place) -> Int64s:
+def at_any_place(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
     """Treat a rank's shards as those of the furthest step, whatever its own step."""
-    return grains_in(shards.circle, all_arcs_of(one))
+    return all_arcs_of(one)
 
 
 _TOTAL_NORM = norm.total_norm
@@ -91,7 +91,7 @@ SHARDS = (
     SimBug(
         "given-at-any-step",
         "a rank that is behind brings its shards as if they were the furthest step's: ranks find that weights differ",
-        lambda: {"elastic_train.job.resharding.reshard:_held_by": at_any_place},
+        lambda: {"elastic_train.job.resharding.reshard:_arcs_at": at_any_place},
         ("deaths",),
         faults.wakes,
         replace(TWO, epochs=12),

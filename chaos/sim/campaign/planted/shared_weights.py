@@ -116,7 +116,7 @@ SHARED_WEIGHTS = (
         "copies-unseen",
         "a rank that is behind brings its shares as if they were the furthest step's, and nobody compares copies",
         lambda: {
-            "elastic_train.job.resharding.reshard:_held_by": at_any_place,
+            "elastic_train.job.resharding.reshard:_arcs_at": at_any_place,
             "elastic_train.training.commits:check_same_weights": lambda *_: None,
         },
         ("hash", "weights"),
