@@ -217,6 +217,7 @@ def test_a_run_without_faults_proves_nothing(tmp_path: Path, rows: Path, capfd: 
     assert {item["invariant"] for item in invariants if item["truth"] != "true"} == {"faults", "rpo", "rto"}
 
 
+@pytest.mark.hunt
 def test_survivors_continue_in_their_processes(tmp_path: Path, rows: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Live: a killed rank, a frozen one, a killed node and its return cost no applied step and no other process."""
     faults = [

@@ -40,28 +40,24 @@ def worlds(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_tls", [False, True], ids=["open", "tls"])
 def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
-    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, has_tls: bool
+    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher of the node ends with 75, and the others train on, in a world without it; then all end with 75.
 
-    Also where etcd lets in whom its authority has signed, and `PET_RDZV_CONF` has the files; a lost worker is replaced.
+    Etcd lets in whom its authority has signed, and `PET_RDZV_CONF` has the files. A lost worker is replaced.
     """
     config, run = write_config(tmp_path, rows, ENDLESS), tmp_path / "run"
     authority = Authority(tmp_path)
-    said_of = {"PET_RDZV_CONF": ",".join(f"{key}={path}" for key, path in authority.issue("job").items())}
-    with EtcdServer(tls=authority.issue("etcd") if has_tls else None) as etcd:
+    monkeypatch.setenv("PET_RDZV_CONF", ",".join(f"{key}={path}" for key, path in authority.issue("job").items()))
+    with EtcdServer(tls=authority.issue("etcd")) as etcd:
         where = ("--etcd", etcd.endpoint)
         line = [sys.executable, "-m", "elastic_train.command", "launch", config, "--ranks", "1"]
         line += ["--nodes", "1:2", "--id", "a job", "--endpoint", etcd.endpoint, "--ttl-s", "60"]
-        if has_tls:
-            monkeypatch.setenv("PET_RDZV_CONF", said_of["PET_RDZV_CONF"])
-        jobs = [begin(line, tmp_path / f"log{i}", said_of if has_tls else None) for i in range(2)]
-        if has_tls:
-            term, pids = until_whole(run, 2)
-            os.kill(pids[1], signal.SIGKILL)
-            until_whole(run, 2, above=term)
+        jobs = [begin(line, tmp_path / f"log{i}") for i in range(2)]
+        term, pids = until_whole(run, 2)
+        os.kill(pids[1], signal.SIGKILL)
+        until_whole(run, 2, above=term)
         eventually(lambda: worlds(run)[-1:] == [2], "a world of 2")
         (row,) = json.loads(said(capsys, "top", *where, "--json")[1])
         assert (row["id"], row["state"], row["nodes"], row["world"]) == ("a job", "training", 2, 2)
