@@ -67,10 +67,9 @@ def test_a_fault_left_out_is_another_history() -> None:
     assert all(finding.truth == "true" for finding in faulted.findings), faulted.findings
 
 
-@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
-def test_what_a_planted_bug_replaces_is_in_the_product(bug: SimBug) -> None:
+def test_what_planted_bugs_replace_is_in_the_product() -> None:
     """A bug whose code has moved would replace nothing, and only a long hunt would tell."""
-    assert list(planted(bug.code()))
+    assert [bug.name for bug in PLANTED if not list(planted(bug.code()))] == []
 
 
 @pytest.mark.hunt

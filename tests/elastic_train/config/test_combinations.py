@@ -83,20 +83,21 @@ def named(features: Iterable[Feature]) -> dict[Feature, str]:
     return {feature: feature for feature in features}
 
 
-@pytest.mark.parametrize(("one", "other"), [pair for pair in combinations(FEATURES, 2) if settings(*pair)])
-def test_the_schema_and_plans_take_a_pair_as_the_table_says(one: Feature, other: Feature) -> None:
-    keys = settings(one, other)
-    assert keys is not None
-    found = refusals(named(features_of(keys)))
-    if found:
-        with pytest.raises(ValueError, match=r"do(es)? not work with .*, since .*: set .*, or ") as error:
-            config_of(keys)
-        assert "yet" not in str(error.value)
-    else:
-        assert set(config_of(keys).features) == set(features_of(keys))
-    if all(key.startswith("parallel.") for key in keys):
-        layout = layout_of(keys)
-        assert layout.runs_today == (not found and not (layout.sequence and layout.expert > 1))
+@pytest.mark.parametrize("one", FEATURES)
+def test_the_schema_and_plans_take_a_pair_as_the_table_says(one: Feature) -> None:
+    for other in FEATURES[FEATURES.index(one) + 1 :]:
+        if (keys := settings(one, other)) is None:
+            continue
+        found = refusals(named(features_of(keys)))
+        if found:
+            with pytest.raises(ValueError, match=r"do(es)? not work with .*, since .*: set .*, or ") as error:
+                config_of(keys)
+            assert "yet" not in str(error.value)
+        else:
+            assert set(config_of(keys).features) == set(features_of(keys)), (one, other)
+        if all(key.startswith("parallel.") for key in keys):
+            layout = layout_of(keys)
+            assert layout.runs_today == (not found and not (layout.sequence and layout.expert > 1)), (one, other)
 
 
 def test_refusals_only_become_fewer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,36 +28,11 @@ from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Column
-from tests.conftest import PATIENCE_S
+from tests.memory_machine import in_memory
+from tests.memory_world import group_of
 
 TERM = 3
 GRADIENT = torch.linspace(1.0, 2.0, 16).view(4, 4)
-
-
-class Meeting:
-    """Threads that gather what each has, as the ranks of a world do."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier, self._given = threading.Barrier(size, timeout=PATIENCE_S), {}
-        self._given: dict[int, Tensor] = {}
-
-    def gather(self, rank: int, tensor: Tensor) -> Tensor:
-        self._given[rank] = tensor.clone()
-        self._barrier.wait()
-        gathered = torch.stack([self._given[one] for one in sorted(self._given)])
-        self._barrier.wait()
-        return gathered
-
-
-class Rank(Group):
-    """One of the threads."""
-
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        super().__init__(rank, 1, None, 1.0)
-        self.rank, self.size, self._meeting = rank, size, meeting
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._meeting.gather(self.rank, tensor)
 
 
 def make_model() -> nn.Sequential:
@@ -97,26 +71,21 @@ def settle(
     steps: list[int], pending: list[bool], newcomers: tuple[int, ...] = ()
 ) -> tuple[list[Place], list[AppliedState]]:
     """Let ranks of cells of two settle the next step, given the steps that each has applied and has pending."""
-    meeting, size = Meeting(len(steps)), len(steps)
+    size = len(steps)
     states = [make_state(Mesh(rank, size, Cell(tensor=2)), step) for rank, step in enumerate(steps)]
-    found: dict[int, list[Place]] = {}
     for rank, state in enumerate(states):
         if pending[rank]:
             state.hold(FACTS, state.measure())
         if rank in newcomers:
             state.shards.trained_in = 0
 
-    def run(rank: int) -> None:
-        state, group = states[rank], Rank(rank, size, meeting)
-        brought = gather_peer_states(group, state, ())
-        found[rank] = [one.place for one in roll_forward(group, state, brought)]
+    def settled(rank: int, size: int) -> list[Place]:
+        group = group_of("world", rank, size)
+        brought = gather_peer_states(group, states[rank], ())
+        return [one.place for one in roll_forward(group, states[rank], brought)]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert all(found[rank] == found[0] for rank in range(size))
+    found = in_memory(settled, size)
+    assert found[0] is not None and found == [found[0]] * size
     assert found[0] == [state.place for state in states]
     assert all(state.pending is None for state in states)
     return found[0], states

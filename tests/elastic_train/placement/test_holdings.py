@@ -104,23 +104,6 @@ def test_equal_blocks_are_held_in_equal_parts_each_and_in_all(num_blocks: int, g
     assert np.ptp(counts.sum(axis=1)) <= 1
 
 
-def test_cutting_each_block_by_itself_would_favour_the_same_slots() -> None:
-    """32 blocks of 100 grains over 64 slots, each cut alone, give 32 and 64 grains."""
-    alone = [32 * ((slot + 1) * 100 // 64 - slot * 100 // 64) for slot in range(64)]
-    assert (min(alone), max(alone)) == (32, 64)
-    circle = circle_of(blocks(32, 100))
-    assert {grains.size for grains in all_held(circle, seats_of([()] * 64, 1))} == {50}
-
-
-@given(models())
-def test_one_rank_holds_everything(listed: list[Listed]) -> None:
-    """Replicated state is the world of one slot."""
-    layout = lay_out(listed)
-    grains = grains_in(circle_of(layout), seats_of([()], 2)[0].arcs)
-    assert grains.tolist() == list(range(layout.num_grains))
-    assert [run[1:] for run in runs_of(layout, grains)] == [(0, flat.numel) for flat in layout.flats if flat.numel]
-
-
 @pytest.mark.parametrize("sizes", [(3, 4), (4, 5), (7, 8), (2, 5)])
 def test_seats_whose_arcs_share_nothing_share_no_grain_whatever_their_groups_sizes(sizes: tuple[int, int]) -> None:
     """An arc's grains depend on its ends alone."""

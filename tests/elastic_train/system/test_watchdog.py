@@ -311,21 +311,27 @@ print("goes on")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["the process", "its observer", "both"])
-def test_who_was_stopped_goes_on_when_it_is_continued(who: str) -> None:
-    """For longer than it may hang: by a debugger, a shell's Ctrl-Z, a scheduler that suspends the job."""
-    with subprocess.Popen([sys.executable, "-c", WORKS], stdin=PIPE, stdout=PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
-        (observer,) = children_of(process.pid)
-        stopped = {"the process": [process.pid], "its observer": [observer], "both": [process.pid, observer]}[who]
+def test_who_was_stopped_goes_on_when_it_is_continued() -> None:
+    """For longer than it may hang: by a debugger, a shell's Ctrl-Z, a scheduler that suspends the job.
+
+    A process, another one's observer, and both of a third are stopped at once.
+    """
+    begun = [subprocess.Popen([sys.executable, "-c", WORKS], stdin=PIPE, stdout=PIPE, text=True) for _ in range(3)]
+    assert [one.stdout.readline() for one in begun if one.stdout is not None] == ["begun\n"] * 3
+    observers = [observer for one in begun for observer in children_of(one.pid)]
+    stopped = [begun[0].pid, observers[1], begun[2].pid, observers[2]]
+    try:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(STOPPED_S)
+            begun[0].wait(STOPPED_S)
+        assert [one.poll() for one in begun] == [None] * 3
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
-        said, _ = process.communicate("enough\n")
-    assert (process.returncode, said) == (0, "goes on\n")
+        assert [(one.communicate("enough\n")[0], one.returncode) for one in begun] == [("goes on\n", 0)] * 3
+    finally:
+        for one in begun:
+            one.kill()
 
 
 @pytest.mark.slow

@@ -105,12 +105,12 @@ def test_every_key_does_what_the_table_says(key: str, tmp_path: Path, caplog: py
         assert replace(result, **{option: getattr(Conf(), option)}) == Conf(etcd=result.etcd)
 
 
-@pytest.mark.parametrize("key", [key for key, meaning in KEYS.items() if meaning.kind is not TEXT])
 @pytest.mark.parametrize("value", ["soon", "nan", "-inf", "0.5x", ""])
-def test_malformed_values_are_errors(key: str, value: str) -> None:
+def test_malformed_values_are_errors(value: str) -> None:
     """The message has the key, the value and the expected format, even for ignored keys."""
-    (problem,) = problems_of(**{key: value})
-    assert problem == f"--rdzv_conf: {key}={value!r} is not {KEYS[key].kind.what}"
+    for key in (key for key, meaning in KEYS.items() if meaning.kind is not TEXT):
+        (problem,) = problems_of(**{key: value})
+        assert problem == f"--rdzv_conf: {key}={value!r} is not {KEYS[key].kind.what}"
 
 
 @pytest.mark.parametrize(("key", "value"), [("ttl", "-1"), ("join_timeout", "inf"), ("keep_alive_max_attempt", "0")])

@@ -21,7 +21,7 @@ LIKELY: Mapping[str, int] = {
     "drops-what-may-be-applied": 37,
     "failed-is-the-end": 1,
     "follows-a-part": 5,
-    "gathers-an-old-share": 17,
+    "gathers-an-old-share": 20,
     "given-by-a-dead-branch": 3,
     "head-by-listing": 5,
     "highest-term-wins": 4,

@@ -10,7 +10,7 @@ from tests import memory_job, memory_live
 from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, result, succeed
 from tests.memory_job import Loss
 
-EVERY, PATIENCE = 15, 3
+EVERY, PATIENCE = 5, 3
 JOB: dict[str, object] = {
     **CLASSIFIER,
     "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
