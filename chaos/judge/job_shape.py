@@ -94,12 +94,10 @@ class Shape:
 
     @property
     def finished_epochs(self) -> range:
-        """Finished epochs."""
         return range(self.total_steps // self.steps_per_epoch)
 
     @property
     def num_epochs(self) -> int:
-        """Number of epochs that were begun."""
         return -(-self.total_steps // self.steps_per_epoch)
 
     def offsets(self, epoch: int) -> int:
@@ -108,13 +106,11 @@ class Shape:
         return steps * self.micro_batch
 
     def samples_before(self, step: int) -> int:
-        """Count the samples of the first `step` steps."""
         epochs, steps = divmod(step, self.steps_per_epoch)
         offset, short, num_long = steps * self.micro_batch, self.rows // self.num_lanes, self.rows % self.num_lanes
         return epochs * self.rows + num_long * min(offset, short + 1) + (self.num_lanes - num_long) * min(offset, short)
 
     def steps_of(self, epochs: int) -> int:
-        """Count the steps of this many epochs."""
         return epochs * self.steps_per_epoch
 
 
@@ -137,7 +133,6 @@ class MixedShape(Shape):
         return step * self.micro_batch * self.num_lanes
 
     def steps_of(self, epochs: int) -> int:
-        """Count the steps after which every source has been passed this often."""
         lo, hi = 0, 1
         while replace(self, total_steps=hi).passes()[0].min() < epochs:
             lo, hi = hi, 2 * hi

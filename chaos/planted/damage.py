@@ -55,18 +55,15 @@ def _is_step(line: Line, term: int, step: int) -> bool:
 
 
 def repeat(folder: Path) -> None:
-    """A step applies the samples of the step before it."""
     micro_batch = shape_of(collect(folder)).micro_batch
     _edit_step(folder, lambda line: {**line, "lo": whole(line, "lo") - micro_batch, "hi": whole(line, "lo")})
 
 
 def skip(folder: Path) -> None:
-    """A step of the lineage was applied by no rank."""
     _edit_step(folder, lambda _: None)
 
 
 def fetched_cursor(folder: Path) -> None:
-    """After a restore, all offsets are ahead by the prefetched samples."""
     run = collect(folder)
     last, shape = later_term(run), shape_of(run)
 
@@ -81,23 +78,19 @@ def fetched_cursor(folder: Path) -> None:
 
 
 def dropped_tail(folder: Path) -> None:
-    """The last step of the job was never applied."""
     end = shape_of(collect(folder)).total_steps
     edit(folder, lambda line: None if line["op"] == "step" and line["step"] == end else line)
 
 
 def filtered_rows(folder: Path) -> None:
-    """A row was dropped at read time: a step has one sample less."""
     _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
 
 
 def unlisted_hole(folder: Path) -> None:
-    """A step reports a left-out sample, but no hole is listed."""
     _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
 
 
 def other_hole(folder: Path) -> None:
-    """A hole lists samples that the sums contain; the counts match the hole."""
     run = collect(folder)
     shape, coverage = shape_of(run), part(result_of(run), "coverage")
     hole = {"lo": 3, "hi": 5, "since": 0, "epoch": 0, "kept": []}
@@ -111,7 +104,6 @@ def other_hole(folder: Path) -> None:
 
 
 def disagreement(folder: Path) -> None:
-    """One rank's line of a step has another loss."""
     seen: list[Line] = []
 
     def once(line: Line) -> Line:
@@ -122,20 +114,16 @@ def disagreement(folder: Path) -> None:
 
 
 def different_losses(folder: Path) -> None:
-    """All ranks agree on a loss that differs from the fault-free run's."""
     _edit_step(folder, lambda line: {**line, "loss": -1.5})
 
 
 def skipped_line(folder: Path) -> None:
-    """One rank skips from step s to s+2."""
     run = collect(folder)
     last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
 
 
 def stale_lanes(folder: Path) -> None:
-    """A rank keeps its lanes from a world of another size: some lanes are computed twice."""
-
     def widened(line: Line) -> Line:
         lo, hi = items(line, "lanes")
         assert isinstance(lo, int) and isinstance(hi, int)
@@ -145,7 +133,6 @@ def stale_lanes(folder: Path) -> None:
 
 
 def idle_lane(folder: Path) -> None:
-    """The last lane has no owner."""
     num_lanes = shape_of(collect(folder)).num_lanes
 
     def narrowed(line: Line) -> Line:
@@ -156,13 +143,11 @@ def idle_lane(folder: Path) -> None:
 
 
 def wrong_sum(folder: Path) -> None:
-    """A sample was counted instead of another: the count is right, the mixed sum is wrong."""
     coverage = part(collect(folder).result or {}, "coverage")
     edit_result(folder, coverage={**coverage, "sum_a": whole(coverage, "sum_a") ^ 1})
 
 
 def miscounted_commit(folder: Path) -> None:
-    """A commit's coverage counts one sample more than its steps read."""
     forge(folder, lambda record: {**record, "coverage": _one_more(part(record, "coverage"))})
 
 
@@ -171,22 +156,18 @@ def _one_more(coverage: Line) -> Line:
 
 
 def witness_repeat(folder: Path) -> None:
-    """A sample was applied twice in one epoch."""
     _edit_witness(folder, [(0, 1)])
 
 
 def witness_skip(folder: Path) -> None:
-    """A sample was not applied in one epoch."""
     _edit_witness(folder, [(-1, -1)])
 
 
 def lost_witness(folder: Path) -> None:
-    """The witness file is missing."""
     (folder / "witness.npy").unlink()
 
 
 def witness_swap(folder: Path) -> None:
-    """A sample was applied instead of another: the count is right."""
     _edit_witness(folder, [(0, 1), (-1, -1)])
 
 
@@ -198,7 +179,6 @@ def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
 
 
 def extra_step(folder: Path) -> None:
-    """A term applied a step that no fault rolled back and no result contains."""
     run = collect(folder)
     newest = furthest_of(run)
     last = later_term(run)
@@ -210,14 +190,12 @@ def extra_step(folder: Path) -> None:
 
 
 def other_weights(folder: Path) -> None:
-    """The final weights differ in one bit."""
     digest = "0" * 63 + "1"
     edit_result(folder, weights_sha256=digest)
     edit(folder, lambda line: {**line, "weights_sha256": digest} if line["op"] == "end" else line)
 
 
 def other_commit(folder: Path) -> None:
-    """The first commit has weights that differ from the fault-free run's at its step; the final weights are right."""
     first = min(whole(line, "step") for line in collect(folder).of("commit"))
 
     def change(line: Line) -> Line:
@@ -228,12 +206,10 @@ def other_commit(folder: Path) -> None:
 
 
 def other_metrics(folder: Path) -> None:
-    """Validation counted a sample twice."""
     edit_result(folder, metrics={"loss": 0.5, "samples": 17.0})
 
 
 def one_ranks_weights(folder: Path) -> None:
-    """One rank of the last world ends with different weights."""
     seen: list[Line] = []
 
     def once(line: Line) -> Line:
@@ -246,32 +222,26 @@ def one_ranks_weights(folder: Path) -> None:
 
 
 def orphan(folder: Path) -> None:
-    """A worker kept running after its agent was killed."""
     edit(folder, lambda line: {**line, "orphans": [4711]} if line["op"] == "clean" else line)
 
 
 def unlooked(folder: Path) -> None:
-    """The executor itself was killed, so nobody checked for orphans."""
     edit(folder, lambda line: None if line["op"] == "clean" else line)
 
 
 def no_result(folder: Path) -> None:
-    """The job did not finish."""
     (folder / "result.json").unlink()
 
 
 def preempted(folder: Path) -> None:
-    """The job was asked to leave and was not restarted."""
     edit_result(folder, status="preempted")
 
 
 def no_faults(folder: Path) -> None:
-    """No fault was injected."""
     edit(folder, lambda line: None if line["op"] == "fault" else line)
 
 
 def harmless_kill(folder: Path) -> None:
-    """A kill at a random step came right after a commit, so no step had to be recomputed."""
     run = collect(folder)
     fault = next(line for line in run.of("fault") if line.get("is_drawn") and str(line["kind"]).startswith("kill"))
     at = number(fault, "t")
@@ -288,7 +258,6 @@ def harmless_kill(folder: Path) -> None:
 
 
 def vain_fault(folder: Path) -> None:
-    """The last fault came in the middle of the last world, which continued unaffected."""
     run = collect(folder)
     last = max(number(line, "t") for line in run.of("fault"))
     newest = max(formed_at(run))
@@ -297,39 +266,32 @@ def vain_fault(folder: Path) -> None:
 
 
 def long_ago(folder: Path) -> None:
-    """The first fault came hours before the world that follows it."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: {**line, "t": first - _HOURS_S} if line["op"] == "fault" and line["t"] == first else line)
 
 
 def standstill(folder: Path) -> None:
-    """No step was applied for hours without a fault."""
     steps = collect(folder).of("step")
     since = number(steps[-1], "t") - 0.01
     edit(folder, lambda line: {**line, "t": number(line, "t") + _HOURS_S} if number(line, "t") > since else line)
 
 
 def unexplained_term(folder: Path) -> None:
-    """A world broke up without a fault: the fault's line is missing."""
     first = min(number(line, "t") for line in collect(folder).of("fault"))
     edit(folder, lambda line: None if line["op"] == "fault" and line["t"] == first else line)
 
 
 def unexplained_death(folder: Path) -> None:
-    """A rank of the last world recorded no end."""
     edit(folder, lambda line: None if line["op"] == "end" and line["status"] == "done" else line)
 
 
 def failed_node(folder: Path) -> None:
-    """A node failed although the last fault had not hit it."""
     edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
 
 
 def given_up(folder: Path) -> None:
-    """A node gave up for lack of progress in a job that had progressed."""
     edit(folder, lambda line: {**line, "code": 93} if line["op"] == "exit" and line["node"] == 1 else line)
 
 
 def unreadable(folder: Path) -> None:
-    """Histories have another format: the check raises, so it has proved nothing."""
     edit(folder, lambda line: {key: value for key, value in line.items() if key != "lanes"})

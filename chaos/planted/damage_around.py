@@ -38,43 +38,35 @@ def _with_loss(line: Line, loss: float) -> Line:
 
 
 def sent_twice(folder: Path) -> None:
-    """A batch was sent again although it had reached the tracker, since its call failed."""
     _edit_tracked(folder, lambda points: [*points, points[-1]])
 
 
 def sent_before_it_held(folder: Path) -> None:
-    """A value was sent before its step was committed, and the step was recomputed with another value."""
     _edit_tracked(folder, lambda points: [[step, -1.5 if step == STEP else value] for step, value in points])
 
 
 def sent_of_nothing(folder: Path) -> None:
-    """The value of a rolled-back step stayed in the tracker."""
     _edit_tracked(folder, lambda points: [*points, [1000, 0.5]])
 
 
 def not_sent(folder: Path) -> None:
-    """The tracker was down, and the values were not sent later."""
     _edit_tracked(folder, lambda points: points[:-1])
 
 
 def logged_twice(folder: Path) -> None:
-    """One term logged two values for the same step."""
     _edit_metrics(folder, lambda line: [line, _with_loss(line, -1.5)])
 
 
 def other_loss(folder: Path) -> None:
-    """The logged loss is not the training loss; the tracker has the logged one."""
     _edit_metrics(folder, lambda line: [_with_loss(line, -1.5)])
     sent_before_it_held(folder)
 
 
 def nobody_asked(folder: Path) -> None:
-    """The tracker's values were never checked."""
     (folder / "tracked.json").unlink()
 
 
 def nothing_logged(folder: Path) -> None:
-    """No metric was logged at all."""
     for path in (folder / "metrics").glob("*.jsonl"):
         path.unlink()
 
@@ -84,42 +76,34 @@ def _looked(folder: Path, **found: object) -> None:
 
 
 def leaked_lease(folder: Path) -> None:
-    """A member's key outlived its process: something still renews its lease."""
     _looked(folder, leases=["/elastic/x/members/a"])
 
 
 def leaked_draft(folder: Path) -> None:
-    """A file was written but never renamed, without any error."""
     _looked(folder, drafts=[["commits/x.json.ab.unfinished", 1.0]])
 
 
 def unseen_leases(folder: Path) -> None:
-    """etcd did not report the remaining leases."""
     _looked(folder, leases=None)
 
 
 def leaked_memory(folder: Path) -> None:
-    """Shared memory of a worker was not unlinked."""
     _looked(folder, shared_memory=["torch_4711_1"])
 
 
 def never_healed(folder: Path) -> None:
-    """After all faults were undone, the full world did not resume training."""
     _waited(folder, {"op": "stuck", "why": "training by the whole world did not come"})
 
 
 def unwatched(folder: Path) -> None:
-    """Nobody recorded the recovery time."""
     _waited(folder, {"op": "healed", "seconds": None})
 
 
 def never_came(folder: Path) -> None:
-    """In a scenario other than a soak, a fault was armed at a failpoint that no process reached."""
     _waited(folder, {"op": "missed", "kind": "kill", "point": "form", "node": 1, "why": "no process came there"})
 
 
 def no_proof(folder: Path) -> None:
-    """Nobody checked that the faults had an effect."""
     edit(folder, lambda line: None if line["op"] == "effect" else line)
 
 

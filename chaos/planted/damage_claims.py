@@ -17,7 +17,6 @@ def _first_attempt(folder: Path) -> tuple[Path, Line]:
 
 
 def earlier_flip(folder: Path) -> None:
-    """A bit of an earlier commit changed without a fault."""
     attempt, files = _first_attempt(folder)
     path = attempt / max(files)
     content = bytearray(path.read_bytes())
@@ -26,14 +25,12 @@ def earlier_flip(folder: Path) -> None:
 
 
 def earlier_files(folder: Path) -> None:
-    """All files of an earlier commit are missing."""
     attempt, _ = _first_attempt(folder)
     for path in attempt.iterdir():
         path.unlink()
 
 
 def unsealed_record(folder: Path) -> None:
-    """A record was changed after it was sealed; digests and parents were recomputed."""
     forge(folder, lambda record: {**record, "world_size": 99}, seals=False)
 
 
@@ -47,29 +44,24 @@ def _claim_everywhere(folder: Path, fields: Line, recorded: Line) -> None:
 
 
 def invented_metrics(folder: Path) -> None:
-    """Result and records agree on metrics that the weights do not give."""
     metrics = {"loss": 0.125, "samples": 16.0}
     _claim_everywhere(folder, {"metrics": metrics}, {"metrics": metrics})
 
 
 def nan_metrics(folder: Path) -> None:
-    """Result and records agree that validation gave NaN."""
     nothing: Line = {"loss": None, "samples": 16.0}
     _claim_everywhere(folder, {"metrics": {"loss": float("nan"), "samples": 16.0}}, {"metrics": nothing})
 
 
 def invented_skips(folder: Path) -> None:
-    """Result and records agree on steps without an update although their losses were finite."""
     _claim_everywhere(folder, {"skipped_steps": [[1, 3]]}, {"skipped_steps": [[1, 3]]})
 
 
 def invented_cuts(folder: Path) -> None:
-    """The result reports truncated rows that no record counts."""
     edit_result(folder, num_truncated=12)
 
 
 def invented_end(folder: Path) -> None:
-    """The result reports early stopping in a job without it."""
     edit_result(folder, ended_by="early stopping")
 
 
@@ -81,21 +73,18 @@ no_validations, no_exits = _without("validate"), _without("exit")
 
 
 def no_terms(folder: Path) -> None:
-    """The claims of terms are missing."""
     for path in (folder / "terms").iterdir():
         path.unlink()
     (folder / "terms").rmdir()
 
 
 def another_claim(folder: Path) -> None:
-    """A term was claimed by another process than the one that led it."""
     number = later_term(collect(folder))
     edit(folder, lambda line: {**line, "boot": "b"} if line["op"] == "form" and line["term"] == number else line)
     (folder / "terms" / f"{number:08d}.json").write_text('{"boot": "c"}')
 
 
 def empty_proof(folder: Path) -> None:
-    """The proof of a fault's effect is an empty string."""
     edit(folder, lambda line: {**line, "proof": ""} if line["op"] == "effect" else line)
 
 
@@ -113,12 +102,10 @@ start_advised_at_the_end = _other_answer(True, do="start", exit_code=75)
 
 
 def empty_manifest(folder: Path) -> None:
-    """The manifest of the training set is an empty mapping."""
     (folder / MANIFEST).write_text("{}")
 
 
 def broken_line(folder: Path) -> None:
-    """A line in the middle of a history is incomplete."""
     path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
@@ -132,7 +119,6 @@ def _change_oldest(folder: Path, change: Callable[[Line], Line]) -> None:
 
 
 def other_cursor(folder: Path) -> None:
-    """The oldest record's cursor is four samples ahead of its applied samples."""
     _change_oldest(
         folder,
         lambda record: {
@@ -143,7 +129,6 @@ def other_cursor(folder: Path) -> None:
 
 
 def other_sums(folder: Path) -> None:
-    """The oldest record has the right count but the sums of other samples."""
     _change_oldest(
         folder,
         lambda record: {
@@ -154,7 +139,6 @@ def other_sums(folder: Path) -> None:
 
 
 def other_account(folder: Path) -> None:
-    """The oldest record lists an unfinished epoch as finished."""
     _change_oldest(
         folder,
         lambda record: {
@@ -168,33 +152,27 @@ def other_account(folder: Path) -> None:
 
 
 def other_improvement(folder: Path) -> None:
-    """The oldest record has a best validation that no validation gave."""
     best: Line = {"metric": "min loss", "best": 0.125, "best_step": 1, "validated_at": 1, "num_since": 0}
     _change_oldest(folder, lambda record: {**record, "improvement": best})
 
 
 def older_metrics(folder: Path) -> None:
-    """The oldest record has metrics that no validation gave."""
     _change_oldest(folder, lambda record: {**record, "metrics": {"loss": 0.125, "samples": 16.0}})
 
 
 def other_skips(folder: Path) -> None:
-    """The oldest record reports its first step as one without an update."""
     _change_oldest(folder, lambda record: {**record, "skipped_steps": [[0, 1]]})
 
 
 def other_head(folder: Path) -> None:
-    """The head file names a commit of another run."""
     (folder / "head.json").write_text(json.dumps({"commit": "commits/00000099-000000000099.json", "step": 99}))
 
 
 def other_tracked_run(folder: Path) -> None:
-    """The folder names a tracker run that belongs to another job."""
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps({**result, "mlflow_run_id": "one"}))
     (folder / "mlflow.json").write_text(json.dumps({"job": "job", "run_id": "another", "mlflow_uri": "sqlite:///x"}))
 
 
 def other_store(folder: Path) -> None:
-    """The store's id is not the run's."""
     (folder / "store-id").write_text("another store")

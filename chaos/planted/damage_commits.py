@@ -17,19 +17,16 @@ from chaos.planted.edits import edit, forge, later_term
 
 
 def damaged_record(folder: Path) -> None:
-    """A byte of a record changed on disk, and its digest was not checked."""
     path = record_files(folder)[0]
     path.write_bytes(path.read_bytes().replace(b'"step"', b'"stop"', 1))
 
 
 def torn_record(folder: Path) -> None:
-    """The end of a record is missing."""
     path = record_files(folder)[0]
     path.write_bytes(path.read_bytes()[:-20])
 
 
 def wrong_parent(folder: Path) -> None:
-    """The parent of a term's first commit is not the commit that the term restored."""
     run = collect(folder)
     last = later_term(run)
     first = min(whole(line, "step") for line in run.of("commit") if line["term"] == last)
@@ -43,12 +40,10 @@ def wrong_parent(folder: Path) -> None:
 
 
 def interval_gap(folder: Path) -> None:
-    """A commit's intervals lack one of its steps."""
     forge(folder, lambda record: {**record, "intervals": _moved(record, 1)})
 
 
 def interval_overlap(folder: Path) -> None:
-    """A commit's intervals have a step in two terms."""
     forge(folder, lambda record: {**record, "intervals": _moved(record, -1)})
 
 
@@ -60,13 +55,11 @@ def _moved(record: Line, by: int) -> list[object]:
 
 
 def wrong_terms(folder: Path) -> None:
-    """The last commit credits steps to a term that did not apply them."""
     last = later_term(collect(folder))
     forge(folder, lambda record: {**record, "intervals": [{"term": last, "lo": 0, "hi": record["step"]}]})
 
 
 def no_fence(folder: Path) -> None:
-    """A term restored an older world's commit that was published after the term had formed."""
     run = collect(folder)
     last = later_term(run)
     key, late = restored_at(run)[last]["commit"], formed_at(run)[last] + 0.001
@@ -85,7 +78,6 @@ def _place(record: Line) -> tuple[int, ...]:
 
 
 def twin_world(folder: Path) -> None:
-    """Two worlds train in the same term."""
     path = sorted((folder / "history").glob("[0-9]*.jsonl"))[-1]
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     twin = [{**line, "pid": line["pid"] + 1} if line["op"] == "form" else line for line in lines]
@@ -93,7 +85,6 @@ def twin_world(folder: Path) -> None:
 
 
 def shrinking_terms(folder: Path) -> None:
-    """After etcd lost its data, a world got a lower term than an earlier one."""
     run = collect(folder)
     first, last = min(restored_at(run)), later_term(run)
     swapped = {first: last, last: first}
@@ -104,7 +95,6 @@ def shrinking_terms(folder: Path) -> None:
 
 
 def older_commit(folder: Path) -> None:
-    """A term restored the commit before the newest."""
     run = collect(folder)
     last = later_term(run)
     newest = restored_at(run)[last]["commit"]
@@ -113,7 +103,6 @@ def older_commit(folder: Path) -> None:
 
 
 def half_a_commit(folder: Path) -> None:
-    """A term skipped a commit whose files were never written."""
     run = collect(folder)
     last = later_term(run)
     key = str(next(line["key"] for line in run.of("commit") if line["term"] == min(restored_at(run))))
@@ -125,7 +114,6 @@ def half_a_commit(folder: Path) -> None:
 
 
 def another_damaged(folder: Path) -> None:
-    """A term skipped a good commit although the flipped bit was in another one."""
     half_a_commit(folder)
     run = collect(folder)
     first = next(line for process in run.processes for line in process if line["op"] == "fault")
@@ -135,7 +123,6 @@ def another_damaged(folder: Path) -> None:
 
 
 def passed_over_head(folder: Path) -> None:
-    """A term did not find the head in an incomplete listing, and restored the commit before it."""
     older_commit(folder)
     run = collect(folder)
     last = later_term(run)
@@ -149,7 +136,6 @@ def passed_over_head(folder: Path) -> None:
 
 
 def beside_the_lineage(folder: Path) -> None:
-    """A commit was published that nothing continues: the next world restored the one before it."""
     run = collect(folder)
     last = [line for line in run.of("commit") if line["term"] == min(restored_at(run))][-1]
     step = whole(last, "step") + 1
@@ -160,7 +146,6 @@ def beside_the_lineage(folder: Path) -> None:
 
 
 def begun_anew(folder: Path) -> None:
-    """A term found no commit and started from step 0."""
     last = later_term(collect(folder))
     edit(
         folder,

@@ -15,13 +15,11 @@ from chaos.planted.edits import edit, edit_result, forge
 
 
 def ended_early(folder: Path) -> None:
-    """The job applied 6 of 600 epochs and reported success; its other files agree."""
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "epochs": 600, "max_steps": None}))
 
 
 def fewer_rows(folder: Path) -> None:
-    """The job trained on fewer rows than its training set has."""
     path = folder / MANIFEST
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "files": [*manifest["files"], {"row_groups": [12]}]}))
@@ -34,13 +32,11 @@ def _last(folder: Path) -> Line:
 
 
 def missing_file(folder: Path) -> None:
-    """A file listed by the last commit is missing without a fault."""
     last = _last(folder)
     (folder / str(last["attempt"]) / min(part(last, "files"))).unlink()
 
 
 def flipped_byte(folder: Path) -> None:
-    """A byte of the last commit changed without a fault."""
     last = _last(folder)
     path = folder / str(last["attempt"]) / max(part(last, "files"))
     content = bytearray(path.read_bytes())
@@ -49,7 +45,6 @@ def flipped_byte(folder: Path) -> None:
 
 
 def other_step_delivered(folder: Path) -> None:
-    """The last commit's record names the files and weights of the commit before it."""
     *_, before, _ = [commit.fields for commit in collect(folder).commits]
     assert before is not None, "a good run"
     stored = {key: before[key] for key in ("attempt", "files", "weights_sha256")}
@@ -57,7 +52,6 @@ def other_step_delivered(folder: Path) -> None:
 
 
 def other_claim(folder: Path) -> None:
-    """Record, result and all ranks agree on a hash that does not match the files."""
     digest = "ab" * 32
     _change_last(folder, {"weights_sha256": digest})
     edit_result(folder, weights_sha256=digest)
@@ -65,7 +59,6 @@ def other_claim(folder: Path) -> None:
 
 
 def nan_weights(folder: Path) -> None:
-    """Training diverged: record, result and ranks agree on NaN weights."""
     import torch
 
     run = collect(folder)
@@ -78,7 +71,6 @@ def nan_weights(folder: Path) -> None:
 
 
 def other_state(folder: Path) -> None:
-    """An earlier commit has a different optimizer state, and its record has the matching digests."""
     import torch
 
     run = collect(folder)

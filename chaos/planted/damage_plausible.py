@@ -15,7 +15,6 @@ _CHAOS = "history/chaos.jsonl"
 
 
 def lanes_swapped(folder: Path) -> None:
-    """In one world, two ranks compute each other's lanes in every step."""
     last = later_term(collect(folder))
     lanes: dict[object, object] = {}
     for line in collect(folder).in_term("step", last):
@@ -30,8 +29,6 @@ def lanes_swapped(folder: Path) -> None:
 
 
 def steps_swapped(folder: Path) -> None:
-    """Two adjacent steps of an epoch applied each other's samples."""
-
     def swapped(line: Line) -> Line:
         if line["op"] != "step" or line["step"] not in (2, 3):
             return line
@@ -42,7 +39,6 @@ def steps_swapped(folder: Path) -> None:
 
 
 def line_twice(folder: Path) -> None:
-    """A history lists a commit twice."""
     path = next(
         path for path in sorted((folder / "history").glob("[0-9]*.jsonl")) if '"commit", "t"' in path.read_text()
     )
@@ -51,7 +47,6 @@ def line_twice(folder: Path) -> None:
 
 
 def no_commit_lines(folder: Path) -> None:
-    """No history records a published commit."""
     edit(folder, lambda line: None if line["op"] == "commit" else line)
 
 
@@ -66,12 +61,10 @@ def _claim_fault(folder: Path, change: Line) -> None:
 
 
 def killed_twice(folder: Path) -> None:
-    """The executor claims to have killed a process that another fault had killed."""
     _claim_fault(folder, {})
 
 
 def kill_survived(folder: Path) -> None:
-    """The executor claims to have killed a process that trained to the end."""
     run = collect(folder)
     (form, *_) = run.in_term("form", later_term(run))
     node = next(line["node"] for line in run.of("node") if form["pid"] in items(line, "pids"))
@@ -81,8 +74,6 @@ def kill_survived(folder: Path) -> None:
 
 
 def kill_elsewhere(folder: Path) -> None:
-    """The executor claims that a kill hit another node than the process's."""
-
     def moved(line: Line) -> Line:
         return {**line, "node": 0, "target": 0} if line["op"] == "fault" and line["kind"] == "kill_node" else line
 
@@ -90,7 +81,6 @@ def kill_elsewhere(folder: Path) -> None:
 
 
 def unclaimed_start(folder: Path) -> None:
-    """A killed node came back without a line for its start."""
     starts = {line["number"] for line in collect(folder).of("fault") if line["kind"] == "start_node"}
 
     def without(line: Line) -> Line | None:
@@ -102,12 +92,10 @@ def unclaimed_start(folder: Path) -> None:
 
 
 def no_code(folder: Path) -> None:
-    """A node's exit code is not a number."""
     edit(folder, lambda line: {**line, "code": False} if line["op"] == "exit" else line)
 
 
 def orphan_before(folder: Path) -> None:
-    """The executor checked twice, and saw an orphan only the first time."""
     path = folder / _CHAOS
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     again = [
@@ -117,19 +105,16 @@ def orphan_before(folder: Path) -> None:
 
 
 def other_seed(folder: Path) -> None:
-    """The run's configuration file belongs to another run."""
     path = folder / "config.yaml"
     config = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**config, "run": {**config.get("run", {}), "seed": 99}}))
 
 
 def other_draws(folder: Path) -> None:
-    """Sealed records claim another policy of random numbers."""
     forge(folder, lambda record: {**record, "rng": {"policy": "another", "seed": 99}})
 
 
 def files_elsewhere(folder: Path) -> None:
-    """A record names files outside the run."""
     first = json.loads(record_files(folder)[0].read_text())
     elsewhere = folder.parent / "elsewhere"
     shutil.move(folder / first["attempt"], elsewhere)
@@ -138,14 +123,12 @@ def files_elsewhere(folder: Path) -> None:
 
 
 def linked_history(folder: Path) -> None:
-    """A history is a link to a file elsewhere."""
     path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
     shutil.move(path, folder.parent / path.name)
     path.symlink_to(folder.parent / path.name)
 
 
 def nan_tracked(folder: Path) -> None:
-    """The tracker has NaN where a number was logged."""
     path = folder / "tracked.json"
     held = json.loads(path.read_text())
     held["train/loss"][4][1] = float("nan")
@@ -153,11 +136,9 @@ def nan_tracked(folder: Path) -> None:
 
 
 def endless(folder: Path) -> None:
-    """The result has a step so large that no memory can hold the steps before it."""
     edit_result(folder, step=10**300)
 
 
 def extra_key(folder: Path) -> None:
-    """The result has a metric that the fault-free run's result lacks."""
     assert part(json.loads((folder / "result.json").read_text()), "metrics"), "a good run"
     edit_result(folder, accuracy=1.0)

@@ -20,14 +20,12 @@ def _newest(folder: Path) -> Line:
 
 
 def unwritten_commit(folder: Path) -> None:
-    """The last commit's history line is missing; its record and the end line of its rank are present."""
     newest = _newest(folder)
     place = newest["term"], newest["step"]
     edit(folder, lambda line: None if line["op"] == "commit" and (line["term"], line["step"]) == place else line)
 
 
 def one_of_another_job(folder: Path) -> None:
-    """The oldest remaining record belongs to a job with another seed."""
     seal = _oldest(folder)["seal"]
     forge(
         folder,
@@ -36,7 +34,6 @@ def one_of_another_job(folder: Path) -> None:
 
 
 def other_credit(folder: Path) -> None:
-    """The oldest remaining record credits a step to a term that did not apply it."""
     oldest = _oldest(folder)
     first = {"term": 0, "lo": 0, "hi": 1}
 
@@ -51,7 +48,6 @@ def other_credit(folder: Path) -> None:
 
 
 def unlisted_file(folder: Path) -> None:
-    """The oldest remaining record has no digest for a file with its weights."""
     oldest = _oldest(folder)
     listed = sorted(name for name in part(oldest, "files") if name != ".metadata")[1:]
 
@@ -63,7 +59,6 @@ def unlisted_file(folder: Path) -> None:
 
 
 def other_digest(folder: Path) -> None:
-    """A commit's history line has another digest than the parent of the next commit."""
     parents = {line["parent"] for line in collect(folder).of("commit")}
     done = list[object]()
 
@@ -77,36 +72,30 @@ def other_digest(folder: Path) -> None:
 
 
 def headless(folder: Path) -> None:
-    """A history lacks its first lines, about the world and the restored state."""
     path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line)["op"] not in ("form", "restore")))
 
 
 def other_hour(folder: Path) -> None:
-    """A rank's times are an hour later than those of the other ranks in its world."""
     path = max((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     path.write_text("".join(json.dumps({**line, "t": line["t"] + 3600}) + "\n" for line in lines))
 
 
 def quick_restore(folder: Path) -> None:
-    """A rank recorded a negative time for reading its state."""
     edit(folder, lambda line: {**line, "seconds": -1.0} if line["op"] == "restore" else line)
 
 
 def other_kind(folder: Path) -> None:
-    """A rank recorded its world's size as text."""
     edit(folder, lambda line: {**line, "world": str(line["world"])} if line["op"] == "form" else line)
 
 
 def other_end(folder: Path) -> None:
-    """A rank recorded that it was preempted in the term that finished the job."""
     edit(folder, lambda line: {**line, "status": "preempted"} if line["op"] == "end" else line)
 
 
 def formed_twice(folder: Path) -> None:
-    """A history records a moment later once more that its world has formed."""
     path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
     first, *rest = path.read_text().splitlines(keepends=True)
     again = {**json.loads(first), "t": json.loads(first)["t"] + 0.001}
@@ -114,10 +103,8 @@ def formed_twice(folder: Path) -> None:
 
 
 def unknown_operation(folder: Path) -> None:
-    """Commit lines have an unknown operation."""
     edit(folder, lambda line: {**line, "op": "comit"} if line["op"] == "commit" else line)
 
 
 def nobody_killed(folder: Path) -> None:
-    """Kills list no process."""
     edit(folder, lambda line: {**line, "pids": []} if str(line.get("kind")).startswith("kill_") else line)

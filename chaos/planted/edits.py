@@ -25,7 +25,6 @@ def edit(folder: Path, change: Change) -> None:
 
 
 def edit_result(folder: Path, **fields: object) -> None:
-    """Change fields of result.json."""
     path = folder / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 

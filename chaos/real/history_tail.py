@@ -100,6 +100,5 @@ def _names(history: Path) -> list[str]:
 
 
 def _term_of(name: str) -> int:
-    """Return the term in a history's file name."""
     term = name.partition("-")[0]
     return int(term) if term.isdigit() else 0

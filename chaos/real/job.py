@@ -170,7 +170,6 @@ class Job:
             self._undos.append((time.monotonic() + (fault.for_s or 0.0), fault.kind, done.undo))
 
     def note(self, fault: Due, done: Struck, at: float) -> None:
-        """Record an injected fault."""
         self.num_faults += 1
         self._kinds.add(fault.kind)
         self._disturbed_at = time.time()

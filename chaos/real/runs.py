@@ -222,7 +222,6 @@ def make_data(scenario: Scenario, config: Config, say: Say) -> None:
 
 
 def order_of_job(config: Config) -> RunOrder:
-    """Return the sample order of a job."""
     sources = load_sources(config.data, config.batch.num_lanes)
     return run_order.order_of(config, join(sources) if sources else load_manifest(config.data.sources[0]), sources)
 

@@ -103,7 +103,6 @@ class Tally:
         return [entry for entry in self.entries if not entry.valid]
 
     def fields(self) -> dict[str, object]:
-        """Return the fields of `--json`."""
         kinds, layouts = Counter[str](), Counter[str]()
         for entry in self.entries:
             kinds.update(entry.faults)
@@ -125,8 +124,6 @@ class Tally:
 
 
 def open_storm(path: Path) -> Ledger[Entry]:
-    """Open the ledger of a storm."""
-
     def read(line: Mapping[str, Any]) -> Entry:
         return Entry(**{**line, "violated": tuple(line["violated"]), "unknown": tuple(line["unknown"])})
 

@@ -70,7 +70,6 @@ def _pack(spans: list[Span]) -> list[list[Span]]:
 
 
 def _nodes(reader: Reader) -> dict[int, int]:
-    """Return the recorded nodes by process id."""
     hits = [line for line in reader.of("fault") if str(line.get("kind")).endswith(_ON_ITS_NODE)]
     placed = [*(line for line in hits if is_whole(line.get("node"))), *reader.of("node", "node")]
     return {pid: whole(line, "node") for line in placed for pid in pids_of(line)}

@@ -48,7 +48,6 @@ MOST_FAULTS = 500
 
 
 def render(verdict: Verdict) -> str:
-    """Return the report as HTML."""
     run, reference = verdict.run, verdict.reference
     reader = Reader(run)
     story = story_of(reader, verdict.recoveries)

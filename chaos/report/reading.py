@@ -44,23 +44,19 @@ class Reader:
 
 
 def is_number(value: object) -> bool:
-    """Return True for a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: object) -> bool:
-    """Return True for an integer."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def time_of(line: Line) -> float:
-    """Return a line's time in unix seconds."""
     time = line["t"]
     assert isinstance(time, int | float), "only called for lines with a time"
     return time
 
 
 def pids_of(line: Line) -> list[int]:
-    """Return the process ids in a line."""
     pids = line.get("pids")
     return [pid for pid in pids if isinstance(pid, int)] if isinstance(pids, list) else []

@@ -136,7 +136,6 @@ def _kept(run: Evidence) -> dict[int, int] | None:
 
 
 def _first(lines: list[Line]) -> dict[int, Line]:
-    """Return each term's first line."""
     return {whole(line, "term"): line for line in reversed(lines)}
 
 

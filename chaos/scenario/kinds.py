@@ -362,7 +362,6 @@ def is_over_at_once(kind: object) -> bool:
 
 
 def damages(kind: object) -> bool:
-    """Return True if a kind damages commits."""
     known = _known(kind)
     return known is not None and known.damages
 
@@ -396,7 +395,6 @@ def spoils_losses(kind: object) -> bool:
 
 
 def is_of_etcd(kind: object) -> bool:
-    """Return True if a kind affects etcd itself."""
     known = _known(kind)
     return known is not None and known.aim == "etcd"
 

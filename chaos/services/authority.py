@@ -30,7 +30,6 @@ class Authority:
 
     @property
     def certificate(self) -> bytes:
-        """The authority's current certificate."""
         return (self._folder / "ca_cert").read_bytes()
 
     def replace(self) -> None:

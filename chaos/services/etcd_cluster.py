@@ -54,7 +54,6 @@ class EtcdCluster:
 
     @property
     def options(self) -> EtcdOptions:
-        """Connection options for processes on this machine."""
         return etcd_options(self.endpoint, self.tls)
 
     def start(self) -> None:
@@ -65,7 +64,6 @@ class EtcdCluster:
             member.await_answer()
 
     def kill(self) -> None:
-        """SIGKILL all members at once."""
         for member in self.members:
             member.kill()
 
@@ -155,14 +153,12 @@ def raise_alarm(endpoint: str, alarm: int) -> None:
 
 
 def has_alarm(endpoint: str, alarm: int) -> bool:
-    """Return True if etcd lists an alarm."""
     with _connection(endpoint) as connection:
         raised = connection.call(lambda client: list(client.list_alarms()), give_up_after_s=_WITHIN_S)
         return any(each.alarm_type == alarm for each in raised)
 
 
 def clear_alarms(endpoint: str) -> None:
-    """Clear all alarms, as `etcdctl alarm disarm` does."""
     with _connection(endpoint) as connection:
         raised = connection.call(lambda client: list(client.list_alarms()), give_up_after_s=_WITHIN_S)
         for each in raised:

@@ -28,7 +28,6 @@ class FreezingDisk:
         self._is_over = threading.Event()
 
     def freeze(self) -> None:
-        """Block all writes from now on."""
         run_as_root("fsfreeze", "--freeze", str(self.folder))
         self.is_frozen = True
 

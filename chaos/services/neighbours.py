@@ -95,7 +95,6 @@ class Hungry:
         return self._program.poll() is None
 
     def leave(self) -> None:
-        """End the program."""
         _end([self._program])
 
 

@@ -58,7 +58,6 @@ class S3:
         return environ | {"AWS_ACCESS_KEY_ID": "chaos", "AWS_SECRET_ACCESS_KEY": "chaos"}
 
     def url(self, run: str) -> str:
-        """Return the URL of a run's commits."""
         return f"s3://{BUCKET}/{run}"
 
     def spoil(self, kind: str) -> int:

@@ -97,7 +97,6 @@ class Surroundings:
     """Kinds of fault that are impossible here, with the reason."""
 
     def endpoint(self, node: int) -> str | None:
-        """Return the etcd endpoint of a node; None without etcd."""
         host = self.cable.address("etcd") if self.cable else "127.0.0.1"
         if self.proxies is not None:
             return self.proxies.endpoint(node, host)
@@ -121,7 +120,6 @@ class Surroundings:
 
     @property
     def settings(self) -> list[str]:
-        """Settings for the trainer's configuration."""
         said = [f"--checkpoint.url={self.s3.url(self.run_id)}"] if self.s3 is not None else []
         said += [f"--tracking.mlflow_uri={self.tracker.uri}"] if self.tracker is not None else []
         own = [f"--data.train={self.data.folder}", "--data.quarantine=[unreadable]"] if self.data is not None else []

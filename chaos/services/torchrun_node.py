@@ -143,7 +143,6 @@ class Node:
         return next((pid for pid in children_of(self.agent) if name_of(pid) == "standby"), None)
 
     def tail(self, num_lines: int = 15) -> str:
-        """Return the end of the node's log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:]) if self._log.exists() else ""
 
 

@@ -23,7 +23,6 @@ def give(folder: Path, name: str) -> bool:
 
 
 def withdraw(folder: Path, name: str) -> None:
-    """Withdraw a standing order."""
     (folder / name).unlink(missing_ok=True)
 
 

@@ -163,7 +163,6 @@ def calibrate(
 
 
 def show(report: Report) -> None:
-    """Print a report as tables."""
     console = Console(markup=False, highlight=False)
     for line in report.lines():
         console.print(line)

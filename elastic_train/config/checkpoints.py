@@ -41,7 +41,6 @@ def _every(old: Mapping[str, Any]) -> Mapping[str, object]:
 
 
 def _steps_of(every: str | None) -> int | Literal["auto"] | None:
-    """Return the interval of commits in steps, or auto."""
     if every is not None and every.split(",")[0].strip() == "auto":
         return "auto"
     return whole(periods_of(every, _EVERY_FORMS).get("steps"))
@@ -133,7 +132,6 @@ class CheckpointConfig(Section):
 
     @property
     def every_steps(self) -> int | Literal["auto"] | None:
-        """The interval of commits in steps, or auto."""
         return _steps_of(self.every)
 
     @property

@@ -96,7 +96,6 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The folders or URLs of the training data."""
         return (self.train,) if self.train is not None else tuple(each.source for each in self.mixture or ())
 
     @property

@@ -76,7 +76,6 @@ class ParallelConfig(Section):
 
     @property
     def order(self) -> ScheduleKind:
-        """The kind of schedule."""
         return "interleaved" if self.virtual_stages > 1 else "gpipe" if self.schedule == "gpipe" else "1f1b"
 
     @property
@@ -117,7 +116,6 @@ class ParallelConfig(Section):
         return {feature: text for feature, text in own.items() if text is not None} | by_value
 
     def found(self) -> Iterator[Found]:
-        """Yield the traits that these keys have."""
         shards = f"parallel.shards: {self.shards}"
         if self.shards != "parameters":
             yield Found("weights that stay on the GPU", shards)
@@ -131,7 +129,6 @@ class ParallelConfig(Section):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the model on each stage of a pipeline."""
         return self.virtual_stages if self.pipeline > 1 else 1
 
     @property
@@ -152,5 +149,4 @@ class ParallelConfig(Section):
 
     @property
     def cell(self) -> Cell:
-        """The ranks that make up a replica."""
         return Cell(stage=self.pipeline, tensor=self.tensor, expert=self.expert, context=self.context)

@@ -191,12 +191,10 @@ class ValidationConfig(Section):
 
     @property
     def every_steps(self) -> int | None:
-        """The interval of validations in steps, where it is one."""
         return whole(periods_of(self.every, _EVERY_FORMS).get("steps"))
 
     @property
     def every_epochs(self) -> int | None:
-        """The interval of validations in epochs, where it is one."""
         return whole(periods_of(self.every, _EVERY_FORMS).get("epochs"))
 
 

@@ -224,7 +224,6 @@ class Config(Section):
         return {**self.parallel.features, **{feature: text for feature, text in own.items() if text is not None}}
 
     def found(self) -> Iterator[Found]:
-        """Yield the traits that the configuration itself has."""
         yield from self.parallel.found()
         batch, num_lanes = self.batch, self.batch.num_lanes
         sizes = f"(batch.global_batch {batch.global_batch} / batch.micro_batch {batch.micro_batch})"

@@ -197,7 +197,6 @@ def _meant(text: str) -> str:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -221,7 +221,6 @@ def _key_of(option: str) -> str:
 
 
 def _kind_of(key: str) -> object:
-    """Return the type of a key; None of an unknown one."""
     return functools.reduce(below, key.split("."), cast(object, Config))
 
 

@@ -142,7 +142,6 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Replica of this rank, in [0, num_replicas)."""
         return self.rank // self.cell.size
 
     @property

@@ -35,12 +35,10 @@ def tag(name: str, *children: Markup | str, **attributes: str | float | None) ->
 
 
 def num(value: float) -> str:
-    """Format a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def titled(element: str, title: str, **attributes: str | float | None) -> Markup:
-    """Return an element with a tooltip."""
     return tag(element, tag("title", title), **attributes)
 
 

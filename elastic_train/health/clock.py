@@ -46,7 +46,6 @@ def _addresses(options: EtcdOptions) -> tuple[str, ...]:
 
 
 def judged(endpoint: str, answer: Greeting | Exception) -> Finding:
-    """Judge the clock by a member's answer."""
     if isinstance(answer, Exception):
         return warn("clock", f"{endpoint} does not tell the time: {answer}", "check this machine's time service")
     direction = "ahead of" if answer.ahead_s > 0 else "behind"

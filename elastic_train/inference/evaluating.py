@@ -36,7 +36,6 @@ class Alone:
 
 
 def alone() -> Ranks:
-    """Return a world of one rank."""
     return Alone(Group(0, 1, None, _TIMEOUT_S))
 
 

@@ -107,7 +107,6 @@ def _writing(target: Path) -> Iterator[Path]:
 
 
 def _tables(trained: Trained, steps: Iterable[Sequence[LaneBatch]]) -> Iterator[pa.Table]:
-    """Yield the ids and predictions of each micro-batch."""
     plan, state = trained.plan, trained.state
     with losses(plan.task, state.model, steps, state.shards, alone(), plan.device) as each:
         for batch, loss in each:

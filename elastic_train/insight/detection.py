@@ -162,7 +162,6 @@ class Detector:
         return events
 
     def _look(self, step: int) -> Iterator[Event]:
-        """Judge the window that ends with a step."""
         window = np.stack(self._rows)
         step_s = float(np.median(window[:, :, : len(PHASES)].sum(axis=2)))
         found = {

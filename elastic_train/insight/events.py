@@ -48,7 +48,6 @@ class Event:
     samples: tuple[int, ...] = ()
 
     def render(self, host: str | None = None) -> str:
-        """Return the event as a readable sentence."""
         who = "" if self.rank is None else f" rank {self.rank}{f' on {host}' if host else ''}:"
         if self.is_over:
             return f"resolved after step {self.step}, since step {self.since}:{who} {MEANINGS[self.kind]}"

@@ -152,13 +152,11 @@ class Page:
         self._server, self.port = server, server.server_port
 
     def close(self) -> None:
-        """Stop serving the page."""
         if self._server is not None:
             self._server.shutdown()
             self._server = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of a scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         facts = self.facts

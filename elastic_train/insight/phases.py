@@ -47,12 +47,10 @@ class RankFacts(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """Compute time of the rank's lanes."""
         return self.forward_s + self.backward_s
 
     @property
     def total_s(self) -> float:
-        """Seconds between the two rows."""
         return sum(self[: len(PHASES)])
 
 

@@ -22,7 +22,6 @@ class PhaseWindow:
         self._sums = np.zeros((0, len(RankFacts._fields)))
 
     def add(self, ranks: Sequence[RankFacts]) -> None:
-        """Add the rows of a step."""
         rows = np.array(ranks)
         self._sums = rows if self.num_steps == 0 else self._sums + rows
         self.num_steps += 1
@@ -49,7 +48,6 @@ class PhaseTotals:
         self._sums = np.zeros(len(RankFacts._fields))
 
     def add(self, window: PhaseWindow) -> None:
-        """Add the totals of a world's ranks."""
         if window.num_steps:
             self._sums += np.array(window.by_rank()).mean(axis=0)
             self.num_steps += window.num_steps

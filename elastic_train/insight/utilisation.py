@@ -26,7 +26,6 @@ class Utilisation:
         return self.mfu(samples_per_s, num_ranks) * (1 + self.recomputed_flops_per_sample / self.flops_per_sample)
 
     def to_json(self) -> str:
-        """Return the file's content."""
         return json.dumps(asdict(self)) + "\n"
 
 

@@ -51,7 +51,6 @@ class JobEtcd:
             self._keeper.start()
 
     def close(self) -> None:
-        """Stop it."""
         self._is_over.set()
         if self._keeper.ident is not None:
             self._keeper.join()

@@ -67,7 +67,6 @@ def _status_of(child: int) -> int:
 
 
 def _end_as(child: int, status: int, page: int, kills_before: int | None) -> NoReturn:
-    """End this process as the child ended."""
     code = judged(os.waitstatus_to_exitcode(status), page)
     how = described(code, kills_before)
     note_end(named_on(page), code, how)

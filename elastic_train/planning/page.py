@@ -39,7 +39,6 @@ Parts = Sequence[tuple[str, float]]
 
 
 def render(report: Report) -> str:
-    """Return the page as HTML."""
     model, device = report.job.model, report.job.cluster.device
     fitting = [one for one in [report.own, *report.best] if one.memory is not None]
     memory, steps = [_memory_of(one) for one in fitting], [_step_of(row) for row in report.strong]

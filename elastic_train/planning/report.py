@@ -31,7 +31,6 @@ class Report:
         return names
 
     def lines(self) -> Iterator[str]:
-        """Yield the report as lines of text."""
         job, own = self.job, self.own
         model = job.model
         yield (
@@ -64,7 +63,6 @@ class Report:
             )
 
     def as_json(self) -> dict[str, object]:
-        """Return the whole report as JSON-compatible values."""
         job = self.job
         model = job.model
         return {
@@ -88,7 +86,6 @@ class Report:
 
 
 def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Report:
-    """Compute the whole plan."""
     outcomes = compare(job, layout, with_cells=with_cells)
     refused = [(one.layout.name, "; ".join(one.problems)) for one in outcomes if one.problems]
     strong, weak = (scaling(job, layout, weak=weak) for weak in (False, True))
@@ -96,7 +93,6 @@ def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Repor
 
 
 def outcome_json(one: Outcome) -> dict[str, object]:
-    """Return an outcome as JSON-compatible values."""
     memory = (
         None if one.memory is None else {**one.memory.parts, "host": one.memory.host_bytes, "total": one.memory.total}
     )

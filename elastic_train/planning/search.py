@@ -116,7 +116,6 @@ def compare(job: Job, own: Layout, *, with_cells: bool) -> list[Outcome]:
 
 
 def wrong_figure(figure: str) -> list[str]:
-    """Return the problem with a figure's name, if any."""
     if figure in FIGURES:
         return []
     meant = did_you_mean(nearest(figure, FIGURES), f"; there are {', '.join(FIGURES)}")

@@ -29,26 +29,22 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 def number(fields: Line, key: str) -> float | None:
-    """Return a finite number, or None."""
     value = fields.get(key)
     is_one = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if is_one else None  # type: ignore[arg-type]
 
 
 def whole(fields: Line, key: str) -> int | None:
-    """Return an integer, or None."""
     value = fields.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def text(fields: Line, key: str) -> str | None:
-    """Return a string, or None."""
     value = fields.get(key)
     return value if isinstance(value, str) else None
 
 
 def at(fields: Line) -> float:
-    """Return the unix seconds of a line from `read_lines`."""
     value = number(fields, "t")
     assert value is not None, "read_lines gives lines with a time"
     return value

@@ -40,7 +40,6 @@ class WorldMemory:
 
     @property
     def most(self) -> int:
-        """Largest peak of any rank."""
         return max(one.facts.peak for one in self.ranks)
 
     def as_json(self, hosts: Mapping[int, str]) -> dict[str, object]:
@@ -80,7 +79,6 @@ def memory_of(folder: Path) -> WorldMemory | None:
 
 
 def memory_in(folder: Path, term: int) -> list[RankMemory]:
-    """Return the recorded memory of a term's ranks, by rank."""
     paths = sorted((folder / history_files.FOLDER).glob(f"{term:08d}-*-*.jsonl"))
     parts: dict[int, list[Path]] = {}
     for path in paths:

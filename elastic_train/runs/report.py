@@ -120,11 +120,9 @@ class RunReport:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of the kept steps."""
         return statistics.median(step.seconds for step in self.story.kept) if self.story.kept else None
 
     def final_metrics(self) -> dict[str, float]:
-        """Return each metric's last value."""
         return {name: curve[-1][1] for name, curve in sorted(self.curves.items()) if curve}
 
     def phases_s(self) -> dict[str, float]:
@@ -139,14 +137,12 @@ class RunReport:
         return {**keys, **worlds}
 
     def environment(self) -> dict[str, str]:
-        """Return versions and hosts."""
         tags = {shown: self.tags[tag] for tag, shown in _TAGS.items() if tag in self.tags}
         hosts = sorted({host for world in self.story.worlds for host in world.hosts.values()})
         shown = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
         return {**tags, "hosts": shown} if hosts else tags
 
     def hosts_in(self, term: int) -> Mapping[int, str]:
-        """Return the known hosts of a term's ranks."""
         return next((world.hosts for world in self.story.worlds if world.term == term), {})
 
     def as_json(self) -> dict[str, object]:

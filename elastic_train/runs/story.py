@@ -124,12 +124,10 @@ class Story:
 
     @property
     def step(self) -> int:
-        """The furthest kept step."""
         return self.worlds[-1].hi if self.worlds else 0
 
     @property
     def kept(self) -> list[Applied]:
-        """The kept steps, in order."""
         return [step for world in self.worlds for step in world.kept]
 
 
@@ -225,7 +223,6 @@ def _steps(lines: Sequence[Line], restored_at: float) -> tuple[list[Applied], fl
 
 
 def saved_of(line: Line) -> Saved | None:
-    """Read a `commit` line."""
     step, seconds, stall_s = whole(line, "step"), number(line, "seconds"), number(line, "stall_s")
     if step is None or seconds is None or stall_s is None:
         return None
@@ -233,7 +230,6 @@ def saved_of(line: Line) -> Saved | None:
 
 
 def phases_of(line: Line) -> Phases | None:
-    """Read a `phases` line."""
     step, steps, rows = whole(line, "step"), whole(line, "steps"), line.get("seconds")
     if step is None or not steps or not isinstance(rows, list) or not rows:
         return None
@@ -242,7 +238,6 @@ def phases_of(line: Line) -> Phases | None:
 
 
 def event_of(line: Line) -> Noticed | None:
-    """Read an `event` line."""
     kind, step, since = text(line, "kind"), whole(line, "step"), whole(line, "since")
     if kind is None or step is None or since is None:
         return None

@@ -22,7 +22,6 @@ MOST_RANKS = 64
 
 
 def summary(reports: Sequence[RunReport]) -> Rows:
-    """Return the most important figures of each run."""
     shown: dict[str, Callable[[RunReport], str]] = {
         "state": lambda run: run.state,
         "steps that count": lambda run: str(run.step),
@@ -47,7 +46,6 @@ def summary(reports: Sequence[RunReport]) -> Rows:
 
 
 def spent(reports: Sequence[RunReport]) -> Rows:
-    """Return the time of each kind, and its share."""
     columns = [
         [
             f"{time}, {run.spent[kind] / run.seconds:.1%}" if run.seconds else NONE
@@ -66,7 +64,6 @@ def phases(reports: Sequence[RunReport]) -> Rows:
 
 
 def changes(run: RunReport) -> Rows:
-    """Return the cost of each new world."""
     times = [
         durations([getattr(change, name) for change in run.changes])
         for name in ("rto_s", "detect_s", "form_s", "restore_s")
@@ -85,7 +82,6 @@ def changes(run: RunReport) -> Rows:
 
 
 def events(run: RunReport) -> Rows:
-    """Return the problems that events reported, the newest last."""
     found = [event for world in run.story.worlds for event in world.events if not event.is_over]
     return [
         (
@@ -139,14 +135,12 @@ def classes(run: RunReport) -> Rows:
 
 
 def layout(reports: Sequence[RunReport]) -> Rows:
-    """Return the layout and environment of each run."""
     found = [{**run.layout(), **run.environment()} for run in reports]
     names = dict.fromkeys(name for each in found for name in each)
     return [(name, *(each.get(name, NONE) for each in found)) for name in names]
 
 
 def said(value: float | None, form: str) -> str:
-    """Return a formatted value, or a dash for None."""
     return NONE if value is None else form.format(value)
 
 

@@ -187,7 +187,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def rows_of(traffic: Sequence[Traffic]) -> list[tuple[str, ...]]:
-    """Return the rows of a table of traffic."""
     return [
         (
             one.kind,

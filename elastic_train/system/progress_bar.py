@@ -18,7 +18,6 @@ class Track(Protocol):
 
 
 def silent(items: Iterable[Item], what: str, total: int, unit: str = "") -> Iterable[Item]:
-    """Show nothing."""
     return items
 
 

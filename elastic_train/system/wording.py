@@ -73,7 +73,6 @@ def first_line(error: Exception) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text without the users and passwords of the URLs in it."""
     return re.sub(r"://[^/\s]*@", f"://{LEFT_OUT}@", text)
 
 

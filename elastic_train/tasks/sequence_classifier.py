@@ -194,7 +194,6 @@ class SequenceClassifier:
 
 
 def _padding_of(config: Any) -> int:
-    """Return the id that pads rows."""
     config = config.get_text_config()
     if config.pad_token_id is not None:
         return int(config.pad_token_id)

@@ -63,7 +63,6 @@ class TextClassifier:
 
     @property
     def num_classes(self) -> int:
-        """Number of classes in the training set, at least 2."""
         return self.rows.num_classes
 
     def prepare(self, manifest: Manifest) -> None:

@@ -78,7 +78,6 @@ class BackgroundFiles:
         return LineFile(self, path, most_bytes)
 
     def replace(self, path: Path, text: str) -> None:
-        """Replace a small file atomically."""
         self.attempt(path, lambda: write_atomically(path, text))
 
     def attempt(self, path: Path, act: Act) -> None:
@@ -185,7 +184,6 @@ class LineFile:
         self._files.put(self._close)
 
     def _write_all(self) -> None:
-        """Write the queued lines; for the thread."""
         while self._lines:
             line, again = self._lines.popleft()
             self._attempt(line, again)

@@ -119,7 +119,6 @@ def attempt(part: Callable[[], object]) -> list[Exception]:
 
 
 def count_values(lines: Iterable[Values | Settled]) -> int:
-    """Count the values in the lines."""
     return sum(len(line.by_name) for line in lines if isinstance(line, Values))
 
 

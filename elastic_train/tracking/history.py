@@ -75,13 +75,11 @@ class History:
 
     @property
     def folder(self) -> str:
-        """The run's folder."""
         return str(self._run_dir)
 
     def form(
         self, *, world: int, cause: str, joined_at: float | None, sealed_at: float | None, started_at: float
     ) -> None:
-        """Record that the world has formed."""
         times = {"joined_at": joined_at, "sealed_at": sealed_at, "started_at": started_at}
         who = _who()
         self._write("form", world=world, cause=cause, **times, **who, **slurm_job(), holds=process_usage())
@@ -248,7 +246,6 @@ class History:
         self._write("rollback", from_step=from_step, to_step=to_step)
 
     def end(self, *, status: str, step: int, weights_sha256: str, coverage: CoverageSums) -> None:
-        """Record that the process has finished."""
         self._write("end", status=status, step=step, weights_sha256=weights_sha256, coverage=asdict(coverage))
 
     def last_applied(self) -> LastApplied | None:

@@ -81,7 +81,6 @@ class MetricsWriter:
         self._append({"begins_at": step, "intervals": [(i.term, i.lo, i.hi) for i in intervals]})
 
     def values(self, step: int, by_name: Mapping[str, float], is_higher_better: Mapping[str, bool]) -> None:
-        """Append the values of a step."""
         floats = {name: float(value) for name, value in by_name.items()}
         better = {"is_higher_better": dict(is_higher_better)} if is_higher_better else {}
         self._append({"step": step, "values": floats, **better})
@@ -178,7 +177,6 @@ class LineageReader:
 
 
 def metrics_path(run_dir: Path, term: int) -> Path:
-    """Return the file of a term's metrics."""
     return run_dir / FOLDER / f"{term:08d}.jsonl"
 
 

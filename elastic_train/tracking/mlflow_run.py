@@ -141,11 +141,9 @@ class MlflowRun:
             self._client.log_batch(self.run_id, metrics=metrics[lo : lo + _METRICS_A_BATCH])
 
     def reopen(self) -> None:
-        """Set the run RUNNING."""
         self._client.update_run(self.run_id, status="RUNNING")
 
     def end(self, status: str, tags: Mapping[str, str]) -> None:
-        """Record how the run ended, with tags of its result."""
         self._client.set_terminated(self.run_id, status)
         if tags:
             self.tag(tags)

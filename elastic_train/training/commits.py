@@ -181,7 +181,6 @@ class Commits:
         self._pin_if_due(ended)
 
     def failed(self) -> SavesFailedError:
-        """Return the error that ends training on every rank."""
         return SavesFailedError(
             f"at least {MOST_FAILED} saves in a row have failed, for {self.plan.config.give_up_after_s:.0f} s or more, "
             f"the last before step {self.state.step} ({self.why_failed}): make {self.world.store.url} writable and "

@@ -154,7 +154,6 @@ class Session:
 
     @property
     def lanes(self) -> range:
-        """Lanes that this rank helps to compute."""
         return self.assigned[self.world.mesh.owner]
 
     def steps(self) -> Iterator[Sequence[LaneBatch]]:

@@ -152,7 +152,6 @@ def _flags(session: Session, lanes: Sequence[LaneBatch]) -> int:
 
 
 def _gather(session: Session, lanes: Sequence[LaneBatch], results: dict[int, LaneSums], flags: int) -> StepTables:
-    """Gather the rows of all lanes and ranks."""
     rows: dict[int, Row] = {}
     for batch in lanes:
         lane, has_samples = results[batch.lane], int(batch.tensors is not None)

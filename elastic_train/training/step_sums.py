@@ -55,7 +55,6 @@ class StepSums:
 
     @property
     def divisor(self) -> float:
-        """Divisor of the sums of losses and gradients."""
         return 1.0 if math.isnan(self.weight) else self.weight or 1.0
 
     @property

@@ -78,7 +78,6 @@ class HowFar:
 
     @property
     def step(self) -> int:
-        """Last applied step."""
         return 0 if self.state is None else self.state.step
 
     def __str__(self) -> str:

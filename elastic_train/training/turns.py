@@ -185,7 +185,6 @@ def _read(results: Mapping[int, LaneSums | Unread]) -> dict[int, LaneSums]:
 
 
 def _again(session: Session, batch: LaneBatch) -> LaneLoss:
-    """Compute a lane's loss again."""
     assert batch.tensors is not None, "it has samples"
     tensors: Batch = session.to_device(batch.tensors)
     _seed(session, batch.lane)

@@ -58,7 +58,6 @@ class Claim:
 
     @property
     def owner(self) -> str:
-        """Name of the job, for messages."""
         by, through = f"process {self.pid} on {self.host}", f" on etcd {self.etcd}" if self.etcd else ""
         return f"the job of run id {self.run_id!r}{through} (rank 0: {by})" if self.run_id else by
 

@@ -87,7 +87,6 @@ def _problem(key: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> st
 
 
 def _default(key: str) -> object:
-    """Return a key's default; None for keys unknown to this release."""
     if key == "compile":
         return False  # the compared value is not the key's
     section: Any = Config

@@ -55,7 +55,6 @@ class Classifier:
         return [str(self.params["tokens"]), self.label, *self.numeric, *self.categorical]
 
     def logits(self, rows: pa.Table) -> Floats:
-        """Return the logits of rows, shape (rows, classes)."""
         lists = [list(tokens or ()) for tokens in rows.column(str(self.params["tokens"])).to_pylist()]
         most = whole(self.params, "max_tokens")
         found = [

@@ -134,7 +134,6 @@ def formed_at(run: Evidence) -> dict[int, float]:
 
 @once
 def pids_of(run: Evidence) -> dict[int, set[int]]:
-    """Return the pids of each term's world."""
     pids: dict[int, set[int]] = {}
     for line in run.of("form"):
         pids.setdefault(whole(line, "term"), set()).add(whole(line, "pid"))
@@ -162,7 +161,6 @@ def steps_of(run: Evidence) -> Steps:
 
 
 def newest_steps(steps: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Return the furthest applied step of each term."""
     newest: dict[int, int] = {}
     for term, step in steps:
         newest[term] = max(step, newest.get(term, 0))

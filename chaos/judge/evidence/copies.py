@@ -48,7 +48,6 @@ def losses_of(run: Evidence) -> dict[int, int]:
 
 @once
 def node_of(run: Evidence) -> dict[object, object]:
-    """Return the node of each process, where known."""
     return {pid: line["node"] for line in run.of("node") for pid in line.get("pids") or ()}  # type: ignore[attr-defined]
 
 

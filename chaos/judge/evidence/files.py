@@ -25,7 +25,6 @@ class Files:
         self.unreadable: list[str] = []
 
     def mapping(self, path: Path, parse: Callable[[bytes], object] = json.loads) -> Line | None:
-        """Return a file's mapping; None without a file."""
         try:
             value = parse(path.read_bytes())
         except FileNotFoundError:
@@ -72,7 +71,6 @@ class Files:
         return [line for line in lines if isinstance(line.get("op"), str)]
 
     def counts(self, path: Path) -> npt.NDArray[np.int64] | None:
-        """Return the witness's counts; None without a file."""
         try:
             found = np.load(path, allow_pickle=False)
         except FileNotFoundError:

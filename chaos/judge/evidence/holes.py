@@ -67,7 +67,6 @@ def total_left_out(lineage: Sequence[Applied]) -> int:
 
 
 def num_missing(holes: Sequence[Hole], epochs: range) -> int:
-    """Count the samples missing from whole epochs."""
     return sum(hi - lo for hole in holes for epoch in epochs for lo, hi in hole.missing(epoch))
 
 

@@ -152,12 +152,10 @@ def after_the_last_step(run: Evidence) -> dict[int, Line]:
 
 
 def fault_kind(fault: Line) -> str:
-    """Return a fault's kind, with its failpoint if any."""
     return f"{fault.get('kind')}@{fault['point']}" if fault.get("point") else str(fault.get("kind"))
 
 
 def fault_name(fault: Line) -> str:
-    """Return a readable name of a fault."""
     where = f" on node {fault['node']}" if fault.get("node") is not None else ""
     return f"{fault_kind(fault)}{where} at step {fault.get('seen_step', '?')}"
 

@@ -45,7 +45,6 @@ class Commit:
 
     @classmethod
     def of(cls, key: str, content: bytes) -> Commit:
-        """Parse a record's bytes."""
         fields = parsed(content)
         is_sealed = fields is None or not {"format", "seal"} & fields.keys() or fields.get("seal") == seal_of(fields)
         return cls(key, hashlib.sha256(content).hexdigest(), fields, is_sealed)
@@ -98,7 +97,6 @@ class Evidence:
         return bool(self._lines().get(op))
 
     def of(self, op: str) -> list[Line]:
-        """Return the lines of one operation, in order of time."""
         if op not in self._by_op:
             self._by_op[op] = sorted(self._lines().get(op, ()), key=lambda line: number(line, "t"))
         return self._by_op[op]
@@ -112,7 +110,6 @@ class Evidence:
         return self._as_read
 
     def in_term(self, op: str, term: int) -> list[Line]:
-        """Return the lines of one operation in one term, in order of time."""
         if op not in self._by_term:
             found: dict[int, list[Line]] = {}
             for line in self.of(op):
@@ -229,12 +226,10 @@ def _sources_of(config: Line) -> list[str]:
 
 
 def row_groups_of(manifest: Line) -> list[int]:
-    """Return the rows of each row group that a manifest lists."""
     return [rows for file in cast(list[Line], items(manifest, "files")) for rows in cast(list[int], file["row_groups"])]
 
 
 def rows_of(manifest: Line) -> int:
-    """Count the rows of all row groups that a manifest lists."""
     groups = row_groups_of(manifest)
     if (least := min(groups, default=0)) < 0:
         raise ValueError(f"a row group of {least} rows")

@@ -41,7 +41,6 @@ def is_script(run: Evidence) -> bool:
 
 
 def logs_ids(run: Evidence) -> bool:
-    """Return True if the script has the hook."""
     return run.has("step")
 
 
@@ -69,7 +68,6 @@ def counts_of(run: Evidence) -> dict[int, Counts]:
 
 
 def tallies_of(run: Evidence) -> dict[int, Tally]:
-    """Return the tally of every epoch."""
     return {
         epoch: Tally(epoch, int((times > 1).sum()), int((times == 0).sum())) for epoch, times in counts_of(run).items()
     }
@@ -98,7 +96,6 @@ def unreported(run: Evidence) -> str | None:
 
 
 def rows_of(line: Line) -> list[int]:
-    """Return the rows that a rank applied in a step."""
     rows = items(line, "ids")
     if not all(isinstance(row, int) for row in rows):
         raise TypeError(f"ids of step {line['step']} are not integers")

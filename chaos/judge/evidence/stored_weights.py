@@ -70,7 +70,6 @@ def digests_of_state(folder: Path, record: Mapping[str, object]) -> dict[str, st
 
 
 def _attempt_of(folder: Path, record: Mapping[str, object]) -> Path:
-    """Return the folder of a record's files."""
     return _inside(folder / "data", folder / str(record["attempt"]))
 
 

@@ -10,7 +10,6 @@ from chaos.scenario.kinds import ADVICE, advised
 
 
 def is_put_to_the_test(run: Evidence) -> bool:
-    """Return True if the run was asked why it stopped."""
     return run.has("why")
 
 

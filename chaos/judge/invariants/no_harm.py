@@ -146,7 +146,6 @@ def _held_up_s(run: Evidence, since: float, until: float) -> float:
 
 
 def _between(run: Evidence, since: float, until: float) -> list[Gap]:
-    """Return the gaps that overlap an interval."""
     gaps = _gaps(run)
     first = bisect_right(gaps, since, key=lambda gap: gap.until)
     return gaps[first : bisect_left(gaps, until, key=lambda gap: gap.since)]

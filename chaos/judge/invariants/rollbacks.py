@@ -42,7 +42,6 @@ def check_rollbacks(run: Evidence) -> None:
 
 
 def _by_pid(run: Evidence, op: str, pids: dict[tuple[int, int], int]) -> dict[tuple[int, int], Line]:
-    """Return an operation's lines by (term, pid)."""
     places = [((whole(line, "term"), whole(line, "rank")), line) for line in run.of(op)]
     return {(place[0], pids[place]): line for place, line in places if place in pids}
 

@@ -27,13 +27,10 @@ _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL)
 
 
 def gone(pids: Sequence[int]) -> Effect:
-    """Return an effect: all processes have ended."""
     return lambda: f"{len(pids)} processes have ended" if pids and not any(map(is_alive, pids)) else None
 
 
 def stopped(pids: Sequence[int]) -> Effect:
-    """Return an effect: all processes that have not ended are stopped, and at least one is."""
-
     def look() -> str | None:
         num_stopped = sum(map(is_stopped, pids))
         return f"{num_stopped} processes are stopped" if num_stopped and all(map(_is_still, pids)) else None
@@ -42,7 +39,6 @@ def stopped(pids: Sequence[int]) -> Effect:
 
 
 def running(pids: Sequence[int]) -> Effect:
-    """Return an effect: all started processes run."""
     return lambda: f"{len(pids)} processes were started" if pids and all(map(is_alive, pids)) else None
 
 
@@ -56,7 +52,6 @@ def came_there(point: str) -> Effect:
 
 
 def counted(what: str, count: Callable[[], int]) -> Effect:
-    """Return an effect: a counter of disturbances has increased."""
     before = count()
     return lambda: f"{count() - before} {what}" if count() > before else None
 

@@ -207,7 +207,6 @@ def _members(job: JobView, *, leads: bool) -> list[EtcdServer]:
 
 
 def _runs(member: EtcdServer) -> bool:
-    """Return True if a member is running and not frozen."""
     return member.pid is not None and is_alive(member.pid) and not is_stopped(member.pid)
 
 

@@ -143,6 +143,5 @@ class Points:
 
 
 def _record_missed(job: JobLog, fault: Due, node: Node | None, why: str) -> None:
-    """Record a fault that did not happen."""
     assert fault.point is not None, "others come when they are due"
     job.record("missed", kind=fault.kind, point=fault.point.name, node=node.number if node else None, why=why)

@@ -35,7 +35,6 @@ class Struck:
 
     @property
     def proof(self) -> Effect:
-        """The effect that proves the fault."""
         if self.effect is not None:
             return self.effect
         return _BY_SIGNAL[str(self.signal)](self.pids)

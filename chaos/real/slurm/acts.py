@@ -60,11 +60,9 @@ class Act:
         return KINDS[self.kind].aim != "job"
 
     def hosts(self, job: JobOnSlurm, fault: Due) -> Sequence[str]:
-        """Return the affected nodes."""
         return [host_of(job, fault)] if self.affects_one else job.submission.hosts
 
     def hit(self, members: Sequence[Line]) -> Sequence[Line]:
-        """Return the members on these nodes that it hits."""
         return members[:1] if KINDS[self.kind].aim == "worker" else members
 
 
@@ -160,7 +158,6 @@ def _is_lost(job: JobOnSlurm, fault: Due) -> bool:
 
 
 def _has_left(job: JobOnSlurm, fault: Due) -> bool:
-    """Return True if the job has left its nodes since it was requeued."""
     shown = job.cluster.job(job.submission.allocation)
     if int(shown["Restarts"]) <= job.num_starts or shown["JobState"] == "COMPLETING":
         return False

@@ -54,7 +54,6 @@ class SlurmJob:
     _placed: set[tuple[object, object, object]] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Submit the job."""
         (self.folder / "history").mkdir(parents=True, exist_ok=True)
         self._record_scenario()
         self.num_nodes = self.scenario.slurm.at_first or self.scenario.nodes.count
@@ -79,7 +78,6 @@ class SlurmJob:
         return undo
 
     def has_bitten(self, fault: Due) -> bool:
-        """Return True if the fault's effect is proven."""
         return ACTS[fault.kind].has_bitten(self, fault)
 
     def settle(self, fault: Due, undo: Undo | None) -> None:

@@ -61,12 +61,10 @@ class Submission:
 
     @property
     def hosts(self) -> list[str]:
-        """Return the nodes on which it trains."""
         return self.cluster.nodes[: self.scenario.nodes.count]
 
     @property
     def allocation(self) -> str:
-        """Return the number of the job with all nodes."""
         assert not self.scenario.slurm.is_array, "an array has none"
         return self.jobs[0]
 
@@ -94,7 +92,6 @@ class Submission:
             self.jobs.remove(job)
 
     def states(self) -> list[str]:
-        """Return the states of the jobs that must end well."""
         return [self.cluster.state(job) for job in self.jobs]
 
     def owns(self, environ: dict[str, str]) -> bool:
@@ -102,7 +99,6 @@ class Submission:
         return not self.submitted.isdisjoint((environ.get("SLURM_JOB_ID"), environ.get("SLURM_ARRAY_JOB_ID")))
 
     def said(self) -> str:
-        """Return the ends of the jobs' logs."""
         lines = [line for path in sorted(self.folder.glob(LOGS)) for line in (path.name, *_tail(path))]
         return "\n".join(["the end of its log:", *lines])
 

@@ -82,7 +82,6 @@ def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Str
 
 
 def _visible(points: list[Point]) -> list[Point]:
-    """Return a curve that is visible even if it has only one point."""
     return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
 
 

@@ -18,7 +18,6 @@ _LABELLED, _NAME_ROWS = 24, 3
 
 
 def bands(faults: Sequence[Struck], axis: Axis, unit_s: float, top: float, bottom: float) -> list[Markup]:
-    """Return the bands of all faults."""
     together: dict[int, list[Struck]] = defaultdict(list)
     for fault in faults:
         together[int(axis(fault.at / unit_s) / 2)].append(fault)
@@ -48,14 +47,12 @@ def marks(faults: Sequence[Struck], axis: Axis, unit_s: float, y: float) -> list
 
 
 def say(group: Sequence[Struck]) -> str:
-    """Describe faults, with the cost of each."""
     described = [describe(fault) for fault in group[:_MOST_NAMED]]
     more = [f"and {len(group) - _MOST_NAMED} more"] if len(group) > _MOST_NAMED else []
     return "\n".join([*described, *more])
 
 
 def describe(fault: Struck) -> str:
-    """Describe a fault and its cost."""
     when = f"{fault.at:.1f} s" + (f", step {fault.step}" if fault.step is not None else "")
     if fault.cost is None:
         return f"{fault.name} ({when}): no newer world has applied a step after it"

@@ -142,7 +142,6 @@ def _cells(row: Sequence[Lane], until: float) -> list[Cell | None]:
 
 
 def _runs(cells: Sequence[Cell | None]) -> Iterator[tuple[Cell, int, int]]:
-    """Yield runs [lo, hi) of equal cells."""
     lo = 0
     for cell, group in groupby(cells):
         hi = lo + len(list(group))
@@ -152,7 +151,6 @@ def _runs(cells: Sequence[Cell | None]) -> Iterator[tuple[Cell, int, int]]:
 
 
 def _consecutive(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first, length) of each run of consecutive numbers."""
     for _, group in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
         stretch = [number for _, number in group]
         yield stretch[0], len(stretch)

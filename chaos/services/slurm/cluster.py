@@ -161,7 +161,6 @@ class SlurmCluster:
             self._try("scontrol", "update", f"nodename={name}", "state=resume")
 
     def await_idle(self, num_nodes: int) -> None:
-        """Wait until this many nodes are idle."""
         eventually(lambda: len(self._try("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N")) >= num_nodes,
                    f"{num_nodes} idle nodes; {self.folder}/log says why")  # fmt: skip
 
@@ -177,7 +176,6 @@ class SlurmCluster:
         return self.run("sbatch", "--parsable", *arguments, **environ).strip().partition(";")[0]
 
     def begin(self, *command: str, log: Path, node: str = LOGIN, **environ: str) -> subprocess.Popen[bytes]:
-        """Start a command on a machine in the background."""
         with log.open("ab") as said:
             return subprocess.Popen(
                 self.machines[node].inside(*command),
@@ -193,7 +191,6 @@ class SlurmCluster:
         return dict(pair.split("=", 1) for pair in shown[-1].split() if "=" in pair)
 
     def state(self, job_id: str) -> str:
-        """Return a job's state, such as RUNNING."""
         return self.job(job_id)["JobState"]
 
     def await_state(self, job_id: str, *states: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:

@@ -61,7 +61,6 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """Digest of all histories, in seed order."""
         entries = sorted(self.entries, key=lambda entry: entry.seed)
         return hashlib.sha256("".join(entry.digest for entry in entries).encode()).hexdigest()
 
@@ -263,7 +262,6 @@ class Entry:
 
 
 def entry_of(outcome: Outcome, options: str, code: str) -> Entry:
-    """Return the ledger entry of an outcome."""
     return Entry(
         seed=outcome.case.seed,
         options=options,

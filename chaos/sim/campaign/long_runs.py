@@ -50,7 +50,6 @@ class Draw:
     """True if these cells have pipeline stages, which may be on different nodes."""
 
     def case(self, seed: int) -> Case:
-        """Return the case of a seed."""
         if self.hours is None:
             num_nodes = None if self.nodes is None and not self.in_cells else self._draw_nodes(seed)
             case = case_of(seed, num_nodes, has_cells=self.in_cells, has_stages=self.in_stages)
@@ -77,7 +76,6 @@ class Draw:
         return in_shards(shape, random.Random(f"{seed}/shards")) if self.in_shards else shape
 
     def _draw_nodes(self, seed: int) -> int:
-        """Draw a number of nodes, log-uniformly."""
         lo, hi = self.nodes or NODES_OF_CELLS
         return min(hi, round(math.exp(random.Random(f"{seed}/nodes").uniform(math.log(lo), math.log(hi)))))
 

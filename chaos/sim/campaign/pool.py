@@ -52,7 +52,6 @@ def simulate_each(seeds: Sequence[int], draw: DrawCase, num_processes: int) -> G
 
 
 def _in_order(answers: list[Connection]) -> Iterator[Outcome]:
-    """Yield outcomes in order of their index; each process ends with None."""
     early: dict[int, Outcome] = {}
     turn = 0
     while answers:

@@ -205,7 +205,6 @@ def in_stages(shape: Shape, draws: random.Random) -> Shape:
 
 
 def _of_cells(shape: Shape, least: int, draws: random.Random) -> Shape:
-    """Return the shape with cells, on nodes with at least `least` workers."""
     cell, ranks = shape.cell, least * draws.choice((1, 1, 2)) + draws.choice((0, 0, 1))
     num_cells = shape.cells_of([ranks] * shape.nodes)
     lanes = max(2, shape.stages, draws.choice((num_cells, num_cells - 1, 2 * num_cells)))

@@ -91,7 +91,6 @@ def draw_bad_data(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
 
 
 def draw_outages(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw outages of the tracker, short and long, or none."""
     spans = [(draws.uniform(0.0, 1.2 * shape.span_s), draws.uniform(1.0, 30.0)) for _ in range(draws.randrange(4))]
     return tuple(SimFault("tracker_outage", round(at_s, 3), for_s=round(for_s, 3)) for at_s, for_s in spans)
 
@@ -148,7 +147,6 @@ def _draw_flip(draws: random.Random, shape: Shape, node: int) -> SimFault:
 
 
 def draw_no_numbers(draws: random.Random, shape: Shape) -> tuple[SimFault, ...]:
-    """Draw non-finite losses."""
     moments = [draws.uniform(shape.warm_s, shape.span_s) for _ in range(draws.randint(1, 3))]
     return tuple(
         SimFault("nan_loss", round(at_s, 3), node=draws.randrange(shape.nodes), rank=draws.randrange(shape.ranks))

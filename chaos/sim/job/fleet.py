@@ -52,7 +52,6 @@ class Fleet:
         return [process for node in self.nodes for process in node.live_workers()]
 
     def worker_of(self, process: Process) -> Worker:
-        """Return the data of a worker's process."""
         return self._host.workers[process]
 
     # Operations on nodes.
@@ -101,7 +100,6 @@ class Fleet:
             self.nodes[number].start()
 
     def keep_busy(self, for_s: float) -> None:
-        """Extend `busy_until` to `for_s` seconds from now."""
         self.busy_until = max(self.busy_until, self.kernel.now + for_s)
 
     def _visit(self, guests: list[Node], kind: str, for_s: float) -> None:

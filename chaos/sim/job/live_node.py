@@ -78,7 +78,6 @@ class Node:
         return [self.agent] if self.agent is not None and not self.agent.is_dead else []
 
     def start(self) -> None:
-        """Start the agent, unless it is up."""
         if self.is_up:
             return
         self._host.around.net.silent.discard(self.number)
@@ -228,7 +227,6 @@ class Node:
 
 
 def here(nodes: Sequence[Node], kernel: Kernel) -> Node:
-    """Return the node of the calling agent."""
     return nodes[kernel.process.node]
 
 

@@ -112,7 +112,6 @@ class Etcd:
                 watch.fall_silent(seconds)
 
     def is_lost_to(self, process: Process) -> bool:
-        """Return True if a process is connected to the lost member."""
         return self.kernel.now < self.lost_until and process.pid % NUM_MEMBERS == self.lost_member
 
     def forget(self) -> None:
@@ -290,7 +289,6 @@ class SimWatch:
         self.expect()
 
     def expect(self) -> None:
-        """Schedule the next update."""
         if not self._is_expecting:
             self._is_expecting = True
             self._etcd.idle.pop(self, None)

@@ -111,7 +111,6 @@ class Kernel:
 
     @property
     def process(self) -> Process:
-        """The running process."""
         assert self.current.process is not None, "the conductor is not a process"
         return self.current.process
 
@@ -190,7 +189,6 @@ class Kernel:
             raise self.failure
 
     def sleep(self, seconds: float) -> None:
-        """Block the running task for some seconds."""
         until = self.now + max(0.0, seconds)
         self.park(seconds)
         while self.now < until:

@@ -41,7 +41,6 @@ class LateListing:
         self._changed_by: dict[int, set[str]] = {}
 
     def note(self, key: str, node: int) -> None:
-        """Record that a node has written or deleted a key."""
         self._changed_by.setdefault(node, set()).add(key)
 
     def seen_by(self, node: int, files: Files) -> list[Entry]:

@@ -230,7 +230,6 @@ class SimGroup(Group):
 
 
 def _device_of(process: Process) -> SimDevice:
-    """Return a process's device, which it has for all of its worlds."""
     if not isinstance(process.device, SimDevice):
         process.device = SimDevice()
     return process.device

@@ -245,5 +245,4 @@ class Connection:
 
 
 def host_of(node: int) -> str:
-    """Return a node's host name, which is also its address."""
     return f"node-{node}"

@@ -120,7 +120,6 @@ def build_tiny_state(config: Config, num_rows: int, total_steps: int) -> Applied
 
 @cache
 def _initial_weights() -> Mapping[str, Tensor]:
-    """Return the initial parameters, by path."""
     return dict(zip(SHAPES, _floats_of(0, list(SHAPES.values()), -4), strict=True))
 
 

@@ -68,7 +68,6 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Seq
 
 
 def _told_steps(reads: Sequence[Read]) -> set[int]:
-    """Return the steps for which every rank recorded its ids."""
     num_ranks = Counter(read.step for read in reads)
     return {read.step for read in reads if num_ranks[read.step] >= (read.world or 1)}
 

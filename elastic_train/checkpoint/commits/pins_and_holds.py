@@ -49,7 +49,6 @@ def unpin(store: Store, key: str) -> None:
 
 
 def pinned(store: Store) -> set[str]:
-    """Return the keys of the pinned commits."""
     return {_key(entry.key.removeprefix(PINS)) for entry in store.list(PINS)}
 
 

@@ -77,7 +77,6 @@ def _delete_commit(store: Store, key: str) -> int:
 
 
 def delete_all(store: Store, entries: list[Entry]) -> int:
-    """Delete keys; return the bytes freed."""
     for entry in entries:
         store.delete(entry.key)
     return sum(entry.size for entry in entries)

@@ -164,7 +164,6 @@ class CommitRecord(CommitFacts):
 
     @property
     def key(self) -> str:
-        """The record's key in the store."""
         return commit_key(self.term, self.step)
 
     @property
@@ -179,7 +178,6 @@ class CommitRecord(CommitFacts):
 
     @property
     def num_bytes(self) -> int:
-        """Total size of its files in bytes."""
         return sum(file.size for file in self.files.values())
 
     def encode(self) -> bytes:
@@ -226,7 +224,6 @@ def decode(content: bytes, key: str) -> CommitRecord:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions that may matter to a reader of the files."""
     ours = version_of("elastic-train") or "unknown"
     return {"elastic-train": ours, "python": platform.python_version(), "torch": torch.__version__}
 

@@ -69,7 +69,6 @@ class CommitWeights:
         yield from self._read(batch)
 
     def tracked(self, track: Track, what: str) -> ReadTensors:
-        """Return `read` with its progress shown."""
         return lambda names: iter(track(self.read(names), what, len(names), "tensors"))
 
     def _read(self, names: Sequence[str]) -> Iterator[Tensor]:

@@ -156,7 +156,6 @@ def plan_attempt(state: State, num_writers: int = 1, dims: CutDims = NO_CUTS) ->
 
 
 def _plannable(state: State, leaves: Leaves) -> State:
-    """Return a state that torch's planner can read."""
     is_cut = any(isinstance(leaf, Pieces) for leaf in leaves.values())
     return cast(State, hollowed(state)) if is_cut else state
 
@@ -214,7 +213,6 @@ class Planner:
         return self._plan
 
     def encode(self, plan: AttemptPlan, leaves: Leaves) -> dict[str, bytes]:
-        """Return the encoded bytes of every plain value."""
         return {name: self._encode(name, leaves[slot.path]) for name, slot in plan.plain.items()}
 
     def _encode(self, name: str, value: object) -> bytes:

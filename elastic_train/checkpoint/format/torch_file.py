@@ -21,7 +21,6 @@ from elastic_train.checkpoint.format.torch_frame import bytes_of
 
 
 def write_torch(file: IO[bytes], kinds: Mapping[str, Kind], read: ReadTensors) -> None:
-    """Write a state dict, reading its tensors one by one."""
     with FakeTensorMode():
         hollow = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in kinds.items()}
     filling = _Filling(file, read([name for name, kind in kinds.items() if kind.num_bytes]))

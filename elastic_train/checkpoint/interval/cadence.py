@@ -50,12 +50,10 @@ class Cadence:
         self._reported_s: float | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return True if a commit is due at a step."""
         every = self._config.every_steps
         return isinstance(every, int) and step % every == 0
 
     def is_overdue(self) -> bool:
-        """Return True if a commit is due by time."""
         return self._interval_s is not None and self._clock() - self._last_at > self._interval_s
 
     def begin(self) -> None:

@@ -52,7 +52,6 @@ class Faults:
 
     @property
     def mtbf_s(self) -> float:
-        """Expected seconds of training between faults."""
         return (PRIOR_S + self.trained_s) / (PRIOR_FAULTS + self.num)
 
 

@@ -74,7 +74,6 @@ class AdaptiveTimeout:
         return max(learned_s, num_bytes / SLOWEST_BYTES_S)
 
     def learn(self, seconds: float) -> None:
-        """Learn from a successful save."""
         self._longest_s, self._num_abandoned = max(seconds, self._longest_s), 0
 
     def lengthen(self) -> None:
@@ -89,12 +88,10 @@ class LastProgress:
         self.note()
 
     def note(self) -> None:
-        """Record progress, on any thread."""
         self._at_s = time.monotonic()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last progress."""
         return time.monotonic() - self._at_s
 
 

@@ -80,7 +80,6 @@ class Saves:
 
     @property
     def is_busy(self) -> bool:
-        """True if a save is in flight."""
         return self._flight is not None and not self._flight.ended.is_set()
 
     @property

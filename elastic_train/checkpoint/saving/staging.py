@@ -236,7 +236,6 @@ class Snapshot:
 
 
 def staged_bytes(part: Part) -> int:
-    """Return the staging memory of a part in bytes."""
     return sum(_aligned(slot.frame.size) for slot in part.slots)
 
 

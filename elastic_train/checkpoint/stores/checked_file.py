@@ -67,7 +67,6 @@ class CheckedFile:
             done += num_read
 
     def _compare(self, checksum: int, end: int) -> None:
-        """Compare the checksum of the block that ends at `end`."""
         index = (end - 1) // BLOCK_BYTES
         if checksum != self._record.blocks[index]:
             where = f"bytes [{index * BLOCK_BYTES}, {end})"

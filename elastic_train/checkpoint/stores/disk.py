@@ -99,7 +99,6 @@ class Runs:
         self._kept: list[Run] = []
 
     def take(self) -> Run:
-        """Return aligned memory of RUN_BYTES."""
         try:
             return self._kept.pop()
         except IndexError:

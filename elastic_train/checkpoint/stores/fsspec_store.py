@@ -198,7 +198,6 @@ def _modified_at(details: Mapping[str, object]) -> float | None:
 
 
 def _http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error from botocore, if there is one."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return None

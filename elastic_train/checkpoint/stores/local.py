@@ -146,7 +146,6 @@ class LocalStore:
         return True
 
     def _make_directory(self, path: Path) -> Sequence[Path]:
-        """Make a directory and its parents; return those made."""
         if path.is_dir():
             return []
         made = self._make_directory(path.parent)

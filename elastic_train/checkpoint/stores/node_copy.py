@@ -120,7 +120,6 @@ class _Copy:
                 self._partial.rename(self._path)
 
     def close(self) -> None:
-        """Remove an unfinished copy."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()

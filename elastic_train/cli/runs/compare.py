@@ -16,7 +16,6 @@ from elastic_train.system.wording import duration, size
 
 
 def compare(runs: Sequence[str], *, mlflow_uri: str | None, is_json: bool) -> int:
-    """Print how runs differ."""
     comparison = compare_runs(*runs, mlflow_uri=mlflow_uri)
     if is_json:
         return print_json(comparison.as_json())
@@ -56,7 +55,6 @@ def _rows(values: Mapping[str, Sequence[object]]) -> Iterator[Sequence[object]]:
 
 
 def scaling(runs: Sequence[str], *, is_json: bool) -> int:
-    """Print how runs scale."""
     reports, wrong = [], list[str]()
     for run in dict.fromkeys(runs):
         try:

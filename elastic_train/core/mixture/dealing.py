@@ -121,7 +121,6 @@ class Mixture:
         return turns * self._turn + int(stands[rest]) - begin
 
     def source_of_group(self, group: int) -> int:
-        """Return the source that has a row group."""
         return group_of(self.first_group, group)
 
     def applied_of_group(self, group: int, cursor: Cursor) -> tuple[int, Int64s]:
@@ -165,15 +164,12 @@ class Mixture:
         return last // micro_batch + 1
 
     def advance(self, cursor: Cursor, micro_batch: int) -> Cursor:
-        """Return the cursor after one more step."""
         return Cursor(0, cursor.offset + micro_batch)
 
     def step_of(self, cursor: Cursor, micro_batch: int) -> int:
-        """Return how many steps are before the cursor."""
         return cursor.offset // micro_batch
 
     def cursor_at(self, step: int, micro_batch: int) -> Cursor:
-        """Return the cursor after `step` steps; the inverse of `step_of`."""
         return Cursor(0, step * micro_batch)
 
 

@@ -91,7 +91,6 @@ class Strings:
 
     @property
     def size(self) -> int:
-        """Total bytes of all rows."""
         return int(self.offsets[-1] - self.offsets[0]) * self.width
 
 
@@ -187,7 +186,6 @@ def _validity_of(arrays: Sequence[pa.Array]) -> Mask | None:
 
 
 def _bits_of(is_valid: Mask | None, slots: Int64s) -> pa.Buffer | None:
-    """Return validity bits of the taken rows; None if all are valid."""
     return None if is_valid is None else pa.py_buffer(np.packbits(is_valid.take(slots), bitorder="little"))
 
 

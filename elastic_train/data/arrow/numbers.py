@@ -46,7 +46,6 @@ def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
 
 
 def column_of(numbers: Int64s) -> pa.Array:
-    """Return whole numbers as a column."""
     return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
 
 

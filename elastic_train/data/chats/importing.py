@@ -234,7 +234,6 @@ class _Chats:
         return Chunk(rows.path, 0, pa.RecordBatch.from_arrays(columns, schema=self.schema), rows.done)
 
     def _rendered(self, row: Mapping[str, object] | str) -> list[Tokens]:
-        """Return the tokens and labels of each chat of a row."""
         if isinstance(row, str):
             raise UnfitError(row)
         is_last_alone = isinstance(self._layout, PreferenceLayout)

@@ -66,7 +66,6 @@ class Layout:
 
     @property
     def columns(self) -> Sequence[str]:
-        """Required columns."""
         return [self.messages] if self.messages else [str(self.prompt), str(self.response)]
 
     def chats_of(self, row: Row) -> Sequence[Chat]:
@@ -168,7 +167,6 @@ def named_layout(messages: str | None, prompt: str | None, response: str | None,
 
 
 def _as_text(value: Any) -> Any:
-    """Return a number as text: an answer may be one."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

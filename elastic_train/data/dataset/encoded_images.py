@@ -94,7 +94,6 @@ def with_remedy(why: str, remedy: str) -> str:
 
 
 def why_undecodable(content: bytes | None, most_megapixels: float = MOST_MEGAPIXELS) -> str | None:
-    """Return why an image cannot be decoded; None if it can."""
     if not content:
         return "holds no image"
     try:

@@ -47,7 +47,6 @@ def num_decoders() -> int:
 
 
 def check_columns(manifest: Manifest, columns: Sequence[str]) -> None:
-    """Refuse columns that the dataset does not have."""
     missing = [name for name in columns if name not in manifest.columns]
     if missing:
         raise DataError(

@@ -61,7 +61,6 @@ def verify(manifest: Manifest, *, track: Track = silent) -> list[Verdict]:
 
 
 def has_checksums(manifest: Manifest) -> bool:
-    """Return True if a dataset has checksums of its row groups."""
     footers = load_footers(manifest.url)
     return footers is not None and footers.have_sums
 

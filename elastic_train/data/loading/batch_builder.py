@@ -166,7 +166,6 @@ class BatchBuilder:
         return rows, wrong
 
     def _fits(self, rows: pa.Table) -> bool:
-        """Return True if no row is too long."""
         return all(lengths_of(rows.column(name)).max() <= longest for name, longest in self._rules.longest.items())
 
     def _fit(self, rows: pa.Table, ids: Int64s) -> tuple[pa.Table, int]:

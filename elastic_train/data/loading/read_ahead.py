@@ -171,7 +171,6 @@ class DecodedBlock:
         self._joined: Joined | None = None
 
     def decode(self, decoder: Decoder, pool: Executor) -> None:
-        """Start to decode the row groups."""
         self.rows = {group: pool.submit(decoder.decode, group) for group in self.groups.tolist()}
 
     @property

@@ -163,7 +163,6 @@ def _unpadded(chunk: Chunk, row: int, mask: Tokens) -> slice:
 
 
 def tokenizer_for(wanted: Path | None, sources: Sources) -> GivenTokenizer | None:
-    """Read the requested tokenizer, or the one of the sources' tokens."""
     path = wanted or sources.tokenizer
     return read_tokenizer(path) if path else None
 

@@ -207,7 +207,6 @@ class _Part:
 
 
 def rows_of(rows: Sequence[Row]) -> pa.RecordBatch:
-    """Return packed rows as Arrow lists."""
     pieces = [piece for row in rows for piece in row.pieces]
     num_pieces = np.cumsum([0, *(len(row.pieces) for row in rows)]).astype(np.int32)
     num_tokens = np.cumsum([0, *(row.used for row in rows)]).astype(np.int32)

@@ -38,7 +38,6 @@ class Footer:
 
     @property
     def size(self) -> int:
-        """Bytes of the footer with its length and magic."""
         return len(self.content) + 8
 
     @property
@@ -92,7 +91,6 @@ def cut_footer(footer: bytes, path: str) -> Footer:
 
 
 def _closed(content: bytes) -> bytes:
-    """Return a footer with its length and magic."""
     return content + len(content).to_bytes(4, "little") + MAGIC
 
 

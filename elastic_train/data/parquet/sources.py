@@ -314,7 +314,6 @@ class SignedRanges:
         return content
 
     def _address(self, path: str) -> SplitResult:
-        """Return an object's signed address."""
         address, signed_s = self._addresses.get(path, (None, 0.0))
         if address is None or time.monotonic() - signed_s > SIGN_AGAIN_AFTER_S:
             address = urlsplit(self._signer.sign(path, expiration=SIGNED_FOR_S))

@@ -53,7 +53,6 @@ class Chunk:
         return f"{self.path}: row {self.number_of(row)}"
 
     def number_of(self, row: int) -> int:
-        """Return the number in its file of a row of this chunk (from 0)."""
         return self.first + row + (2 if has_header(self.path) else 1)
 
 
@@ -129,7 +128,6 @@ def has_header(path: Path) -> bool:
 
 
 def is_json(path: Path) -> bool:
-    """Return True if a file's rows are JSON."""
     return _kind_of(path) in _JSON
 
 

@@ -133,13 +133,11 @@ def write_table(
 
 
 def load_parts(out: Path) -> Written:
-    """Load the parts of a dataset that is there."""
     names = [name for name in (TRAIN, VALIDATION) if (out / name).is_dir()]
     return Written(tuple(load_manifest(str(out / name)) for name in names), is_new=False)
 
 
 def contents_of(paths: Sequence[Path]) -> list[list[object]]:
-    """Return name and digest of each file."""
     found: list[list[object]] = []
     for path in paths:
         try:

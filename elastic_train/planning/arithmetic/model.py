@@ -112,7 +112,6 @@ class ModelFacts:
 
     @property
     def amount(self) -> str:
-        """The unit that throughput is counted in."""
         return "tokens" if self.tokens else "samples"
 
     @property

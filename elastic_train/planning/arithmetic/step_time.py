@@ -104,7 +104,6 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
 
 
 def sent_bytes(exchanges: Sequence[Exchange]) -> float:
-    """Return the bytes that a rank sends in a step."""
     return sum(one.num_bytes * one.times for one in exchanges)
 
 

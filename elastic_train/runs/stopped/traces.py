@@ -34,7 +34,6 @@ class Traces:
 
     @property
     def term(self) -> int:
-        """The term of the last step."""
         return 0 if self.applied is None else whole(self.applied, "term") or 0
 
     @property
@@ -44,7 +43,6 @@ class Traces:
 
     @property
     def newest(self) -> Sequence[Path]:
-        """The histories of the newest world."""
         return self.worlds[-1] if self.worlds else ()
 
     def members(self) -> list[Line]:
@@ -114,7 +112,6 @@ class Traces:
 
 
 def read_traces(run: Path) -> Traces:
-    """Read a run's folder."""
     files: dict[int, list[Path]] = {}
     for path in sorted((run / FOLDER).glob("[0-9]*-*-*.jsonl")):
         files.setdefault(term_of(path), []).append(path)

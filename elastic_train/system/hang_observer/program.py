@@ -41,7 +41,6 @@ def watch(parent: int, dump: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return True if a process is stopped, by a signal or a debugger."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - pathlib takes longer than all else to import
             return file.read().rpartition(b")")[2].split()[0] in b"Tt"

@@ -63,7 +63,6 @@ def without_terms(given: Tensor, shape: Sequence[int], losses: RouterLosses) -> 
 
 
 def shares_of(chosen: Tensor, num_experts: int) -> Tensor:
-    """Return how often each expert is chosen."""
     return (chosen.flatten()[:, None] == torch.arange(num_experts, device=chosen.device)).sum(0)
 
 

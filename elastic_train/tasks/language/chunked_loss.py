@@ -42,7 +42,6 @@ class LastLayer:
         return max(FEWEST_ROWS, MOST_LOGITS // self.head.out_features)
 
     def _dtype(self, x: Tensor) -> torch.dtype:
-        """Return the layer's compute type."""
         device = x.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -116,7 +116,6 @@ class OwnDecoder:
 
 
 def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:
-    """Yield what prevents a decoder from being placed."""
     params = "task.params.model"
     for name in ("heads", "kv_heads", "shared_hidden" if shape.experts else "hidden"):
         if (size := getattr(shape, name)) % degrees.tensor:

@@ -260,7 +260,6 @@ def check_causal(model: PreTrainedModel, weights: Mapping[str, Tensor] | None = 
 
 
 def has_transformers(model: nn.Module) -> bool:
-    """Return True if a model is one of transformers, or contains one."""
     from transformers import PreTrainedModel
 
     return any(isinstance(one, PreTrainedModel) for one in model.modules())

@@ -197,5 +197,4 @@ def planned(model: nn.Module) -> Parts | None:
 
 
 def _ids(model: nn.Module, names: Iterable[str]) -> set[int]:
-    """Return the identities of modules' parameters."""
     return {id(one) for name in names for one in model.get_submodule(name).parameters()}

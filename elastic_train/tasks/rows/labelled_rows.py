@@ -89,7 +89,6 @@ class LabelledRows:
             self._weights = self._weights_for(manifest.label_counts or ())
 
     def _weights_for(self, label_counts: Sequence[int]) -> Tensor:
-        """Return a weight for each class."""
         if not isinstance(self._class_weights, str):
             weights = torch.tensor(list(self._class_weights or ()), dtype=torch.float32)
             if len(weights) != self.num_classes or not (weights >= 0).all() or not weights.any():
@@ -112,7 +111,6 @@ class LabelledRows:
 
     @property
     def class_names(self) -> Sequence[str]:
-        """Names of the classes, by number."""
         return class_names(self.known, self.num_classes)
 
     def inspected_names(self) -> Sequence[str]:
@@ -125,7 +123,6 @@ class LabelledRows:
         return sorted([*tokens, *unfit_labels(rows, self.label, self.num_classes)])
 
     def names(self) -> Sequence[str]:
-        """Return all columns that are read."""
         metadata = [name for name in (*self.numeric, *self.categorical) if name not in self._absent]
         return [self.tokens, *([self.label] if self._has_labels else []), *metadata]
 

@@ -42,7 +42,6 @@ class TokenColumns:
     """True if every micro-batch has the full row width, so that all have one shape."""
 
     def names(self) -> Iterator[str]:
-        """Yield the columns in use."""
         yield from filter(None, (self.tokens, self.labels, self.attention, self.documents))
 
     def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, vocabulary: int) -> Batch:
@@ -95,7 +94,6 @@ class TokenColumns:
         )
 
     def _check(self, rows: pa.Table, ids: Ids) -> Ids:
-        """Return the number of tokens in each row."""
         lengths = lengths_of(rows.column(self.tokens))
         for name in self.names():
             if (row := first_incomplete(rows.column(name))) is not None:

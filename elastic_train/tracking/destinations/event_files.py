@@ -48,7 +48,6 @@ class EventFiles:
         return None
 
     def open(self) -> str:
-        """Read which steps the files have."""
         self._close()
         self._marks = {}
         with suppress(OSError, ValueError, AttributeError):  # none yet, or damaged by a power cut
@@ -59,7 +58,6 @@ class EventFiles:
         return []
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        """Append an event for each step with a missing value."""
         missing, marks = [], dict(self._marks)
         for line in lines:
             if isinstance(line, Values):

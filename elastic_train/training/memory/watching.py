@@ -36,7 +36,6 @@ class MemoryWatch:
         self._has_failed = False
 
     def step(self, step: int) -> None:
-        """Note that a step was applied."""
         self._unsaid = step
         if self._num_steps % self._every_steps == 0:
             self.say()
@@ -58,5 +57,4 @@ class MemoryWatch:
             self._page.memory = facts
 
     def look(self) -> MemoryFacts:
-        """Return the current measurement."""
         return self.meter.measure(self.held())

@@ -85,7 +85,6 @@ class _Fitness:
 
     @property
     def columns(self) -> list[str]:
-        """Inspected columns, each once."""
         return list(dict.fromkeys([*self.longest, *(self.task.inspected_columns() if self.task else ())]))
 
     def unfit_lists(self, rows: pa.Table) -> list[tuple[int, str]]:
@@ -101,7 +100,6 @@ class _Fitness:
         return sorted(found)
 
     def count_cut(self, rows: pa.Table) -> int:
-        """Return the number of rows that will be truncated."""
         if not self.cuts:
             return 0
         is_cut = np.zeros(len(rows), dtype=bool)
@@ -114,7 +112,6 @@ _REWRITE = "write the data again without it, or leave the row out, and build the
 
 
 def _fitness_of(plan: Plan) -> _Fitness:
-    """Return the criteria for a plan's task."""
     task = plan.task
     longest, cuts = (
         (task.longest(), plan.config.data.too_long == "truncate") if isinstance(task, Limited) else ({}, False)

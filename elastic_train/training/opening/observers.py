@@ -77,7 +77,6 @@ def start_tracker(process: Process, world: World, head: CommitRecord | None) -> 
 
 
 def _other_trackers(config: Config) -> list[Destination]:
-    """Return the configured trackers besides MLflow."""
     keys, folder = config.tracking, Path(config.run.dir)
     found: list[Destination] = [EventFiles(folder)] if keys.tensorboard else []
     if keys.wandb is not None:
@@ -102,7 +101,6 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
 
 
 def open_memory_watch(process: Process, world: World, gradients: GradientSum) -> MemoryWatch:
-    """Return the watch over this rank's memory."""
     held = partial(held_by, process.state, gradients, process.save_memory)
     page = None if process.page is None else process.page.facts
     return MemoryWatch(process.meter, held, world.history, PHASES_EVERY_STEPS, page)

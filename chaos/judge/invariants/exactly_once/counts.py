@@ -16,7 +16,6 @@ from chaos.judge.job_shape import MixedShape, cell_size, stage_size
 
 
 def trains_witness(run: Evidence) -> bool:
-    """Return True if the job trains the witness."""
     task = run.config.get("task")
     return isinstance(task, dict) and str(task.get("path")).endswith(":Witness")
 

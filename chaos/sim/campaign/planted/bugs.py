@@ -53,24 +53,20 @@ def let_epochs_pass(*_: object) -> None:
 
 
 def meet_or_drop(session: Session, norm: Tensor) -> tuple[Tensor, None]:
-    """Drop the step when a peer is lost."""
     session.world.group.all_gather(norm)
     return norm, None
 
 
 def facts_of_a_sound_step(*facts: Any) -> StepFacts:
-    """Treat every loss as finite."""
     return replace(StepFacts(*facts), loss=0.0)
 
 
 def merge_from_left_to_right(parts: Iterable[Part], num_lanes: int) -> list[tuple[Part, Part, Part]]:
-    """Merge from left to right: the same sum in another order."""
     first, *others = sorted(parts, key=lambda part: part.lo)
     return [(first, other, first) for other in others]
 
 
 def halving_off_by_one(rank: int, size: int, length: int) -> list[tuple[int, tuple[int, int], tuple[int, int]]]:
-    """Start the upper half one element too late, for both partners."""
     return [
         (partner, kept, (given[0] + 1, given[1])) if kept[0] < given[0] else (partner, (kept[0] + 1, kept[1]), given)
         for partner, kept, given in halving_turns(rank, size, length)
@@ -82,8 +78,6 @@ def carry_unfenced(snapshot: Snapshot, keys: Keys, term: int, commit: str) -> Ch
 
 
 def steps_from(shift: int) -> Callable[[Session], Iterator[Sequence[LaneBatch]]]:
-    """Start a world at a wrong cursor: `shift` steps after the applied one, or before it if negative."""
-
     def steps(self: Session) -> Iterator[Sequence[LaneBatch]]:
         plan, state, order = self.plan, self.state, self.plan.order
         moved = min(max(0, state.step + shift), plan.total_steps - 1) if state.step else 0
@@ -94,7 +88,6 @@ def steps_from(shift: int) -> Callable[[Session], Iterator[Sequence[LaneBatch]]]
 
 
 def steps_run_dry(self: Session) -> Iterator[Sequence[LaneBatch]]:
-    """Feed two thirds of the job's steps, then end as if the job were complete."""
     plan, state = self.plan, self.state
     left = max(0, plan.total_steps * 2 // 3 - state.step)
     return iter(plan.feed.training(plan.order, self.lanes, state.reached.cursor, left)) if left else iter(())
@@ -105,7 +98,6 @@ def finish_without_commit(self: Commits) -> None:
 
 
 def record_first(self: writer.CommitWriter, draft: Any, write: Callable[[], Any], gate: Any = None) -> Any:
-    """Create the commit record first, and only then write the files that it lists."""
     kept, pending = self._store, _Pending(self._store)
 
     def write_pending() -> Any:
@@ -152,7 +144,6 @@ class _Pending:
 
 
 def one_before(store: Store, *, published: str | None = None) -> reader.Discovery:
-    """Find the newest commit, but continue from its parent."""
     found = _DISCOVER(store, published=published)
     before = found.head and found.head.parent_key
     return replace(found, head=reader.read_record(store, before)) if before else found
@@ -162,18 +153,15 @@ _DISCOVER = reader.discover
 
 
 def forget_holes(*_: object) -> tuple[Hole, ...]:
-    """Start a world as if all data were readable."""
     return ()
 
 
 def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
-    """Add a hole even if one of the same row group, with a later start, is known."""
     self.num_repeats += 1
     self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
 
 
 def send_again(self: Delivery, lines: Sequence[Values | Settled]) -> int:
-    """Send all lines again, each with a new timestamp, whatever the tracker already has."""
     values = [replace(line, t=line.t + next(_SENT)) for line in lines if isinstance(line, Values)]
     self._opened().append(values)
     return len(values)
@@ -183,14 +171,12 @@ _SENT = itertools.count()
 
 
 def begin_without_lineage(self: MetricsWriter, intervals: Sequence[Interval]) -> None:
-    """Record only the step from which the term continues."""
     self._append({"begins_at": intervals[-1].hi if intervals else 0})
 
 
 def crash_if_different(
     group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
 ) -> None:
-    """Turn a forbidden configuration difference into a crash."""
     try:
         uniformity.check_alike(group, plan, outline, weights)
     except ConfigError as error:
@@ -198,7 +184,6 @@ def crash_if_different(
 
 
 def read_files_alone(run_dir: Path, _: object) -> LineageReader:
-    """Read the lineage from the metrics files only."""
     return LineageReader(run_dir)
 
 
@@ -210,7 +195,6 @@ class Unsettled(LineageReader):
 
 
 def newest_by_time(store: Store, published: str | None = None) -> list[str]:
-    """Order commits by modification time."""
     found = [entry for entry in store.list(COMMITS) if place_of(entry.key) and entry.size != len(VOID)]
     return [entry.key for entry in sorted(found, key=lambda entry: entry.modified_at or 0.0, reverse=True)]
 
@@ -221,7 +205,6 @@ def _property_of(owned: Callable[[int, int, int], range]) -> property:
 
 
 def stale_lanes() -> property:
-    """Give rank 1 the lanes of rank 0 once the world has grown again."""
     sizes: list[int] = []
 
     def owned(rank: int, world_size: int, num_lanes: int) -> range:
@@ -233,7 +216,6 @@ def stale_lanes() -> property:
 
 
 def first_stride() -> property:
-    """Keep the stride of the first world, whatever the current world size."""
     sizes: list[int] = []
 
     def owned(rank: int, world_size: int, num_lanes: int) -> range:
@@ -244,7 +226,6 @@ def first_stride() -> property:
 
 
 def without_tail(order: Order, micro_batch: int) -> int:
-    """Count only the steps in which every lane has a full micro-batch."""
     return order.num_samples // order.num_lanes // micro_batch
 
 
@@ -283,12 +264,10 @@ def unchecked(store: Store, key: str, record: FileRecord) -> CheckedFile:
 
 
 def known_or_error(key: str, found: object) -> object:
-    """Return a record, or raise its read error."""
     if isinstance(found, UnreadableRecordError):
         raise found
     return found
 
 
 def impatient(most: int | None, least_s: float, reached: Callable[[], int]) -> Standstill:
-    """Give up after two failed worlds, however soon."""
     return Standstill(2, 0.0, reached)

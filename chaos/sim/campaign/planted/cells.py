@@ -34,7 +34,6 @@ def owner_before(self: Mesh) -> int:
 def arrange_crossed(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Reorder the members of a cell that has lost one."""
     found = _ARRANGE(members, shape, last, most)
     if last is None:
         return found
@@ -43,14 +42,12 @@ def arrange_crossed(
 
 
 def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
-    """Keep the parameter shard of the old place after moving to a new one."""
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
     _TAKE_PLACE(state, mesh, cell, first)
 
 
 def nothing_is_missing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-    """Treat a step as complete if every shard column has one rank that holds it."""
     furthest = max(one.place for one in brought)
     parts = [table.cell.holder_of(rank)[0] for rank in range(len(brought))]
     there = {part for part, one in zip(parts, brought, strict=True) if one.place == furthest}
@@ -61,7 +58,6 @@ def nothing_is_missing(table: Table, brought: Sequence[PeerState]) -> tuple[list
 def arrange_without_a_stage(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Accept a cell that has lost its last stage."""
     found = _ARRANGE(members, shape, last, most)
     if last is None or not found.spares:
         return found
@@ -72,7 +68,6 @@ def arrange_without_a_stage(
 def arrange_across_nodes(
     members: tuple[Member, ...], shape: CellShape, last: World | None, most: int | None = None
 ) -> Arrangement:
-    """Swap the first members of the last stage between two cells, regardless of their nodes."""
     found, at = _ARRANGE(members, shape, last, most), shape.size - shape.stage_size
     if len(found.cells) < 2:
         return found

@@ -27,12 +27,10 @@ ONE, TWO = (replace(SHAPE, copies=copies) for copies in (1, 2))
 
 
 def runs_off_by_one(self: Seating) -> list[list[Run]]:
-    """Start the runs that an owner reduces one element too late."""
     return [[Run(run.flat, run.lo + 1, run.hi) for run in runs] for runs in _OWNED_RUNS(self)]
 
 
 def at_any_place(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
-    """Treat a rank's shards as those of the furthest step, whatever its own step."""
     return all_arcs_of(one)
 
 
@@ -52,7 +50,6 @@ def measure_and_remember(self: Zero1Share) -> Tensor:
 
 
 def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
-    """Apply a step, and also keep it as pending."""
     _APPLY(self, facts, norm)
     if isinstance(self.shards.share, Zero1Share):
         self.pending = Pending(facts, _MEASURED.get(self.shards.share, torch.zeros(1, dtype=torch.float64)))
@@ -66,12 +63,10 @@ def keep_nothing(*_: object) -> Retained:
 
 
 def none_can(*_: object) -> list[int]:
-    """Return no ranks: nobody can apply a pending step."""
     return []
 
 
 def furthest_or_nothing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
-    """Consider only ranks at the furthest step."""
     furthest = max(one.place for one in brought)
     there = [one for one in brought if furthest in (one.place, comes_to(one))]
     _, num_lost = leave_out_unfinished(table, there)

@@ -31,7 +31,6 @@ _LAST: WeakKeyDictionary[Zero3Share, dict[tuple[str, Span], Tensor]] = WeakKeyDi
 
 
 def gather_from_first_memory(self: Zero3Share, column: Group) -> UnitWeights | None:
-    """Send peers a shard from its first memory, even after it has left and come back."""
     known = _FIRST.setdefault(self, {})
     for one in self.runs:
         known.setdefault(one.run, one.weights)
@@ -49,7 +48,6 @@ def move_all_but_a_joiners_weights(
     runs: Sequence[HeldRun],
     old: Sequence[HeldRun],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Leave the weights of a joining rank unchanged: it receives moments only."""
     first = [one.weights.clone() for one in runs]
     arrived = _MOVE(group, shards, table, plan, runs, old)
     for one, weights in zip(runs, first, strict=True) if not shards.table.is_held else ():
@@ -58,7 +56,6 @@ def move_all_but_a_joiners_weights(
 
 
 def weights_of_the_last_commit(self: Zero3Share) -> State:
-    """Return the weights as of the previous call, where this rank held them then."""
     found, known = _HELD_WEIGHTS(self), _LAST.get(self, {})
     now = {
         (name, span): tensor.clone()

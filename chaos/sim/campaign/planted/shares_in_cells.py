@@ -27,14 +27,12 @@ IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
 
 
 def filled_from_the_neighbour(tree: State, fill: Callable[[State], None], cuts: Mapping[str, Cut], place: int) -> State:
-    """Read the neighbour's shard of every tensor whose shards have the same shape."""
     crossed = {name: replace(one, spans=(*one.spans[1:], one.spans[0])) for name, one in cuts.items()}
     alike = {name for name, one in crossed.items() if one.part_shape(place) == cuts[name].part_shape(place)}
     return _FILLED(tree, fill, {name: (crossed if name in alike else cuts)[name] for name in cuts}, place)
 
 
 def rolled_forward_by_column(group: Group, state: AppliedState, brought: Sequence[PeerState]) -> Sequence[PeerState]:
-    """Apply a pending step where a rank of the same column has applied it, and drop it elsewhere."""
     cell, furthest = state.shards.table.cell, max(one.place for one in brought)
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if not late:
@@ -47,7 +45,6 @@ def rolled_forward_by_column(group: Group, state: AppliedState, brought: Sequenc
 
 
 def missing_in_the_first_group(table: Table, brought: Sequence[PeerState], place: Place) -> int:
-    """Count as lost whatever the first shard group alone does not hold."""
     first = [
         one if one.seat is None or one.seat.group == 0 else replace(one, seat=None, retained=()) for one in brought
     ]

@@ -51,7 +51,6 @@ class KubernetesJob:
     """True if the cluster assigns users to pods."""
 
     def problems(self) -> Iterator[str]:
-        """Yield all that is wrong with it."""
         wrong: list[str] = []
         parse_nodes(self.nodes, wrong)
         yield from wrong

@@ -51,7 +51,6 @@ class SlurmJob:
         return self.flags.nodes or ""
 
     def problems(self) -> Iterator[str]:
-        """Yield all that is wrong with it."""
         wrong: list[str] = []
         parse_nodes(self.nodes, wrong)
         yield from wrong if self.nodes else ["--nodes N or MIN:MAX is needed"]
