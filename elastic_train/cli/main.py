@@ -42,7 +42,7 @@ _PLACES, _MODELS = "elastic_train.cli.places", "elastic_train.cli.models"
 LATER = {
     "export": (f"{_MODELS}:export", "Write RUN's model for transformers, safetensors or torch.", DATA),
     "generate": (f"{_MODELS}:generate", "Continue a --prompt with RUN's language model, and print both.", DATA),
-    "evaluate": (f"{_MODELS}:evaluate", "Compute the loss and the metrics of RUN's model on --data.", DATA),
+    "evaluate": (f"{_MODELS}:evaluate", "Compute the loss and metrics of RUN's model on its validation set.", DATA),
     "predict": (f"{_MODELS}:predict", "Write RUN's predictions for --data to --out, a Parquet file.", DATA),
     "data": ("elastic_train.cli.datasets:app", "Import, pack, describe and verify datasets.", DATA),
     "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of RUN.", LOOK),

@@ -181,26 +181,27 @@ def predict(
 def evaluate(
     run: str,
     *,
-    data: str,
+    data: str | None = None,
     commit: str | None = None,
     train: list[str] | None = None,
     max_samples: int | None = None,
     weights: Weights = "trained",
     json_: Json = False,
 ) -> int:
-    """Compute the loss and the metrics of RUN's model on --data.
+    """Compute the loss and metrics of RUN's model on its validation set.
 
-    --data: a folder or URL with a manifest. On the validation set of the run they are those of training, to the last
-    bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest, best, a step,
-    term-step or key; by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the
-    newest. --train: where the training set is, if it has moved (once for each source of a mixture).
+    --data: a folder or URL with a manifest; by default the validation set of the run, where they are those of training,
+    to the last bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest,
+    best, a step, term-step or key; by default the best one if early stopping ended the run or it has
+    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
+    a mixture).
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
-    from elastic_train.inference.predicting import find_dataset
+    from elastic_train.inference.predicting import find_dataset, validation_set
 
     train = [find_dataset(run, each) for each in train or ()]
-    data = find_dataset(run, data, train)
+    data = find_dataset(run, data or validation_set(run), train)
     from elastic_train.inference.evaluating import evaluate_trained
     from elastic_train.inference.opening import open_trained
     from elastic_train.training.result import export_command

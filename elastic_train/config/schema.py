@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -394,9 +395,15 @@ _ELSEWHERE = {
 
 
 def nearest_key(name: str) -> str | None:
-    """Return the key or section closest to an unknown one, else the closest by its last part; None if none is alike."""
+    """Return the key or section that an unknown one may mean: near in spelling, or with a word of it; else None."""
     known = [*(key for key, *_ in keys()), *Config.model_fields]
-    by_tail = {key.rpartition(".")[2]: key for key in known}
-    if (tail := name.rpartition(".")[2]) in _ELSEWHERE:
+    section, _, tail = name.rpartition(".")
+    if tail in _ELSEWHERE:
         return _ELSEWHERE[tail]
-    return nearest(name, known, cutoff=0.5) or by_tail.get(nearest(name.rpartition(".")[2], by_tail) or "")
+    tails = Counter(key.rpartition(".")[2] for key in set(known))
+    by_tail = {last: key for key in known if tails[last := key.rpartition(".")[2]] == 1 or key == f"{section}.{last}"}
+    of_section = [last for last, key in by_tail.items() if section and key == f"{section}.{last}"]
+    near = nearest(tail, of_section) or nearest(tail, by_tail, cutoff=0.75)
+    near = near or (None if of_section else nearest(name, known, cutoff=0.75))
+    near = near or next((last for last in by_tail if set(tail.split("_")) <= set(last.split("_"))), None)
+    return by_tail.get(near, near) if near else None

@@ -317,7 +317,7 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     if where == path and key in lines:
         where = f"{path}:{lines[key]}"
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key '{key}'{did_you_mean(nearest_key(key))}"
+        return f"{where}: unknown key '{key}'{did_you_mean(nearest_key(key), '; `elastic-train keys` lists all')}"
     if item["type"] == "missing":
         return f"{where}: '{key}' is missing; it has no default"
     if item["type"] in _WANT_MAPPING:

@@ -31,7 +31,7 @@ from elastic_train.job.sample_streams import Feed
 from elastic_train.system.atomic_files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import LaneLoss, Predicting, Task
-from elastic_train.tracking.run_folder import RunFolder
+from elastic_train.tracking.run_folder import RunFolder, existing_folder
 from elastic_train.training.evaluation import losses
 from elastic_train.training.open_session import make_repeatable
 
@@ -167,6 +167,14 @@ def check_parquet(out: Path) -> None:
             "reads it, and its to_csv writes a CSV"
         )
     check_new(out)
+
+
+def validation_set(run: str) -> str:
+    """Return the place of a run's validation set; raise ConfigError if it has none."""
+    folder = RunFolder(existing_folder(run))
+    if (data := folder.from_here(folder.setting("data", "validation"))) is None:
+        raise ConfigError(f"{run}: was trained without validation data: name a dataset to evaluate it on, --data DATA")
+    return data
 
 
 def find_dataset(run: str, data: str, train: Sequence[str] | None = None) -> str:

@@ -102,8 +102,8 @@ def test_each_command_with_another_name_says_what_to_type_today(capsys: pytest.C
         (["ckpt", "prunee", "RUN"], 'Unknown command "prunee". Did you mean "prune"?'),
         (["init"], "KIND is missing: write elastic-train init KIND FOLDER. See elastic-train init --help"),
         (
-            ["evaluate", "RUN"],
-            "--data DATA is missing: write elastic-train evaluate RUN --data DATA. See elastic-train",
+            ["predict", "RUN"],
+            "--data DATA is missing: write elastic-train predict RUN --data DATA --out OUT. See elastic-train",
         ),
         (["ckpt", "pin", "RUN"], "COMMIT is missing: write elastic-train ckpt pin RUN COMMIT."),
         (["init", "--kind"], "parameter --kind requires an argument"),

@@ -90,6 +90,7 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {}, ("--epochs",), ["--epochs needs a value"]),
         (GOOD, {}, ("epochs",), ["'epochs' is not an option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
+        (GOOD, {}, ("--nonsense", "1"), ["unknown key 'nonsense'; `elastic-train keys` lists all"]),
         ([1], {}, (), ["must be a mapping"]),
         (GOOD, {}, ("--task.params.a", "[draft"), ["--task.params.a", "'[draft' is not valid YAML", "\"'[draft'\""]),
         (GOOD, {}, ("--task.params.a", "[draft] # 2"), ["'# 2' follows its end"]),
@@ -545,7 +546,12 @@ def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
         ("trainer.max_epochs", "epochs"),
         ("lr", "optimizer.lr"),
         ("check_val_every_n_epoch", "validation.every"),
+        ("train", "data.train"),
+        ("warmup", "optimizer.warmup_steps"),
+        ("nonsense", None),
+        ("checkpoint.interval", None),
+        ("task.name", None),
     ],
 )
-def test_a_key_of_another_trainer_is_understood(theirs: str, ours: str) -> None:
+def test_a_key_of_another_trainer_is_understood_and_nothing_far_is_guessed(theirs: str, ours: str | None) -> None:
     assert nearest_key(theirs) == ours

@@ -81,7 +81,7 @@ def test_evaluate_gives_the_bits_of_the_runs_own_validation(
     run: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By one process, of what three had trained; on the first samples only, other numbers."""
-    found = said(capsys, "evaluate", run, "--data", texts / "validation")
+    found = said(capsys, "evaluate", run)
     assert found["metrics"] == result(run.parent)["metrics"] and found["step"] == 40
     part = said(capsys, "evaluate", run, "--data", texts / "validation", "--max-samples", "3")["metrics"]
     assert isinstance(part, dict) and part["samples"] == 3.0
@@ -214,6 +214,12 @@ def test_generate_draws_by_its_seed(run: Path, capsys: pytest.CaptureFixture[str
 def test_what_cannot_be_done_is_refused(run: Path, arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         call(*(argument.format(run=run) for argument in arguments))
+
+
+def test_a_run_without_validation_data_is_evaluated_on_a_named_dataset(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {train: data/train}")
+    with pytest.raises(ConfigError, match="was trained without validation data: name a dataset .* --data DATA"):
+        call("evaluate", tmp_path)
 
 
 def test_other_tasks_are_evaluated_and_say_what_they_do_not_do(
