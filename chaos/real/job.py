@@ -22,7 +22,7 @@ from chaos.real.acts import ACTS, Struck, Undo
 from chaos.real.acts.effects import Effect
 from chaos.real.acts.failpoints import PATIENCE_S, Points
 from chaos.real.history_tail import Followed
-from chaos.real.stopping import Enough, on_first_signal
+from chaos.real.leftovers import Enough, on_first_signal
 from chaos.scenario.kinds import KINDS, LOCAL
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from chaos.scenario.kinds import ALIENS
 from chaos.services.surroundings import Surroundings
@@ -66,3 +69,33 @@ def shared_memory(pids: Collection[int]) -> list[str]:
     made = {str(pid) for pid in pids}
     names = [path.name for path in _MEMORY.iterdir()] if _MEMORY.is_dir() else []
     return sorted(name for name in names if made & set(re.split(r"\D+", name)))
+
+
+class Enough(Exception):  # noqa: N818 - not a failure: the user wants no more faults
+    """Raised when the user ends the soak."""
+
+
+@contextlib.contextmanager
+def on_first_signal(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` at the first Ctrl-C or SIGTERM; afterwards, and after the context, the previous handlers apply.
+
+    A handler that was replaced meanwhile, because a second signal came, is left in place.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        take_back()
+        act()
+
+    def take_back() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
+
+    for number in numbers:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        take_back()

@@ -202,8 +202,8 @@ def evaluate(
 
     train = [find_dataset(run, each) for each in train or ()]
     data = find_dataset(run, data or validation_set(run), train)
-    from elastic_train.inference.evaluating import evaluate_trained
     from elastic_train.inference.opening import open_trained
+    from elastic_train.inference.predicting import evaluate_trained
     from elastic_train.training.result import export_command
 
     trained = open_trained(

@@ -10,8 +10,9 @@ import contextlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
@@ -21,19 +22,23 @@ import torch
 from torch import Tensor
 
 from elastic_train.config.schema import BatchConfig
+from elastic_train.core.mesh import Mesh
 from elastic_train.data.dataset.manifest import NAME, load_manifest, parts_of, why_absent
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError, StorageError
-from elastic_train.inference.evaluating import alone
 from elastic_train.inference.opening import Trained
 from elastic_train.job.sample_streams import Feed
+from elastic_train.parallel.group import Group
 from elastic_train.system.atomic_files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import LaneLoss, Predicting, Task
 from elastic_train.tracking.run_folder import RunFolder, existing_folder
-from elastic_train.training.evaluation import losses
+from elastic_train.training.evaluation import Ranks, evaluate, losses
 from elastic_train.training.open_session import make_repeatable
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 ID, PROBABILITIES = "id", "probabilities"
 
@@ -210,3 +215,42 @@ def _as_trained(run: str, train: Sequence[str] | None) -> str:
     if known.tokenizer is not None:
         flags["tokenizer"] = (f"{known.url.rstrip('/')}/{known.tokenizer}",)
     return "".join(f" --{name} {shlex.join(values)}" for name, values in flags.items() if values)
+
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A world of one rank."""
+
+    group: Group
+    mesh: Mesh = Mesh(0, 1)  # noqa: RUF009 - frozen
+
+    @property
+    def owners(self) -> Group:
+        return self.group
+
+    @property
+    def holders(self) -> Group:
+        return self.group
+
+
+def alone() -> Ranks:
+    return Alone(Group(0, 1, None, _TIMEOUT_S))
+
+
+def evaluate_trained(
+    trained: Trained, metrics: Mapping[str, Metric] | None = None, track: Track = silent
+) -> dict[str, float | None]:
+    """Return loss, number of samples and the task's metrics over the validation set of `trained`.
+
+    `metrics` are the task's own; they hold their states afterwards.
+    """
+    plan, state = trained.plan, trained.state
+    make_repeatable(plan.config)
+    batches = plan.feed.validation(range(plan.num_lanes))
+    assert batches is not None, "it was opened with a validation set"
+    steps = track(batches, "evaluating", plan.feed.num_validation_steps, "steps")
+    found = plan.task, state.model, steps, state.shards, alone(), plan.num_lanes, plan.device
+    return evaluate(*found, metrics=metrics)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.data.loading.collate import Collate, takes_draw
+from elastic_train.data.loading.lane_batch import Collate, takes_draw
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 

@@ -12,8 +12,7 @@ from chaos.real.acts import (
     storage,
     workers,
 )
-from chaos.real.acts.job_view import Act
-from chaos.real.acts.outcome import Struck, Undo
+from chaos.real.acts.job_view import Act, Struck, Undo
 
 ACTS: dict[str, Act] = {
     **processes.ACTS,

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import grpc  # type: ignore[import-untyped]
 import pyetcd
 
-from chaos.real.acts.job_view import Act, JobView, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Act, JobView, Struck, targets
 from chaos.scenario.kinds import ALIEN_RECORDS
 from chaos.services.etcd_cluster import CORRUPT, NOSPACE, clear_alarms, has_alarm, raise_alarm
 from chaos.services.torchrun_node import signal_all

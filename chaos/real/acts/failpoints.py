@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import came_there
-from chaos.real.acts.job_view import JobLog, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import JobLog, Struck, targets
 from chaos.services.torchrun_node import signal_all
 from elastic_train.system.failpoints import arm, disarm
 

@@ -8,15 +8,44 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from chaos.real.acts.outcome import Struck, Undo
+from chaos.real.acts.effects import Effect, gone, stopped
 from chaos.real.history_tail import Followed
 from chaos.scenario.model import Scenario
 from chaos.scenario.schedule import Due
 from chaos.services.surroundings import Surroundings
 from chaos.services.torchrun_node import Node
+
+Undo = Callable[[], "list[int] | None"]
+"""Undoes a fault and returns the processes that this started or ended; None if it must be retried."""
+
+_BY_SIGNAL = {"SIGKILL": gone, "SIGTERM": gone, "SIGSTOP": stopped}
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """An injected fault: processes and nodes hit, and further fields to record."""
+
+    pids: list[int]
+    nodes: list[Node] = field(default_factory=list)
+    signal: str | None = None
+    undo: Undo | None = None
+    recorded: dict[str, object] = field(default_factory=dict)
+    effect: Effect | None = None
+    """Observes the effect; optional if a signal and its processes imply it."""
+
+    def __post_init__(self) -> None:
+        if self.effect is None and (self.signal not in _BY_SIGNAL or not self.pids):
+            raise ValueError("a fault needs an effect, or a signal and the processes that it hit: what proves it?")
+
+    @property
+    def proof(self) -> Effect:
+        if self.effect is not None:
+            return self.effect
+        return _BY_SIGNAL[str(self.signal)](self.pids)
 
 
 class JobView(Protocol):

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import Effect, counted, unreachable, while_last
-from chaos.real.acts.job_view import Act, JobView, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Act, JobView, Struck, targets
 from chaos.services.network.namespace import Cable
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from chaos.errors import RunError
 from chaos.real.acts.effects import connected, running
-from chaos.real.acts.job_view import Act, JobView, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Act, JobView, Struck, targets
 from chaos.services.neighbours import Crowd, Hungry
 from chaos.services.torchrun_node import signal_all
 

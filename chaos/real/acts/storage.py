@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 
 from chaos.judge.evidence.run_files import record_files
 from chaos.real.acts.effects import HeldWrite, differs, refuses
-from chaos.real.acts.job_view import Act, JobView, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Act, JobView, Struck, targets
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import gone
-from chaos.real.acts.job_view import Act, JobView, targets
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Act, JobView, Struck, targets
 from chaos.tasks.orders import done_by, give, withdraw
 
 if TYPE_CHECKING:

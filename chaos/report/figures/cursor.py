@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from markupsafe import Markup
 
 from chaos.judge.evidence.recovery_cost import Recovery
-from chaos.report.figures import faults
+from chaos.report.figures.lanes import bands, describe
 from chaos.report.story import Branch, Story, Struck
 from elastic_train.drawing.svg import (
     MOST_TITLED,
@@ -49,7 +49,7 @@ def cursor_figure(story: Story) -> Markup:
     parts = [
         *along_x(axis, _TOP, _BOTTOM, unit),
         *along_y(height, "step"),
-        *faults.bands(story.faults, axis, unit_s, _TOP, _BOTTOM),
+        *bands(story.faults, axis, unit_s, _TOP, _BOTTOM),
     ]
     parts += paths([stroke for branch in story.branches for stroke in _curves(branch, axis, unit_s, height)])
     parts += _prices(story, restored, axis, unit_s, height)
@@ -101,7 +101,7 @@ def _prices(story: Story, restored: dict[int, int], axis: Axis, unit_s: float, h
         return [tag("path", class_="price", d=boxes(sorted(rects)))]
     return [
         rect(
-            *(lo, hi, faults.describe(fault)),
+            *(lo, hi, describe(fault)),
             class_="price",
             data_rpo=str(cost.rpo_steps),
             data_rto=f"{cost.rto_s:.3f}",

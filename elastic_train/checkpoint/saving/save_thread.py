@@ -7,24 +7,21 @@ not read any more.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from pydantic import TypeAdapter, ValidationError
+
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter, Draft
 from elastic_train.checkpoint.format.dcp import WrittenPart, write_part
-from elastic_train.checkpoint.saving import part_receipts
 from elastic_train.checkpoint.saving.abandonment import LastProgress, PublishGate
-from elastic_train.checkpoint.saving.part_receipts import PartReceipt
-from elastic_train.checkpoint.saving.staging import (
-    Buffer,
-    Snapshot,
-    Staged,
-    Staging,
-)
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.saving.staging import Buffer, Snapshot, Staged, Staging
+from elastic_train.checkpoint.stores.store import KeyMissing, Store, create_once, read
 from elastic_train.errors import StorageError
 from elastic_train.system.failpoints import reach
 from rendezvous.waiting import begin
@@ -111,7 +108,7 @@ class SaveInFlight:
             raise
 
     def _post(self, written: WrittenPart | None, error: str | None = None) -> None:
-        part_receipts.post(self._store, self._draft.attempt, self.place, PartReceipt(written, error))
+        post(self._store, self._draft.attempt, self.place, PartReceipt(written, error))
 
     def outcome(self) -> SaveOutcome:
         """Return what is known of its end."""
@@ -162,7 +159,7 @@ class SaveInFlight:
 
     def _await_part(self, part: int) -> WrittenPart:
         self._awaits = part
-        written = part_receipts.wait_for(self._store, self._draft.attempt, part, self.gate.pause)
+        written = wait_for(self._store, self._draft.attempt, part, self.gate.pause)
         self._awaits = None
         self.progress.note()
         return written
@@ -226,3 +223,64 @@ class SaveInFlight:
         for content in contents:
             self.gate.check()
             yield content
+
+
+STALLED_S = 600.0
+"""Seconds that rank 0 waits for another part, once its own is written."""
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartReceipt:
+    """A written part, or the error that prevented it."""
+
+    written: WrittenPart | None
+    error: str | None
+
+
+_ADAPTER = TypeAdapter(PartReceipt)
+
+
+def post(store: Store, attempt: str, part: int, receipt: PartReceipt) -> None:
+    """Record that a part is in the store, or will not be.
+
+    Part receipts: through the shared store, rank 0 learns that another rank has written its part.
+
+    A receipt is canonical JSON with a seal, like a commit record; it says what was written, or why not. It is
+    created last, so a part with a receipt is complete.
+    """
+    content = _ADAPTER.dump_json(receipt)
+    create_once(store, _key(attempt, part), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+
+
+def wait_for(store: Store, attempt: str, part: int, pause: Callable[[float], None]) -> WrittenPart:
+    """Wait until another rank has written its part; `pause` sleeps, or raises to give up.
+
+    Raise StorageError if that rank could not write it, or posts no receipt within `STALLED_S`.
+    """
+    key, waited_s, look_s = _key(attempt, part), 0.0, _FIRST_LOOK_S
+    while waited_s < STALLED_S:
+        try:
+            receipt = _decode(read(store, key), f"{store.url}/{key}")
+        except KeyMissing:
+            pause(look_s)
+            waited_s, look_s = waited_s + look_s, min(1.5 * look_s, _LONGEST_LOOK_S)
+            continue
+        if receipt.written is None:
+            raise StorageError(f"part {part} was not written: {receipt.error}")
+        return receipt.written
+    raise StorageError(f"{store.url}/{key}: part {part} was not written in {STALLED_S:.0f} s")
+
+
+def _key(attempt: str, part: int) -> str:
+    return f"{attempt}/done-{part:05d}.json"
+
+
+def _decode(content: bytes, where: str) -> PartReceipt:
+    seal, _, body = content.partition(b"\n")
+    try:
+        if hashlib.sha256(body).hexdigest().encode() != seal:
+            raise StorageError(f"{where}: does not match its seal; it was damaged")
+        return _ADAPTER.validate_python(json.loads(body))
+    except (ValueError, ValidationError) as error:
+        raise StorageError(f"{where}: is not a valid part receipt: {error}") from error

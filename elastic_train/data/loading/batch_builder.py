@@ -19,10 +19,8 @@ from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of
-from elastic_train.data.loading.collate import Collate, Collator
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.lane_batch import Collate, Collator, LaneBatch, SampleRules
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.data.loading.sample_rules import SampleRules
 from elastic_train.errors import DataError, RowError, UnreadableError
 
 

@@ -12,12 +12,10 @@ from collections.abc import Generator, Iterator, Mapping
 
 from elastic_train.core.mixture.dealing import RunOrder
 from elastic_train.core.order import Cursor
-from elastic_train.data.loading.collate import Collate, takes_draw
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate, LaneBatch, SampleRules, takes_draw
 from elastic_train.data.loading.loader_state import LoaderStates, check_place
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.errors import ConfigError
 from elastic_train.system.failpoints import reach
 

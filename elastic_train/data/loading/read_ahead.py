@@ -22,10 +22,8 @@ from elastic_train.core.order import Cursor, NeededBlock, Samples
 from elastic_train.data.arrow.rows import Joined, Rows
 from elastic_train.data.dataset.row_groups import num_decoders
 from elastic_train.data.loading.batch_builder import builder_of
-from elastic_train.data.loading.collate import Collate
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate, Decoder, LaneBatch, SampleRules, SkippingHoles
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE, Decoder, SampleRules, SkippingHoles
 
 PREFETCH_BYTES = 128 << 20
 CHUNK_BYTES, CHUNK_ROWS, CHUNKS_AHEAD = 4 << 20, 512, 4

@@ -31,8 +31,7 @@ from elastic_train.tracking.mlflow_run import (
     WORLD_TAG,
 )
 from elastic_train.tracking.tracker import Tracker
-from elastic_train.training.memory.meter import held_by
-from elastic_train.training.memory.watching import MemoryWatch
+from elastic_train.training.memory.meter import MemoryWatch, held_by
 from elastic_train.training.session import Process
 from elastic_train.training.watch import Watch
 from elastic_train.world.fencing import CONFIGS

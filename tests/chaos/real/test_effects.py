@@ -25,7 +25,7 @@ from chaos.real.acts.effects import (
     stopped,
     while_last,
 )
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import Struck
 from chaos.services.etcd_proxy import Proxies, Way
 from tests.conftest import PATIENCE_S
 

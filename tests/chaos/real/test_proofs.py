@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from chaos.real.acts import etcd, network, processes, storage
-from chaos.real.acts.job_view import JobView
-from chaos.real.acts.outcome import Struck
+from chaos.real.acts.job_view import JobView, Struck
 from chaos.scenario.schedule import Due
 from chaos.services import neighbours
 from chaos.services.etcd_cluster import EtcdCluster

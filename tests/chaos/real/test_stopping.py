@@ -8,7 +8,7 @@ from types import FrameType
 
 import pytest
 
-from chaos.real.stopping import on_first_signal
+from chaos.real.leftovers import on_first_signal
 
 
 def test_a_handler_set_during_cleanup_is_kept() -> None:

@@ -218,7 +218,7 @@ def test_what_cannot_be_done_is_refused(run: Path, arguments: tuple[str, ...], m
 
 def test_a_run_without_validation_data_is_evaluated_on_a_named_dataset(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: {train: data/train}")
-    with pytest.raises(ConfigError, match="was trained without validation data: name a dataset .* --data DATA"):
+    with pytest.raises(ConfigError, match=r"was trained without validation data: name a dataset .* --data DATA"):
         call("evaluate", tmp_path)
 
 

@@ -19,9 +19,9 @@ from elastic_train.config.schema import Config
 from elastic_train.core.order import Cursor, Order
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import ConfigError
 from elastic_train.job.sample_streams import Feed

@@ -17,7 +17,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
 
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError
-from elastic_train.inference.evaluating import Alone
+from elastic_train.inference.predicting import Alone
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics

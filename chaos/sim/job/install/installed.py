@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from chaos.sim.job.host import Host
 from chaos.sim.job.install.machine import machine
-from chaos.sim.job.install.replacement import Replacement
+from chaos.sim.job.install.stand_ins import Replacement
 from chaos.sim.job.install.tensors import tensors
 from chaos.sim.job.install.world import launch, track, world
 from chaos.sim.job.live_node import Node

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-from chaos.sim.job.install.replacement import Replacement
+from chaos.sim.job.install.stand_ins import Replacement
 from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine import stdlib
 
@@ -65,7 +65,7 @@ PRODUCT = (
     "elastic_train.checkpoint.saving.save_thread",
     "elastic_train.checkpoint.saving.abandonment",
     "elastic_train.checkpoint.saving.staging",
-    "elastic_train.checkpoint.saving.part_receipts",
+    "elastic_train.checkpoint.saving.save_thread",
     "elastic_train.checkpoint.commits.pins_and_holds",
 )
 MACHINE: Mapping[str, ModuleType] = {

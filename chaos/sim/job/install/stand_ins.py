@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
 
@@ -106,3 +108,17 @@ def note_unfit(host: Host, files: BackgroundFiles, run_dir: str, why: str) -> No
     who = {"pid": process.pid, **host.identity()}
     name, at = f"unfit-{process.pid}-{process.node}-{process.born:.6f}", stdlib.SteadyTime(host.kernel).time()
     host.record.write(name, "unfit", at=at, term=0, why=why, **who)
+
+
+Replacement = tuple[ModuleType | type, str, object]
+"""A module or class, a name in it, and the replacement."""
+
+
+def within(path: str, **stand_ins: object) -> Iterator[Replacement]:
+    module = importlib.import_module(path)
+    for name, stand_in in stand_ins.items():
+        assert hasattr(module, name), f"{path} has no {name} any more: the simulator's table is out of date"
+        yield module, name, stand_in
+
+
+def nothing(*_: object) -> None: ...

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from chaos.sim.job.host import Host
-from chaos.sim.job.install.replacement import Replacement, within
+from chaos.sim.job.install.stand_ins import Replacement, within
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.modelled import commit_files, piece_files, training
 from chaos.sim.modelled.memory import Known, memory_of

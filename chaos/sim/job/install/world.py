@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 
 from chaos.sim.job.host import Host
-from chaos.sim.job.install.replacement import Replacement, nothing, within
 from chaos.sim.job.install.stand_ins import (
     Launcher,
+    Replacement,
     SimHistory,
     SimUnformedWorlds,
     client_of,
     note_unfit,
+    nothing,
     prove,
     undelayed,
+    within,
 )
 from chaos.sim.job.live_node import Node, here, kill, start_worker
 from chaos.sim.job.restart_node import start_processes

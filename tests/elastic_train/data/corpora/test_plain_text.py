@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.corpora.origin import Sample
-from elastic_train.data.corpora.plain_text import read_files
+from elastic_train.data.corpora.text import read_files
 from elastic_train.errors import ConfigError
 
 filled_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: bool(text.strip()))

@@ -19,10 +19,9 @@ from elastic_train.core.order import Cursor, Order, Samples
 from elastic_train.data.arrow.rows import Rows
 from elastic_train.data.dataset.manifest import FileEntry, Manifest, load_manifest
 from elastic_train.data.loading.batch_builder import BatchBuilder
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, LaneBatch, SampleRules
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import MixedReader, Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice
 from elastic_train.errors import DataError, RowError, UnreadableError
 from elastic_train.world.quarantine import make_hole

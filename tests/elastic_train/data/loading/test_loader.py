@@ -18,11 +18,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
-from elastic_train.data.loading.collate import Collate
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import (
     LaneDataLoader,
     LaneDataset,

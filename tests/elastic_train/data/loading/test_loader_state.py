@@ -10,9 +10,9 @@ import pytest
 
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataLoader, LaneDataset, LaneSampler
 from elastic_train.errors import ConfigError
 from tests.conftest import write_rows

@@ -21,11 +21,10 @@ from elastic_train.core.mixture.dealing import Mixture
 from elastic_train.core.order import Cursor, Order
 from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, LaneBatch, SampleRules
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.reader import MixedReader, Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE, SampleRules
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 
 Ids = npt.NDArray[np.int64]

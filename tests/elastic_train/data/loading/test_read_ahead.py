@@ -27,11 +27,11 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.loading import read_ahead
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.loader_state import cursor_of
 from elastic_train.data.loading.read_ahead import BLOCKS_AHEAD, BlockSchedule
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.sample_rules import AS_THEY_ARE
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSampler
 from elastic_train.errors import DataError
 from rendezvous.etcd.server import free_ports

@@ -11,8 +11,7 @@ from elastic_train.insight.memory import facts_of
 from elastic_train.insight.page import Facts
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.tracking.history import History
-from elastic_train.training.memory.meter import Meter
-from elastic_train.training.memory.watching import MemoryWatch
+from elastic_train.training.memory.meter import MemoryWatch, Meter
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 

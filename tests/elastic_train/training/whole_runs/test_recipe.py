@@ -13,8 +13,8 @@ from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.export import export
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.errors import ConfigError
-from elastic_train.inference.evaluating import evaluate_trained
 from elastic_train.inference.opening import open_trained
+from elastic_train.inference.predicting import evaluate_trained
 from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, failing, history, result, succeed
 from tests.memory_job import start
