@@ -1,4 +1,4 @@
-"""A loader's output, one lane's micro-batch of one step; its `collate(rows, ids[, draw])`; rules for unusable samples."""
+"""A loader's output, one lane's micro-batch of one step; its `collate(rows, ids[, draw])`; rules for bad samples."""
 
 from __future__ import annotations
 
