@@ -218,8 +218,7 @@ class Job:
         self._undos.append((time.monotonic() + seconds, kind, undo))
 
     def await_healed(self) -> None:
-        """Wait until everything is undone and the full world has applied a step since; raise RunError if it never
-        does."""
+        """Wait until all is undone and the full world has applied a step since; raise RunError if it never does."""
         while not self._is_healed():
             self.look("the whole world's training")
             self._check_is_alive("training by the whole world")

@@ -21,8 +21,7 @@ a cable with a relay, which can delay and drop packets."""
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind: its target, whether it is undone after `for_s`, whether it must end a world, and where it is
-    possible."""
+    """One kind: its target, whether `for_s` undoes it, whether it must end a world, and where it is possible."""
 
     name: str
     meaning: str
@@ -355,8 +354,7 @@ def advised(kind: object) -> str | None:
 
 
 def is_over_at_once(kind: object) -> bool:
-    """Return True if a kind acts instantly: `for_s` is then how long the ended process or node stays away, or
-    unused."""
+    """Return True if a kind acts instantly: `for_s` is then how long its target stays away, or unused."""
     known = _known(kind)
     return known is not None and (known.ends_world or known.lasts == "never")
 

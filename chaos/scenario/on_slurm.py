@@ -37,8 +37,7 @@ class OnSlurm(BaseModel):
 
     @property
     def has_own_etcd(self) -> bool:
-        """True if the job's first node starts its etcd: it can then neither leave nor be joined from outside the
-        allocation."""
+        """True if the job's first node starts its etcd: it cannot leave, and nothing outside the allocation can join."""
         return not self.is_array and self.at_first is None
 
     def kinds(self) -> list[str]:

@@ -140,8 +140,7 @@ def _merge_plan(parts: tuple[Part, ...], num_lanes: int) -> tuple[tuple[Part, Pa
 
 @lru_cache(64)
 def lane_additions(num_lanes: int) -> tuple[tuple[int, int], ...]:
-    """Return the tree's additions as pairs of lanes: the right one's sum is added to the left one's; the total is in
-    0's."""
+    """Return the tree's additions as pairs of lanes, the right one added to the left one; the total is in lane 0's."""
     leaves = [settle(Part(0, lane), num_lanes) for lane in range(num_lanes)]
     lane_of = {leaf: lane for lane, leaf in enumerate(leaves)}
     additions = []

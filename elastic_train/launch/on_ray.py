@@ -170,8 +170,7 @@ def run_on_ray(job: RayJob) -> tuple[int, Result | None]:
 
 @contextlib.contextmanager
 def _requests() -> Iterator[threading.Event]:
-    """Record requests to leave. Ray's own SIGTERM handler aborts the process, and its calls let no other exception
-    out."""
+    """Record requests to leave. Ray's own SIGTERM handler aborts the process; its calls let no other exception out."""
     asked = threading.Event()
     numbers = requests() if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: asked.set()) for number in numbers}

@@ -34,8 +34,7 @@ _BY_KERNEL = 0x80
 
 
 def train_in_a_child() -> None:
-    """Return in a child whose parent exits as the child does; without a child where the platform does not support
-    it."""
+    """Return in a child, where supported, whose parent exits as the child does."""
     page = new_page()
     if page is None:
         return

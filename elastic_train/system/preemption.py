@@ -50,8 +50,7 @@ class StepDropped(BaseException):
 
 
 class LeaveNow(BaseException):
-    """Raised when the process is asked to leave and nothing would be lost. Not an Exception, as it may interrupt any
-    code."""
+    """Raised when asked to leave with nothing to lose. Not an Exception: it may interrupt any code."""
 
 
 def requests() -> tuple[signal.Signals, ...]:

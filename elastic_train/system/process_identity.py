@@ -18,8 +18,7 @@ _KIB = 1024
 
 
 def process_identity() -> dict[str, object]:
-    """Return what identifies a process beyond its pid: `host`, `boot` id, and `born`, in clock ticks since that
-    boot."""
+    """Return `host`, `boot` id, and `born`, in clock ticks since that boot: they identify a process beyond its pid."""
     stat = stat_of(os.getpid())
     return {"host": socket.gethostname(), "boot": boot_id(), "born": stat.born if stat else 0}
 

@@ -46,8 +46,7 @@ MOST_LOOK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A phase without beats: its limit is `times` the limit of steps, at least `least_s`; `unknown_s` before any
-    step."""
+    """A phase without beats, limited to `times` a step's limit, at least `least_s`; `unknown_s` before any step."""
 
     least_s: float
     unknown_s: float

@@ -167,8 +167,7 @@ class CausalLM:
         return replace(loss, total=loss.total + torch.stack(list(made.added)).sum()) if made.added else loss
 
     def _last_layer(self, model: nn.Module, mine: Batch) -> LastLayer | None:
-        """Return the layer to leave out of the model's pass because logits of all tokens are too large; None if there
-        is none."""
+        """Return the layer to leave out of the model's pass as logits of all tokens are too large; None if none is."""
         head = self.language_model.head(model)
         last = None if head is None else LastLayer(head, self.z_loss)
         return last if last is not None and last.takes_chunks(mine["tokens"].numel()) else None

@@ -225,8 +225,7 @@ class History:
         self._write("unwritable", step=step, why=why)
 
     def no_progress(self, *, step: int) -> None:
-        """Record that the job gives up: world after world ended without a further step. Earlier worlds do not count
-        again."""
+        """Record that the job gives up: worlds ended without a further step. Earlier ones do not count again."""
         self._write("no_progress", step=step)
 
     def validate(self, *, step: int) -> None:

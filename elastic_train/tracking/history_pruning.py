@@ -43,8 +43,7 @@ def summary_of(run_dir: str | Path) -> Summary:
 
 
 def summarised(run_dir: str | Path, before_term: int) -> Summary:
-    """Return the summary extended by the histories of terms before `before_term`; reads both ends of leaders' files
-    only."""
+    """Extend the summary by the histories of terms before `before_term`; reads both ends of leaders' files only."""
     return _fold(run_dir, summary_of(run_dir), before_term - 1)
 
 

@@ -50,8 +50,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A commit contains everything up to this step, so it will not be recomputed; `tags` describe the run from then
-    on."""
+    """A commit has everything up to this step, so it is final; `tags` describe the run from then on."""
 
     step: int
     tags: Mapping[str, str]

@@ -198,8 +198,7 @@ def lineage_of(run: Evidence) -> list[Applied]:
 
 
 def branch_of(run: Evidence, term: int, until: int) -> list[tuple[int, int, int]]:
-    """Return the terms that applied the steps up to `until` of `term`'s branch: (term, lo, hi), oldest first, none
-    empty."""
+    """Return the terms that applied `term`'s branch up to step `until`: (term, lo, hi), oldest first, none empty."""
     return _walk(restored_at(run), went_on_from(run), term, until)
 
 

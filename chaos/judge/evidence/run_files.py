@@ -201,8 +201,7 @@ def without_vain(processes: list[list[Line]]) -> list[list[Line]]:
 
 
 def manifests_of(folder: Path, config: Line, read: Callable[[Path], Line | None] | None = None) -> list[Line]:
-    """Read the training set's manifest, or those of a mixture's sources, from the run's folder or the configured place;
-    empty unless all are found."""
+    """Read the training set's manifests, from the run's folder or the configured place; empty unless all are found."""
     data = mapping_in(config.get("data")) or {}
     train = data.get("train")
     sources = _sources_of(config) or ([train] if isinstance(train, str) else [""])

@@ -152,8 +152,7 @@ def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
 
 
 def digest_of(tensors: Tensors, fields: Mapping[str, object]) -> str:
-    """Return the SHA-256 over all tensors, by the rule of the record's or result's format (docs/formats.md,
-    Commits)."""
+    """Return the SHA-256 over all tensors, by the rule of the record's format (docs/formats.md, Commits)."""
     dims, is_by_grains = cast(Mapping[str, int], fields.get("cut_dims") or {}), cast(int, fields.get("format", 2)) >= 3
 
     def digest(name: str, tensor: Tensor) -> str:

@@ -153,8 +153,7 @@ def _between(run: Evidence, since: float, until: float) -> list[Gap]:
 
 @once
 def _ordinary(run: Evidence) -> float:
-    """Return the share of time in which steps are held up before the first fault: by commits, validations, the
-    machine."""
+    """Return the share of time in which commits, validations or the machine hold up steps before the first fault."""
     first, began = number(run.of("fault")[0], "t"), _gaps(run)[0].since
     return _held_up_s(run, began, first) / (first - began) if first - began > MOST_PART * WINDOW_S else 0.0
 

@@ -125,8 +125,7 @@ def _is_forgotten(run: Evidence, published: dict[str, Line], commit: Line) -> bo
 
 
 def _may_be_unrecorded(published: dict[str, Line], commit: Line, restore: Line | None) -> bool:
-    """Return True if another process may have made a commit's parent: in a term that nobody restored, or as the commit
-    that its term restored, if no history has that."""
+    """Return True if another process may have made a commit's parent, which no history has."""
     if restore is None:
         return True
     term, step = _place(str(commit["key"]))

@@ -25,8 +25,7 @@ _FOR_S = 1.0
 
 
 def rehearse(scenario: Scenario, seed: int) -> Case:
-    """Return a case with the scenario's nodes and faults; raise ScenarioError with everything that the simulator
-    lacks."""
+    """Return a case with the scenario's nodes and faults; raise ScenarioError with all that the simulator lacks."""
     problems = [] if scenario.soak is None else ["a soak lists no faults to simulate: run `elastic-chaos sim --seeds`"]
     if scenario.executor == "slurm":
         problems.append("jobs on Slurm are not simulated: `elastic-chaos run` does it")

@@ -197,8 +197,7 @@ def in_cells(shape: Shape, draws: random.Random) -> Shape:
 
 
 def in_stages(shape: Shape, draws: random.Random) -> Shape:
-    """Return the shape with pipeline stages on different nodes if a node cannot hold them all, for at least two
-    cells."""
+    """Return the shape with stages on different nodes if a node cannot hold them all, for at least two cells."""
     stage_size = draws.choice((1, 1, 2, 3))
     stages = max(1, min(draws.choice(STAGES), shape.nodes // 2))
     return _of_cells(replace(shape, cell=stages * stage_size, stages=stages), stage_size, draws)

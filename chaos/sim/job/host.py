@@ -98,7 +98,6 @@ class Host:
         process.at_death["state"] = lambda: setattr(worker, "state", None)
 
     def copy(self) -> None:
-        """Advance time by a save's copy: often less than a step, sometimes more, but never so slow that it is given
-        up."""
+        """Advance time by a save's copy: often less than a step, sometimes more, never so slow that it is given up."""
         seconds = min(self.shape.lane_s * self.pace.choice((0.1, 1.0, 5.0)), LEAST_S / 2)
         self.kernel.sleep(seconds * self.kernel.process.slowness)

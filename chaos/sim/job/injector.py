@@ -22,8 +22,7 @@ WHOSE: Mapping[str, Callable[[Fleet, list[Process]], list[int]]] = {
 
 
 class Injector:
-    """A job's faults; each that takes effect is recorded in the history and counted in `num_faults` by kind
-    (kind@point)."""
+    """A job's faults; those that take effect are in the history, and counted in `num_faults` by kind (kind@point)."""
 
     def __init__(self, fleet: Fleet, faults: tuple[SimFault, ...]) -> None:
         self._fleet, self._faults, self._kernel, self._record = fleet, faults, fleet.kernel, fleet.record

@@ -107,8 +107,7 @@ class Node:
             self._kernel.wake(self._watcher)
 
     def _watch_over(self) -> None:
-        """Act as the agent: start workers, supervise them by the product's rules, end with the last or when one
-        must."""
+        """Act as the agent: start workers, supervise them by the product's rules, end when it must."""
         agent, shape = self._kernel.process, self._host.shape
         agent.at_death["workers"] = self._kill_workers
         context = self._make_context(agent)

@@ -104,8 +104,7 @@ class Etcd:
         return None if call == "delete" and refused == "nospace" else StoreBlockedError(f"the alarm {refused}")
 
     def lose_member(self, member: int, seconds: float) -> None:
-        """Lose one member: its clients' pending calls may or may not have been executed, and their watches fall
-        silent."""
+        """Lose a member: its clients' pending calls may have been executed, and their watches fall silent."""
         self.lost_member, self.lost_until = member, self.kernel.now + seconds
         for watch in self.watches:
             if self.is_lost_to(watch.process):

@@ -89,8 +89,7 @@ def survey_store(store: Store, best: Best, *, is_thorough: bool = False) -> List
 
 
 def wrong_with(store: Store, record: CommitRecord, sizes: Mapping[str, int] | None = None) -> str | None:
-    """Return what is wrong with a commit: its files (sizes only if `sizes` is given), or the tiling of its lineage;
-    else None."""
+    """Return what is wrong with a commit's files (only sizes if `sizes` is given) or lineage; else None."""
     damage = damage_of(store, record.key) if sizes is None else "; ".join(wrong_sizes(record, sizes))
     if damage:
         return damage

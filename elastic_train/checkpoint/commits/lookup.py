@@ -111,8 +111,7 @@ def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord 
 
 
 def _best_by(run: str, store: Store) -> tuple[EarlyStoppingConfig | None, str | None]:
-    """Return a run's early stopping settings, and the metric by which it keeps its best commit; None for each that is
-    off."""
+    """Return a run's early stopping settings, and the metric by which it keeps its best commit; None if off."""
     config: Mapping[str, object] = {}
     if "://" not in run and (Path(run) / CONFIG).is_file():
         config = RunFolder(Path(run)).config()

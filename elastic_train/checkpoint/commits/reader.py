@@ -170,8 +170,7 @@ def wrong_sizes(record: CommitRecord, sizes: Mapping[str, int]) -> list[str]:
 
 
 def sizes_of(store: Store, attempt: str, files: Mapping[str, FileRecord]) -> dict[str, int]:
-    """Return the sizes of an attempt's files by key; files listed with another size than recorded are opened to
-    check."""
+    """Return the sizes of an attempt's files by key; those listed with a wrong size are opened to check."""
     sizes = {entry.key: entry.size for entry in store.list(f"{attempt}/")}
     for name, file in files.items():
         if sizes.get(key := f"{attempt}/{name}") != file.size:

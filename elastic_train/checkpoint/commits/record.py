@@ -67,8 +67,7 @@ class Improvement:
 
 
 def improvement_for(config: EarlyStoppingConfig | None, known: Improvement | None) -> Improvement | None:
-    """Return the comparison of validations: the known one if its metric matches, else a new one; None if none are
-    compared."""
+    """Return the known comparison of validations if its metric matches, else a new one; None if none are compared."""
     if config is None:
         return None
     return known if known is not None and known.metric == config.metric else Improvement(config.metric)

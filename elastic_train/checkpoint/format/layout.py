@@ -277,8 +277,7 @@ def _cut_at(path: StatePath, shape: torch.Size, dims: CutDims) -> Cut | None:
 
 
 def weight_of(path: StatePath) -> str | None:
-    """Return the name of the weight or buffer that a path belongs to, directly or as its moments; None for other
-    values."""
+    """Return the name of the weight or buffer that a path belongs to, also as its moments; None for other values."""
     at = {MODEL: 1, "optimizer": 2}.get(str(path[0]))
     return str(path[at]) if at is not None and at < len(path) else None
 

@@ -237,8 +237,7 @@ def _wanted_pieces(metadata: Metadata, pieces: Mapping[str, Pieces]) -> Iterator
 
 
 def _common(leaf: Pieces, stored: _Box) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """Yield the overlaps of held spans with a stored box: memory shaped as a box, and its position in the stored
-    one."""
+    """Yield the overlaps of held spans with a stored box: memory shaped as a box, and its position in it."""
     shape = moved(leaf.shape, leaf.cut)
     for span in leaf.held:
         for box in boxes(shape, span):
@@ -294,8 +293,7 @@ def _land_pieces(leaf: Pieces, box: _Box) -> Landing:
 def _mismatches(
     metadata: Metadata, paths: Mapping[str, StatePath], wanted: Mapping[StatePath, object]
 ) -> Iterator[str]:
-    """Yield a description of every wanted leaf that is missing or of another kind in the files: copying would convert
-    it."""
+    """Describe each wanted leaf that the files lack or have as another kind: copying would convert it."""
     names = {path: name for name, path in paths.items()}
     for path, leaf in wanted.items():
         shown = ".".join(str(part) for part in path)

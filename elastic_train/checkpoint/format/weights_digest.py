@@ -35,8 +35,7 @@ def tensor_digest(dtype: torch.dtype, shape: torch.Size, content: memoryview, cu
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes: detects accidental differences between ranks in a sixth of SHA-256's
-    time."""
+    """Return the CRC-32 of a tensor's bytes: detects differences between ranks in a sixth of SHA-256's time."""
     return crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 

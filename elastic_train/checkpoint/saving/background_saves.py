@@ -48,8 +48,7 @@ class Role:
 
 
 class SaveMemory:
-    """State that saves keep across worlds of a process: plan, staging memory, timeout, and whether one was
-    abandoned."""
+    """State that saves keep across worlds of a process: plan, staging memory, timeout, an abandonment."""
 
     def __init__(self) -> None:
         self.planner = Planner()

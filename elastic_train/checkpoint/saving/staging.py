@@ -94,8 +94,7 @@ class Staging:
             yield buffer.memory
 
     def prepare(self, num_bytes: int, device: torch.device) -> None:
-        """Allocate pinned memory in the background, so that no save waits for it; errors surface in the save that needs
-        it."""
+        """Allocate pinned memory in the background, so that no save waits; errors surface in the save that needs it."""
 
         def make() -> None:
             with contextlib.suppress(StorageError):

@@ -194,8 +194,7 @@ class LocalStore:
 
 
 def has_no_inodes(found: os.statvfs_result) -> bool:
-    """Return True if a file system with free bytes has no free inodes; one that does not count them (Btrfs) always
-    has."""
+    """Return True if a file system with free bytes is out of inodes; Btrfs, which counts none, never is."""
     return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
 
 

@@ -200,8 +200,7 @@ _SIZE, _BUFFER, _AT = 0, 2, 3
 
 
 def views_of(contents: Sequence[pa.Buffer], numbers: Int64s, at: Ints, sizes: Ints) -> Views:
-    """Return views of strings in several buffers; shape (strings, 4). The prefix of long ones, used for comparisons, is
-    0."""
+    """Return views of strings in several buffers; shape (strings, 4). Long ones have the prefix 0, for comparisons."""
     views = np.zeros((len(at), 4), dtype=np.int32)
     views[:, _SIZE], views[:, _BUFFER], views[:, _AT] = sizes, numbers, at
     if len(sizes) and sizes.min() <= INLINE:

@@ -35,8 +35,7 @@ def version() -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocabulary` ids, fewer for small texts. Raise ConfigError without
-    `tokenizers`."""
+    """Train a byte-level BPE of at most `vocabulary` ids. Raise ConfigError without `tokenizers`."""
     with needed_for("importing text"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())

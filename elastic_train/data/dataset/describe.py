@@ -28,8 +28,7 @@ _BAR_CELLS = 32
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Description of a dataset; `lengths[i]` counts the rows with at least LENGTH_BOUNDS[i] tokens, below the next
-    bound."""
+    """A dataset in figures; `lengths[i]` counts the rows with at least LENGTH_BOUNDS[i] tokens, below the next."""
 
     url: str
     digest: str

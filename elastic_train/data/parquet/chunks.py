@@ -34,8 +34,7 @@ class Chunk:
         return f"bytes [{self.lo}, {self.hi}) of column '{self.column}'"
 
     def is_of(self, names: Sequence[str]) -> bool:
-        """Return True if it belongs to one of the columns; nested columns have longer paths, and names may have
-        dots."""
+        """Return True if it belongs to one of the columns; paths of nested columns are longer, names may have dots."""
         return f"{self.column}.".startswith(tuple(f"{name}." for name in names))
 
 

@@ -322,8 +322,7 @@ class SignedRanges:
 
     @cached_property
     def _signer(self) -> fsspec.AbstractFileSystem:
-        """The same file system with version 4 signatures; in some regions boto's default is refused by newer
-        buckets."""
+        """The same file system with version 4 signatures: newer buckets in some regions refuse boto's default."""
         options = self._filesystem.storage_options
         config = {"signature_version": "s3v4", **(options.get("config_kwargs") or {})}
         if options.get("anon"):

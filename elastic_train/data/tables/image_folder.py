@@ -39,8 +39,7 @@ def import_images(
     check: ImageCheck | None = None,
     track: Track = silent,
 ) -> Written:
-    """Make a dataset of a folder of images, keeping their bytes; raise ConfigError with all images that do not
-    decode."""
+    """Make a dataset of a folder of images with their bytes; raise ConfigError with all that do not decode."""
     check = check or ImageCheck()
     files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
     labels = sorted({path.parent.name for paths in files.values() for path in paths})

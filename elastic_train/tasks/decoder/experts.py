@@ -54,8 +54,7 @@ def with_terms(out: Tensor, losses: RouterLosses) -> Tensor:
 
 
 def without_terms(given: Tensor, shape: Sequence[int], losses: RouterLosses) -> Tensor:
-    """Return the activations, of this shape, received from the previous stage; its router losses are added to
-    `losses`."""
+    """Return the previous stage's activations, of this shape; its router losses are added to `losses`."""
     size = math.prod(shape)
     out, terms = torch.split(given, [size, len(given) - size])
     losses.terms.extend(terms.unbind())

@@ -62,8 +62,7 @@ class Normalisation:
     def of(
         cls, channels: int, mean: Sequence[float] | None, std: Sequence[float] | None, folder: Path | None
     ) -> Normalisation:
-        """Return the given values, else those of a model's folder, else ImageNet's (0.5 for grey images); raise
-        ValueError."""
+        """Return the given values, else those of a model's folder, else ImageNet's (0.5 if grey); raise ValueError."""
         known = _of_folder(folder) if folder else None
         usual = known if known and len(known[0]) == channels else _IMAGENET if channels == 3 else _GREY
         chosen = cls(tuple(mean or usual[0]), tuple(std or usual[1]))

@@ -36,8 +36,7 @@ class FolderWeights:
     drawn: Sequence[str]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter, bit-identical to `Source.build`'s once converted to its type; random ones advance
-        torch's generator."""
+        """Yield every parameter with the bits of `Source.build` in its type; random ones advance torch's generator."""
         yield from _read(self.places)
         if self.drawn:
             yield from self._draw()

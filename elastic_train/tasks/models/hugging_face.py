@@ -49,8 +49,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's folder with weights, or a configuration only, with random weights; `config` overrides the folder's
-    values."""
+    """A model's folder with weights, or a configuration with random ones; `config` overrides the folder's values."""
 
     path: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)

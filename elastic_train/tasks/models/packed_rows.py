@@ -87,8 +87,7 @@ def _names_positions(forward: Callable[..., Any]) -> bool:
 
 
 def depends_on_length(config: Any, max_tokens: int) -> str:
-    """Return why tokens of rows of up to this many tokens are computed differently from short ones; "" if they are
-    not."""
+    """Return why rows of up to this many tokens are computed differently from short ones; "" if they are not."""
     rotations = getattr(config, "rope_parameters", None) or {}
     for one in (rotations, *(value for value in rotations.values() if isinstance(value, dict))):
         original = one.get("original_max_position_embeddings") or getattr(

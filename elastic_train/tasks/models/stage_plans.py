@@ -44,8 +44,7 @@ class Parts:
 
 
 def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> Iterator[Found]:
-    """Yield why a transformers model cannot run in this many stages: no plan, too few layers, or a matrix in two
-    stages."""
+    """Yield why a model cannot run in this many stages: no plan, too few layers, a matrix in two stages."""
     kind = type(model_of_transformers(model)[1]).__name__
     if parts is None:
         yield Found(
@@ -180,8 +179,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def planned(model: nn.Module) -> Parts | None:
-    """Return the parts by the plan of a transformers model, or ours for its kind; it may be nested in the model, as
-    with adapters."""
+    """Return the parts by the plan of a transformers model (possibly nested, as with adapters), or ours for its kind."""
     prefix, found = model_of_transformers(model)
     inner: Any = found
     base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())

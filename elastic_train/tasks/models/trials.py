@@ -82,8 +82,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _first_of_each_kind(model: nn.Module) -> Iterator[None]:
-    """Omit a large model's output layer, and its layers after the first of each kind; kinds differ in modules or
-    settings."""
+    """Keep a large model's first layer of each kind (by modules and settings), and no output layer."""
     from elastic_train.tasks.models.stage_plans import planned
 
     inner: Any = model

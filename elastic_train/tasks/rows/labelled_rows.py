@@ -78,8 +78,7 @@ class LabelledRows:
         self._has_labels, self._absent = True, list[str]()
 
     def prepare(self, manifest: Manifest) -> None:
-        """Take columns, classes and weights from the training set; raise DataError or ConfigError if it does not
-        fit."""
+        """Take columns, classes and weights from the training set; raise DataError or ConfigError if unfit."""
         self.label = label_of(manifest, self._label)
         self.numeric = list(manifest.numeric_columns if self._numeric is None else self._numeric)
         self.categorical = list(manifest.categorical_columns if self._categorical is None else self._categorical)

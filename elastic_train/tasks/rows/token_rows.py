@@ -117,8 +117,7 @@ class TokenColumns:
         return begins.cumsum(axis=1)
 
     def _documents(self, runs: Ids, is_real: npt.NDArray[np.bool_]) -> Ids | None:
-        """Return every token's document, PADDING for none; None if a causal mask hides everything that must be
-        hidden."""
+        """Return every token's document, PADDING for none; None if a causal mask hides all that must be hidden."""
         if self.documents:
             return np.where(is_real, runs, PADDING)
         is_prefix = not (is_real[:, 1:] & ~is_real[:, :-1]).any()

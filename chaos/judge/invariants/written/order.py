@@ -129,8 +129,7 @@ def _check_metrics(run: Evidence, term: int, lines: list[Line]) -> None:
 
 
 def _check_together(run: Evidence) -> None:
-    """All ranks of a world have applied a step before any applies the next; a survivor leaves one world before the
-    next."""
+    """All ranks of a world have applied a step before any applies the next or enters the next world."""
     latest, earliest = dict[tuple[int, int], Line](), dict[tuple[int, int], Line]()
     for place, lines in steps_of(run).items():
         settled = [line for line in lines if not _OPEN & line.keys()]

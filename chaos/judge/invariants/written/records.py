@@ -116,8 +116,7 @@ def _check_job(run: Evidence, key: str, fields: Line) -> None:
 
 
 def identity_of(config: Line) -> str | None:
-    """Return the digest of the settings that may not change in a job (docs/formats.md, Commits); None if some are
-    missing."""
+    """Return the digest of a job's fixed settings (docs/formats.md, Commits); None if some are missing."""
     run, data = (part(config, name) if isinstance(config.get(name), dict) else {} for name in ("run", "data"))
     if "seed" not in run or "block_row_groups" not in data or data.get("mixture"):
         return None
@@ -158,8 +157,7 @@ def may_lack_a_line(run: Evidence, term: int, at: float) -> bool:
 
 
 def is_disturbed(run: Evidence, since: float, until: float) -> bool:
-    """Return True if a storage answer may have been lost in an interval: some fault did more than end processes or
-    affect one node."""
+    """Return True if a fault in an interval did more than end processes or affect one node: answers may be lost."""
     spells = spells_of(run)
     lines: list[Line] = [
         line

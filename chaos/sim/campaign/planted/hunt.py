@@ -76,8 +76,7 @@ class SimBug:
 
 
 def near(kept: Case) -> Iterator[Case]:
-    """Yield a saved case, then variants of it with slightly shifted faults, since the product's timing may have
-    changed."""
+    """Yield a saved case, then variants with slightly shifted faults: the product's timing may have changed."""
     yield kept
     for seed in range(SEEDS - 1):
         draws = random.Random(f"{seed}/near")
