@@ -179,7 +179,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 def planned(model: nn.Module) -> Parts | None:
-    """Return the parts by the plan of a transformers model (possibly nested, as with adapters), or ours for its kind."""
+    """Return the parts by the plan of a transformers model (it may be nested, as with adapters), or ours."""
     prefix, found = model_of_transformers(model)
     inner: Any = found
     base, plan = f"{inner.base_model_prefix}.", inner._pp_plan or _PLANS.get(inner.config.model_type, ())
