@@ -5,7 +5,6 @@ Every function changes the files in one run's folder.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +25,7 @@ from chaos.judge.evidence.run_files import (
     part,
     whole,
 )
-from chaos.planted.edits import (
-    Change,
-    edit,
-    edit_result,
-    forge,
-    later_term,
-)
+from chaos.planted.edits import Change, Damage, edit, edit_result, forge, history_of, in_result, later_term, rewrite
 
 _HOURS_S = 36_000.0
 
@@ -42,6 +35,10 @@ def _edit_step(folder: Path, change: Change) -> None:
     run = collect(folder)
     last, chosen = later_term(run), _later_step(run)
     edit(folder, lambda line: change(line) if _is_step(line, last, chosen) else line)
+
+
+def _in_step(change: Change) -> Damage:
+    return lambda folder: _edit_step(folder, change)
 
 
 def _later_step(run: Evidence) -> int:
@@ -57,10 +54,6 @@ def _is_step(line: Line, term: int, step: int) -> bool:
 def repeat(folder: Path) -> None:
     micro_batch = shape_of(collect(folder)).micro_batch
     _edit_step(folder, lambda line: {**line, "lo": whole(line, "lo") - micro_batch, "hi": whole(line, "lo")})
-
-
-def skip(folder: Path) -> None:
-    _edit_step(folder, lambda _: None)
 
 
 def fetched_cursor(folder: Path) -> None:
@@ -82,12 +75,11 @@ def dropped_tail(folder: Path) -> None:
     edit(folder, lambda line: None if line["op"] == "step" and line["step"] == end else line)
 
 
-def filtered_rows(folder: Path) -> None:
-    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
-
-
-def unlisted_hole(folder: Path) -> None:
-    _edit_step(folder, lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
+skip = _in_step(lambda _: None)
+filtered_rows = _in_step(lambda line: {**line, "num_samples": whole(line, "num_samples") - 1})
+unlisted_hole = _in_step(lambda line: {**line, "num_samples": whole(line, "num_samples") - 1, "num_left_out": 1})
+different_losses = _in_step(lambda line: {**line, "loss": -1.5})
+skipped_line = _in_step(lambda line: None if line["rank"] == 0 else line)
 
 
 def other_hole(folder: Path) -> None:
@@ -111,16 +103,6 @@ def disagreement(folder: Path) -> None:
         return {**line, "loss": -1.5} if len(seen) == 1 else line
 
     _edit_step(folder, once)
-
-
-def different_losses(folder: Path) -> None:
-    _edit_step(folder, lambda line: {**line, "loss": -1.5})
-
-
-def skipped_line(folder: Path) -> None:
-    run = collect(folder)
-    last, chosen = later_term(run), _later_step(run)
-    edit(folder, lambda line: None if _is_step(line, last, chosen) and line["rank"] == 0 else line)
 
 
 def stale_lanes(folder: Path) -> None:
@@ -148,45 +130,33 @@ def wrong_sum(folder: Path) -> None:
 
 
 def miscounted_commit(folder: Path) -> None:
-    forge(folder, lambda record: {**record, "coverage": _one_more(part(record, "coverage"))})
+    def counting(record: Line) -> Line:
+        coverage = part(record, "coverage")
+        return {**record, "coverage": {**coverage, "count": whole(coverage, "count") + 1}}
+
+    forge(folder, counting)
 
 
-def _one_more(coverage: Line) -> Line:
-    return {**coverage, "count": whole(coverage, "count") + 1}
+def _in_witness(*changes: tuple[int, int]) -> Damage:
+    """Return the damage of samples that count more or less often, as (place, difference)."""
+
+    def damage(folder: Path) -> None:
+        weights = np.load(folder / "witness.npy")
+        for sample, by in changes:
+            weights[sample] += by
+        np.save(folder / "witness.npy", weights)
+
+    return damage
 
 
-def witness_repeat(folder: Path) -> None:
-    _edit_witness(folder, [(0, 1)])
-
-
-def witness_skip(folder: Path) -> None:
-    _edit_witness(folder, [(-1, -1)])
-
-
-def lost_witness(folder: Path) -> None:
-    (folder / "witness.npy").unlink()
-
-
-def witness_swap(folder: Path) -> None:
-    _edit_witness(folder, [(0, 1), (-1, -1)])
-
-
-def _edit_witness(folder: Path, changes: list[tuple[int, int]]) -> None:
-    weights = np.load(folder / "witness.npy")
-    for sample, by in changes:
-        weights[sample] += by
-    np.save(folder / "witness.npy", weights)
+witness_repeat, witness_skip, witness_swap = _in_witness((0, 1)), _in_witness((-1, -1)), _in_witness((0, 1), (-1, -1))
 
 
 def extra_step(folder: Path) -> None:
     run = collect(folder)
-    newest = furthest_of(run)
-    last = later_term(run)
-
-    path = sorted((folder / "history").glob(f"{last:08d}-*.jsonl"))[0]
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    final = next(line for line in lines if _is_step(line, last, newest[last]))
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {**final, "step": newest[last] + 1}]))
+    last, newest = later_term(run), furthest_of(run)[later_term(run)]
+    path = history_of(folder, f"{last:08d}-*")
+    rewrite(path, lambda lines: [*lines, *({**x, "step": newest + 1} for x in lines if _is_step(x, last, newest))])
 
 
 def other_weights(folder: Path) -> None:
@@ -205,8 +175,7 @@ def other_commit(folder: Path) -> None:
     edit(folder, change)
 
 
-def other_metrics(folder: Path) -> None:
-    edit_result(folder, metrics={"loss": 0.5, "samples": 17.0})
+other_metrics = in_result(metrics={"loss": 0.5, "samples": 17.0})
 
 
 def one_ranks_weights(folder: Path) -> None:
@@ -219,26 +188,6 @@ def one_ranks_weights(folder: Path) -> None:
         return {**line, "weights_sha256": "0" * 64}
 
     edit(folder, once)
-
-
-def orphan(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "orphans": [4711]} if line["op"] == "clean" else line)
-
-
-def unlooked(folder: Path) -> None:
-    edit(folder, lambda line: None if line["op"] == "clean" else line)
-
-
-def no_result(folder: Path) -> None:
-    (folder / "result.json").unlink()
-
-
-def preempted(folder: Path) -> None:
-    edit_result(folder, status="preempted")
-
-
-def no_faults(folder: Path) -> None:
-    edit(folder, lambda line: None if line["op"] == "fault" else line)
 
 
 def harmless_kill(folder: Path) -> None:
@@ -283,10 +232,6 @@ def unexplained_term(folder: Path) -> None:
 
 def unexplained_death(folder: Path) -> None:
     edit(folder, lambda line: None if line["op"] == "end" and line["status"] == "done" else line)
-
-
-def failed_node(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "node": 99, "code": 1} if line["op"] == "exit" else line)
 
 
 def given_up(folder: Path) -> None:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from chaos.judge.evidence.run_files import MANIFEST, Line, collect, items, part, record_files, whole
-from chaos.planted.edits import edit, edit_result, forge, later_term
+from chaos.judge.evidence.run_files import Line, collect, items, part, record_files, whole
+from chaos.planted.edits import Damage, edit, edit_result, forge, history_of, in_records, later_term, written
 
 
 def _first_attempt(folder: Path) -> tuple[Path, Line]:
@@ -30,46 +30,26 @@ def earlier_files(folder: Path) -> None:
         path.unlink()
 
 
-def unsealed_record(folder: Path) -> None:
-    forge(folder, lambda record: {**record, "world_size": 99}, seals=False)
+unsealed_record = in_records(lambda record: {**record, "world_size": 99}, seals=False)
 
 
-def _claim_everywhere(folder: Path, fields: Line, recorded: Line) -> None:
-    """Change the result and the records of both runs consistently."""
-    for each in (folder, folder.parent / "reference"):
-        if each.is_symlink() or not each.exists():
-            continue
-        edit_result(each, **fields)
-        forge(each, lambda record: {**record, **recorded})
+def _claimed_everywhere(fields: Line, recorded: Line | None = None) -> Damage:
+    """Return the damage of other fields in the result and, as `recorded`, in the records of both runs."""
+
+    def damage(folder: Path) -> None:
+        for each in (folder, folder.parent / "reference"):
+            if not each.is_symlink() and each.exists():
+                edit_result(each, **fields)
+                forge(each, lambda record: {**record, **(recorded or fields)})
+
+    return damage
 
 
-def invented_metrics(folder: Path) -> None:
-    metrics = {"loss": 0.125, "samples": 16.0}
-    _claim_everywhere(folder, {"metrics": metrics}, {"metrics": metrics})
-
-
-def nan_metrics(folder: Path) -> None:
-    nothing: Line = {"loss": None, "samples": 16.0}
-    _claim_everywhere(folder, {"metrics": {"loss": float("nan"), "samples": 16.0}}, {"metrics": nothing})
-
-
-def invented_skips(folder: Path) -> None:
-    _claim_everywhere(folder, {"skipped_steps": [[1, 3]]}, {"skipped_steps": [[1, 3]]})
-
-
-def invented_cuts(folder: Path) -> None:
-    edit_result(folder, num_truncated=12)
-
-
-def invented_end(folder: Path) -> None:
-    edit_result(folder, ended_by="early stopping")
-
-
-def _without(op: str) -> Callable[[Path], None]:
-    return lambda folder: edit(folder, lambda line: None if line["op"] == op else line)
-
-
-no_validations, no_exits = _without("validate"), _without("exit")
+invented_metrics = _claimed_everywhere({"metrics": {"loss": 0.125, "samples": 16.0}})
+nan_metrics = _claimed_everywhere(
+    {"metrics": {"loss": float("nan"), "samples": 16.0}}, {"metrics": {"loss": None, "samples": 16.0}}
+)
+invented_skips = _claimed_everywhere({"skipped_steps": [[1, 3]]})
 
 
 def no_terms(folder: Path) -> None:
@@ -84,11 +64,7 @@ def another_claim(folder: Path) -> None:
     (folder / "terms" / f"{number:08d}.json").write_text('{"boot": "c"}')
 
 
-def empty_proof(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "proof": ""} if line["op"] == "effect" else line)
-
-
-def _other_answer(is_of_end: bool, **fields: object) -> Callable[[Path], None]:
+def _other_answer(is_of_end: bool, **fields: object) -> Damage:
     def change(line: Line) -> Line:
         return {**line, **fields} if line["op"] == "why" and ("fault" not in line) == is_of_end else line
 
@@ -101,78 +77,36 @@ other_exit_code = _other_answer(False, exit_code=71)
 start_advised_at_the_end = _other_answer(True, do="start", exit_code=75)
 
 
-def empty_manifest(folder: Path) -> None:
-    (folder / MANIFEST).write_text("{}")
-
-
 def broken_line(folder: Path) -> None:
-    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
+    path = history_of(folder)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], lines[3][:20] + "\n", *lines[4:]]))
 
 
-def _change_oldest(folder: Path, change: Callable[[Line], Line]) -> None:
-    """Change the oldest record; digests and parents are recomputed."""
-    oldest = json.loads(record_files(folder)[0].read_text())
-    place = oldest["term"], oldest["step"]
-    forge(folder, lambda record: change(record) if (record["term"], record["step"]) == place else record)
+def _in_oldest(name: str, change: Callable[[Line, Line], object]) -> Damage:
+    """Return the damage of one field of the oldest record, by its value (if a mapping) and the record."""
+
+    def damage(folder: Path) -> None:
+        oldest = json.loads(record_files(folder)[0].read_text())
+        place = oldest["term"], oldest["step"]
+        changed = {name: change(oldest.get(name), oldest)}
+        forge(folder, lambda record: {**record, **changed} if (record["term"], record["step"]) == place else record)
+
+    return damage
 
 
-def other_cursor(folder: Path) -> None:
-    _change_oldest(
-        folder,
-        lambda record: {
-            **record,
-            "cursor": {**(cursor := part(record, "cursor")), "offset": whole(cursor, "offset") + 4},
-        },
-    )
-
-
-def other_sums(folder: Path) -> None:
-    _change_oldest(
-        folder,
-        lambda record: {
-            **record,
-            "coverage": {**(sums := part(record, "coverage")), "sum_a": whole(sums, "sum_a") ^ 1},
-        },
-    )
-
-
-def other_account(folder: Path) -> None:
-    _change_oldest(
-        folder,
-        lambda record: {
-            **record,
-            "account": {
-                **part(record, "account"),
-                "epochs": [*items(part(record, "account"), "epochs"), part(record, "coverage")],
-            },
-        },
-    )
-
-
-def other_improvement(folder: Path) -> None:
-    best: Line = {"metric": "min loss", "best": 0.125, "best_step": 1, "validated_at": 1, "num_since": 0}
-    _change_oldest(folder, lambda record: {**record, "improvement": best})
-
-
-def older_metrics(folder: Path) -> None:
-    _change_oldest(folder, lambda record: {**record, "metrics": {"loss": 0.125, "samples": 16.0}})
-
-
-def other_skips(folder: Path) -> None:
-    _change_oldest(folder, lambda record: {**record, "skipped_steps": [[0, 1]]})
-
-
-def other_head(folder: Path) -> None:
-    (folder / "head.json").write_text(json.dumps({"commit": "commits/00000099-000000000099.json", "step": 99}))
+_BEST = {"metric": "min loss", "best": 0.125, "best_step": 1, "validated_at": 1, "num_since": 0}
+other_cursor = _in_oldest("cursor", lambda cursor, _: {**cursor, "offset": whole(cursor, "offset") + 4})
+other_sums = _in_oldest("coverage", lambda sums, _: {**sums, "sum_a": whole(sums, "sum_a") ^ 1})
+other_account = _in_oldest(
+    "account", lambda account, record: {**account, "epochs": [*items(account, "epochs"), part(record, "coverage")]}
+)
+other_improvement = _in_oldest("improvement", lambda *_: _BEST)
+older_metrics = _in_oldest("metrics", lambda *_: {"loss": 0.125, "samples": 16.0})
+other_skips = _in_oldest("skipped_steps", lambda *_: [[0, 1]])
+other_head = written("head.json", json.dumps({"commit": "commits/00000099-000000000099.json", "step": 99}))
 
 
 def other_tracked_run(folder: Path) -> None:
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps({**result, "mlflow_run_id": "one"}))
+    edit_result(folder, mlflow_run_id="one")
     (folder / "mlflow.json").write_text(json.dumps({"job": "job", "run_id": "another", "mlflow_uri": "sqlite:///x"}))
-
-
-def other_store(folder: Path) -> None:
-    (folder / "store-id").write_text("another store")

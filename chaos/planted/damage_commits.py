@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 
 from chaos.judge.evidence.applied import formed_at, restored_at
@@ -13,7 +13,7 @@ from chaos.judge.evidence.run_files import (
     record_files,
     whole,
 )
-from chaos.planted.edits import edit, forge, later_term
+from chaos.planted.edits import Damage, append, edit, forge, history_of, in_records, later_term, rewrite
 
 
 def damaged_record(folder: Path) -> None:
@@ -39,19 +39,18 @@ def wrong_parent(folder: Path) -> None:
     edit(folder, lambda line: orphaned(line) if line["op"] == "commit" else line)
 
 
-def interval_gap(folder: Path) -> None:
-    forge(folder, lambda record: {**record, "intervals": _moved(record, 1)})
+def _moved(by: int) -> Damage:
+    """Return the damage of another start of the last interval in all records."""
+
+    def moved(record: Line) -> Line:
+        *earlier, last = items(record, "intervals")
+        assert isinstance(last, dict)
+        return {**record, "intervals": [*earlier, {**last, "lo": last["lo"] + by}]}
+
+    return in_records(moved)
 
 
-def interval_overlap(folder: Path) -> None:
-    forge(folder, lambda record: {**record, "intervals": _moved(record, -1)})
-
-
-def _moved(record: Line, by: int) -> list[object]:
-    """Move the start of a record's last interval."""
-    *earlier, last = items(record, "intervals")
-    assert isinstance(last, dict)
-    return [*earlier, {**last, "lo": last["lo"] + by}]
+interval_gap, interval_overlap = _moved(1), _moved(-1)
 
 
 def wrong_terms(folder: Path) -> None:
@@ -78,10 +77,9 @@ def _place(record: Line) -> tuple[int, ...]:
 
 
 def twin_world(folder: Path) -> None:
-    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[-1]
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    twin = [{**line, "pid": line["pid"] + 1} if line["op"] == "form" else line for line in lines]
-    path.with_name(path.name.replace(".jsonl", "9.jsonl")).write_text("".join(json.dumps(line) + "\n" for line in twin))
+    path = history_of(folder, place=-1)
+    twin = Path(shutil.copy(path, path.with_name(path.name.replace(".jsonl", "9.jsonl"))))
+    rewrite(twin, lambda lines: ({**x, "pid": whole(x, "pid") + 1} if x["op"] == "form" else x for x in lines))
 
 
 def shrinking_terms(folder: Path) -> None:
@@ -94,32 +92,31 @@ def shrinking_terms(folder: Path) -> None:
     )
 
 
+def _restored(folder: Path, term: int, **fields: object) -> None:
+    """Change what a term says that it restored."""
+    edit(folder, lambda line: {**line, **fields} if line["op"] == "restore" and line["term"] == term else line)
+
+
 def older_commit(folder: Path) -> None:
     run = collect(folder)
     last = later_term(run)
     newest = restored_at(run)[last]["commit"]
     older = [str(line["key"]) for line in run.of("commit") if str(line["key"]) < str(newest)][-1]
-    edit(folder, lambda line: {**line, "commit": older} if line["op"] == "restore" and line["term"] == last else line)
+    _restored(folder, last, commit=older)
 
 
 def half_a_commit(folder: Path) -> None:
     run = collect(folder)
     last = later_term(run)
     key = str(next(line["key"] for line in run.of("commit") if line["term"] == min(restored_at(run))))
-    skipped = [[key, "data/step-000000000005/00000001-a/.metadata is missing"]]
-    edit(
-        folder,
-        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
-    )
+    _restored(folder, last, skipped=[[key, "data/step-000000000005/00000001-a/.metadata is missing"]])
 
 
 def another_damaged(folder: Path) -> None:
     half_a_commit(folder)
     run = collect(folder)
     first = next(line for process in run.processes for line in process if line["op"] == "fault")
-    flipped = {**first, "kind": "flip_bit", "commit": "00000001-000000000001.json", "pids": []}
-    with (folder / "history" / "other.jsonl").open("a") as file:
-        file.write(json.dumps(flipped) + "\n")
+    append(folder, {**first, "kind": "flip_bit", "commit": "00000001-000000000001.json", "pids": []})
 
 
 def passed_over_head(folder: Path) -> None:
@@ -128,11 +125,7 @@ def passed_over_head(folder: Path) -> None:
     last = later_term(run)
     older = str(restored_at(run)[last]["commit"])
     head = next(str(line["key"]) for line in run.of("commit") if str(line["key"]) > older)
-    skipped = [[head, "the fence names it as head, but its record is not in the store"]]
-    edit(
-        folder,
-        lambda line: {**line, "skipped": skipped} if line["op"] == "restore" and line["term"] == last else line,
-    )
+    _restored(folder, last, skipped=[[head, "the fence names it as head, but its record is not in the store"]])
 
 
 def beside_the_lineage(folder: Path) -> None:
@@ -140,14 +133,8 @@ def beside_the_lineage(folder: Path) -> None:
     last = [line for line in run.of("commit") if line["term"] == min(restored_at(run))][-1]
     step = whole(last, "step") + 1
     key = f"commits/{whole(last, 'term'):08d}-{step:012d}.json"
-    beside = {**last, "step": step, "key": key, "digest": "0" * 64, "parent": last["digest"]}
-    with (folder / "history" / "other.jsonl").open("a") as file:
-        file.write(json.dumps(beside) + "\n")
+    append(folder, {**last, "step": step, "key": key, "digest": "0" * 64, "parent": last["digest"]})
 
 
 def begun_anew(folder: Path) -> None:
-    last = later_term(collect(folder))
-    edit(
-        folder,
-        lambda line: {**line, "commit": None, "step": 0} if line["op"] == "restore" and line["term"] == last else line,
-    )
+    _restored(folder, later_term(collect(folder)), commit=None, step=0)

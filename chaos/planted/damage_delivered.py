@@ -11,7 +11,7 @@ import yaml
 
 from chaos.judge.evidence.run_files import MANIFEST, Line, collect, part, record_files
 from chaos.judge.evidence.stored_weights import digest_of
-from chaos.planted.edits import edit, edit_result, forge
+from chaos.planted.edits import edit, edit_json, edit_result, forge
 
 
 def ended_early(folder: Path) -> None:
@@ -20,9 +20,8 @@ def ended_early(folder: Path) -> None:
 
 
 def fewer_rows(folder: Path) -> None:
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "files": [*manifest["files"], {"row_groups": [12]}]}))
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    edit_json(folder / MANIFEST, files=[*files, {"row_groups": [12]}])
 
 
 def _last(folder: Path) -> Line:

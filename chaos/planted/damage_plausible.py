@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
-from chaos.judge.evidence.run_files import Line, collect, items, part, record_files, whole
-from chaos.planted.edits import edit, edit_result, forge, later_term
+from chaos.judge.evidence.run_files import Line, collect, items, number, part, record_files, whole
+from chaos.planted.edits import edit, edit_result, forge, history_of, in_records, later_term, rewrite
 
 _CHAOS = "history/chaos.jsonl"
 
@@ -46,18 +47,12 @@ def line_twice(folder: Path) -> None:
     path.write_text("".join([*lines, next(line for line in lines if '"commit", "t"' in line)]))
 
 
-def no_commit_lines(folder: Path) -> None:
-    edit(folder, lambda line: None if line["op"] == "commit" else line)
-
-
 def _claim_fault(folder: Path, change: Line) -> None:
     """Add a fault like the first one, with its effect and some changed fields."""
-    path = folder / _CHAOS
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    first = next(line for line in lines if line["op"] == "fault")
-    fault = {**first, "number": 99, "t": first["t"] + 0.2, **change}
+    first = next(line for process in collect(folder).processes for line in process if line["op"] == "fault")
+    fault = {**first, "number": 99, "t": number(first, "t") + 0.2, **change}
     effect = {"op": "effect", "t": fault["t"], "kind": fault["kind"], "fault": 99, "proof": "1 process has ended"}
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, fault, effect]))
+    rewrite(folder / _CHAOS, lambda lines: [*lines, fault, effect])
 
 
 def killed_twice(folder: Path) -> None:
@@ -91,17 +86,12 @@ def unclaimed_start(folder: Path) -> None:
     edit(folder, without)
 
 
-def no_code(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "code": False} if line["op"] == "exit" else line)
-
-
 def orphan_before(folder: Path) -> None:
-    path = folder / _CHAOS
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    again = [
-        each for line in lines for each in ([{**line, "orphans": [77]}, line] if line["op"] == "clean" else [line])
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in again))
+    def twice(lines: list[Line]) -> Iterator[Line]:
+        for line in lines:
+            yield from [{**line, "orphans": [77]}, line] if line["op"] == "clean" else [line]
+
+    rewrite(folder / _CHAOS, twice)
 
 
 def other_seed(folder: Path) -> None:
@@ -110,8 +100,7 @@ def other_seed(folder: Path) -> None:
     path.write_text(yaml.safe_dump({**config, "run": {**config.get("run", {}), "seed": 99}}))
 
 
-def other_draws(folder: Path) -> None:
-    forge(folder, lambda record: {**record, "rng": {"policy": "another", "seed": 99}})
+other_draws = in_records(lambda record: {**record, "rng": {"policy": "another", "seed": 99}})
 
 
 def files_elsewhere(folder: Path) -> None:
@@ -123,7 +112,7 @@ def files_elsewhere(folder: Path) -> None:
 
 
 def linked_history(folder: Path) -> None:
-    path = sorted((folder / "history").glob("[0-9]*.jsonl"))[0]
+    path = history_of(folder)
     shutil.move(path, folder.parent / path.name)
     path.symlink_to(folder.parent / path.name)
 
@@ -133,10 +122,6 @@ def nan_tracked(folder: Path) -> None:
     held = json.loads(path.read_text())
     held["train/loss"][4][1] = float("nan")
     path.write_text(json.dumps(held))
-
-
-def endless(folder: Path) -> None:
-    edit_result(folder, step=10**300)
 
 
 def extra_key(folder: Path) -> None:

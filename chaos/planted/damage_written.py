@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from chaos.judge.evidence.run_files import Line, collect, items, part, record_files
-from chaos.planted.edits import edit, forge
+from chaos.judge.evidence.run_files import Line, collect, items, number, part, record_files
+from chaos.planted.edits import edit, forge, history_of, rewrite
 
 
 def _oldest(folder: Path) -> Line:
@@ -72,38 +72,22 @@ def other_digest(folder: Path) -> None:
 
 
 def headless(folder: Path) -> None:
-    path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if json.loads(line)["op"] not in ("form", "restore")))
+    path = history_of(folder, "[0-9]*-00000-*")
+    rewrite(path, lambda lines: (line for line in lines if line["op"] not in ("form", "restore")))
 
 
 def other_hour(folder: Path) -> None:
-    path = max((folder / "history").glob("[0-9]*-00000-*.jsonl"))
-    lines = [json.loads(text) for text in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**line, "t": line["t"] + 3600}) + "\n" for line in lines))
-
-
-def quick_restore(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "seconds": -1.0} if line["op"] == "restore" else line)
+    path = history_of(folder, "[0-9]*-00000-*", -1)
+    rewrite(path, lambda lines: ({**line, "t": number(line, "t") + 3600} for line in lines))
 
 
 def other_kind(folder: Path) -> None:
     edit(folder, lambda line: {**line, "world": str(line["world"])} if line["op"] == "form" else line)
 
 
-def other_end(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "status": "preempted"} if line["op"] == "end" else line)
-
-
 def formed_twice(folder: Path) -> None:
-    path = min((folder / "history").glob("[0-9]*-00000-*.jsonl"))
-    first, *rest = path.read_text().splitlines(keepends=True)
-    again = {**json.loads(first), "t": json.loads(first)["t"] + 0.001}
-    path.write_text("".join([first, json.dumps(again) + "\n", *rest]))
-
-
-def unknown_operation(folder: Path) -> None:
-    edit(folder, lambda line: {**line, "op": "comit"} if line["op"] == "commit" else line)
+    path = history_of(folder, "[0-9]*-00000-*")
+    rewrite(path, lambda lines: [lines[0], {**lines[0], "t": number(lines[0], "t") + 0.001}, *lines[1:]])
 
 
 def nobody_killed(folder: Path) -> None:
