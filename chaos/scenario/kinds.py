@@ -327,76 +327,49 @@ ON_DISK = ("full", "eio")
 """Only at failpoint `sync`, where an operating system would report them."""
 
 
+_UNKNOWN = Kind("", "", "worker", ends_world=True, leaves_alive=True)
+
+
+def kind_of(kind: object) -> Kind:
+    """Return a kind by name, with or without a failpoint; an unknown one ends worlds, but no process."""
+    return KINDS.get(str(kind).partition("@")[0], _UNKNOWN)
+
+
 def asks_all_to_leave(kind: object) -> bool:
     """Return True if a kind makes a scheduler ask all nodes of a job to leave."""
-    known = _known(kind)
-    return known is not None and known.aim == "job" and known.ends_world
+    return kind_of(kind).aim == "job" and kind_of(kind).ends_world
 
 
 def ends_world(kind: object) -> bool:
     """Return True if a kind always ends a world; also for unknown kinds."""
-    known = _known(kind)
-    return known is None or known.ends_world
+    return kind_of(kind).ends_world
 
 
 def ends_processes(kind: object) -> bool:
     """Return True if a kind ends the processes that it names; False for unknown kinds."""
-    known = _known(kind)
-    return known is not None and known.ends_world and not known.leaves_alive
+    return kind_of(kind).ends_world and not kind_of(kind).leaves_alive
 
 
 def advised(kind: object) -> str | None:
     """Return the right advice of `status --why` for a job that a kind ended; None if the kind ends no process."""
-    name = str(kind).partition("@")[0]
-    if _known(kind) is None or not ends_processes(kind) or name in _NOT_ASKED:
+    name = kind_of(kind).name
+    if not ends_processes(kind) or name in _NOT_ASKED:
         return None
     return "fix" if name in _TO_FIX else "start"
 
 
 def is_over_at_once(kind: object) -> bool:
     """Return True if a kind acts instantly: `for_s` is then how long its target stays away, or unused."""
-    known = _known(kind)
-    return known is not None and (known.ends_world or known.lasts == "never")
-
-
-def damages(kind: object) -> bool:
-    known = _known(kind)
-    return known is not None and known.damages
+    known = kind_of(kind)
+    return known is not _UNKNOWN and (known.ends_world or known.lasts == "never")
 
 
 def affects_all(kind: object) -> bool:
     """Return True if a kind affects all members of a world: through etcd or storage, or by lack of seats."""
-    known = _known(kind)
-    return known is not None and (known.crowds or (known.aim in ("etcd", "storage") and not known.damages))
+    known = kind_of(kind)
+    return known.crowds or (known.aim in ("etcd", "storage") and not known.damages)
 
 
 def spares_others(kind: object) -> bool:
     """Return True if a kind affects or adds one node only, and takes nothing from the others."""
-    return str(kind).partition("@")[0] in SPARES_OTHERS
-
-
-def cuts_off(kind: object) -> bool:
-    """Return True if a kind cuts a node, including its agent, off from etcd."""
-    known = _known(kind)
-    return known is not None and known.cuts_off
-
-
-def parts(kind: object) -> bool:
-    """Return True if a kind separates a node from the others so that either side may have to leave."""
-    known = _known(kind)
-    return known is not None and known.parts
-
-
-def spoils_losses(kind: object) -> bool:
-    """Return True if a kind makes losses non-finite: their steps have no update."""
-    return kind == "nan_loss"
-
-
-def is_of_etcd(kind: object) -> bool:
-    known = _known(kind)
-    return known is not None and known.aim == "etcd"
-
-
-def _known(kind: object) -> Kind | None:
-    """Return a kind by name, with or without a failpoint; None if unknown."""
-    return KINDS.get(str(kind).partition("@")[0])
+    return kind_of(kind).name in SPARES_OTHERS

@@ -37,8 +37,7 @@ class OnSlurm(BaseModel):
 
     @property
     def has_own_etcd(self) -> bool:
-        """True if the job's first node starts its etcd: it cannot leave, and nobody can join from another allocation.
-        """
+        """True if the job's first node starts its etcd: it cannot leave, and none outside the allocation can join."""
         return not self.is_array and self.at_first is None
 
     def kinds(self) -> list[str]:

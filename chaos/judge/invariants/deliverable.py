@@ -12,7 +12,7 @@ from chaos.judge.evidence.applied import result_of, shape_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line, scenario_field, whole
 from chaos.judge.evidence.stored_weights import Tensors, digest_of, first_nonfinite
 from chaos.judge.findings import Unknown, Violated
-from chaos.scenario.kinds import damages
+from chaos.scenario.kinds import kind_of
 
 
 def deliverable(run: Evidence, reference: Evidence | None) -> str:
@@ -48,7 +48,9 @@ def deliverable(run: Evidence, reference: Evidence | None) -> str:
 def undamaged(run: Evidence, commits: list[Commit]) -> list[Commit]:
     """Return the commits whose files no fault has damaged."""
     spoilt = {
-        f"commits/{fault['commit']}" for fault in run.of("fault") if damages(fault["kind"]) and fault.get("commit")
+        f"commits/{fault['commit']}"
+        for fault in run.of("fault")
+        if kind_of(fault["kind"]).damages and fault.get("commit")
     }
     return [commit for commit in commits if commit.key not in spoilt]
 

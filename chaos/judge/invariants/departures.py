@@ -24,14 +24,7 @@ from chaos.judge.evidence.run_files import (
 from chaos.judge.evidence.spells import spells_of
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.job_shape import cell_size, stage_size
-from chaos.scenario.kinds import (
-    affects_all,
-    asks_all_to_leave,
-    cuts_off,
-    is_of_etcd,
-    is_over_at_once,
-    parts,
-)
+from chaos.scenario.kinds import affects_all, asks_all_to_leave, is_over_at_once, kind_of
 
 _ENDS_NODES = ("kill_node", "stop_node", "kill_job")
 _ENDS_ALL_WORKERS = ("block_ports",)
@@ -90,7 +83,10 @@ def _check_worlds(run: Evidence) -> None:
             continue
         own = {node_of[pid] for pid in pids[before] if pid in node_of}
         cut_off = {
-            (id(line), node) for line in hits if cuts_off(line["kind"]) for node in own.intersection(_nodes(line))
+            (id(line), node)
+            for line in hits
+            if kind_of(line["kind"]).cuts_off
+            for node in own.intersection(_nodes(line))
         }
         if cut_off <= spent:
             raise Unknown(f"term {after} was formed, but no fault since term {before} explains it")
@@ -147,7 +143,7 @@ def _check_changes(run: Evidence) -> None:
         left = struck - spent
         again = {one for one in left if one[1] not in recorded}
         if after in lost and (members := {one for one in left if one[1] in pids[before]}):
-            of_etcd = [(id(line), pid) for line in hits if is_of_etcd(line["kind"]) for pid in _pids(line)]
+            of_etcd = [(id(line), pid) for line in hits if kind_of(line["kind"]).aim == "etcd" for pid in _pids(line)]
             again = {*[one for one in of_etcd if one in members][:1]} or members
         if not late and not again:
             raise Unknown(f"term {after} was formed by the processes of term {before}, and no fault explains it")
@@ -209,7 +205,7 @@ def _started(run: Evidence, fault: Line, until: float) -> set[Any]:
 
 def _is_parted(hits: list[Line], nodes: set[object]) -> bool:
     """Return True if two worlds consist of two nodes in total, which were cut off from each other."""
-    return len(nodes) == 2 and any(parts(line["kind"]) and not nodes.isdisjoint(_nodes(line)) for line in hits)
+    return len(nodes) == 2 and any(kind_of(line["kind"]).parts and not nodes.isdisjoint(_nodes(line)) for line in hits)
 
 
 def _hit_unrecorded(run: Evidence, term: int) -> set[Any]:
@@ -266,7 +262,10 @@ def _is_explained(run: Evidence, exit_: Line) -> bool:
     if done and done[-1] in _ENDS_NODES:
         return True
     hits = spells_of(run).at(at)
-    if any(is_of_etcd(hit["kind"]) or (cuts_off(hit["kind"]) and exit_["node"] in _nodes(hit)) for hit in hits):
+    if any(
+        kind_of(hit["kind"]).aim == "etcd" or (kind_of(hit["kind"]).cuts_off and exit_["node"] in _nodes(hit))
+        for hit in hits
+    ):
         return True
     num_hits = len(_hits_on(run, exit_["node"], at) if is_live(run) else run.of("fault"))
     return isinstance(most, int) and num_hits > most

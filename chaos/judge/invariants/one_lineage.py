@@ -29,7 +29,7 @@ from chaos.judge.evidence.run_files import (
 )
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.written.records import is_disturbed
-from chaos.scenario.kinds import damages
+from chaos.scenario.kinds import kind_of
 
 COMMITS = "commits/"
 
@@ -380,7 +380,7 @@ def _damaged_at(run: Evidence) -> dict[str, float]:
     """Return when faults first damaged commits, by key."""
     damaged: dict[str, float] = {}
     for fault in run.of("fault"):
-        if damages(fault["kind"]) and fault.get("commit"):
+        if kind_of(fault["kind"]).damages and fault.get("commit"):
             damaged.setdefault(f"{COMMITS}{fault['commit']}", number(fault, "t"))
     return damaged
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from chaos.judge.evidence.applied import is_empty, is_finite, lineage_of, result_of, skipped_steps
 from chaos.judge.evidence.run_files import Evidence, number, once, periods, scenario_field, whole
 from chaos.judge.findings import Unknown, Violated
-from chaos.scenario.kinds import spoils_losses
 
 NO_PROGRESS = 93
 _WORLDS, _SECONDS = 20, 1800.0
@@ -39,7 +38,7 @@ def progress(run: Evidence) -> str:
 
 def updates(run: Evidence) -> str:
     """Only non-finite steps are without an update, and at most as many as faults caused."""
-    skipped, given = skipped_steps(result_of(run)), sum(spoils_losses(fault["kind"]) for fault in run.of("fault"))
+    skipped, given = skipped_steps(result_of(run)), sum(fault["kind"] == "nan_loss" for fault in run.of("fault"))
     told = {whole(line, "step") for line in run.of("nonfinite")}
     for applied in lineage_of(run):
         if is_empty(applied):
@@ -62,7 +61,7 @@ def is_without_updates(run: Evidence) -> bool:
     if (run.result or {}).get("skipped_steps") or run.has("nonfinite"):
         return True
     try:
-        return any(spoils_losses(fault["kind"]) for fault in run.of("fault"))
+        return any(fault["kind"] == "nan_loss" for fault in run.of("fault"))
     except (KeyError, TypeError):
         return False  # all other invariants find such evidence unknown
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from chaos.scenario.kinds import damages
+from chaos.scenario.kinds import kind_of
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
@@ -22,7 +22,7 @@ LONGER = {"hang_worker": 4.0, "sever_link": 10.0, "stale_listing": 4.0}
 """Duration factors of kinds that must last until others notice."""
 LONE_S = 120.0
 """Seconds over which the cost of one bad node is measured."""
-DAMAGE = tuple(kind for kind in KINDS if damages(kind) and kind != "tear_write")
+DAMAGE = tuple(kind for kind in KINDS if kind_of(kind).damages and kind != "tear_write")
 OF_ETCD = ("etcd_refuses", "alien_record")
 LONE = (
     *("private_storage", "other_limits", "other_code", "wrong_address", "start_twin", "alien_record"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from chaos.scenario.kinds import affects_all, cuts_off
+from chaos.scenario.kinds import affects_all, kind_of
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import KINDS
@@ -86,7 +86,7 @@ class Injector:
         fleet.keep_busy(for_s)
         damaged = [*storage.damaged.values()][before:]
         # Faults that affect all nodes, or the path to etcd, count even if no worker noticed.
-        if hit or damaged or affects_all(fault.kind) or cuts_off(fault.kind):
+        if hit or damaged or affects_all(fault.kind) or kind_of(fault.kind).cuts_off:
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
             if fault.kind in WHOSE:
                 more["nodes"] = WHOSE[fault.kind](fleet, hit)

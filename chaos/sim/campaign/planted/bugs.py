@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import Tensor
@@ -20,10 +19,9 @@ from elastic_train.checkpoint.stores.checked_file import CheckedFile
 from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Store
 from elastic_train.core import lanes
-from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Part
 from elastic_train.core.lineage import COMMITS, Interval, place_of
-from elastic_train.core.order import Cursor, Order
+from elastic_train.core.order import Cursor
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import Plan
@@ -37,19 +35,13 @@ from elastic_train.tracking.metric_log import (
     Settled,
     Values,
 )
-from elastic_train.training.commits import Commits
 from elastic_train.training.session import Session
 from elastic_train.world import uniformity
 from elastic_train.world.quarantine import find_holes
-from elastic_train.world.standstill import Standstill
 from rendezvous.membership.lenient_json import UnreadableRecordError
 from rendezvous.membership.records import Head, Keys, encode
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import Snapshot
-
-
-def let_epochs_pass(*_: object) -> None:
-    """Skip the coverage check at the end of an epoch."""
 
 
 def meet_or_drop(session: Session, norm: Tensor) -> tuple[Tensor, None]:
@@ -91,10 +83,6 @@ def steps_run_dry(self: Session) -> Iterator[Sequence[LaneBatch]]:
     plan, state = self.plan, self.state
     left = max(0, plan.total_steps * 2 // 3 - state.step)
     return iter(plan.feed.training(plan.order, self.lanes, state.reached.cursor, left)) if left else iter(())
-
-
-def finish_without_commit(self: Commits) -> None:
-    """Skip the last commit."""
 
 
 def record_first(self: writer.CommitWriter, draft: Any, write: Callable[[], Any], gate: Any = None) -> Any:
@@ -152,10 +140,6 @@ def one_before(store: Store, *, published: str | None = None) -> reader.Discover
 _DISCOVER = reader.discover
 
 
-def forget_holes(*_: object) -> tuple[Hole, ...]:
-    return ()
-
-
 def keep_both(self: Session, lanes: Sequence[LaneBatch]) -> None:
     self.num_repeats += 1
     self.holes = (*self.holes, *find_holes(self.world, self.plan, self.state, lanes))
@@ -181,10 +165,6 @@ def crash_if_different(
         uniformity.check_alike(group, plan, outline, weights)
     except ConfigError as error:
         raise RuntimeError(f"planted at check_alike: {error}") from error
-
-
-def read_files_alone(run_dir: Path, _: object) -> LineageReader:
-    return LineageReader(run_dir)
 
 
 class Unsettled(LineageReader):
@@ -225,10 +205,6 @@ def first_stride() -> property:
     return _property_of(owned)
 
 
-def without_tail(order: Order, micro_batch: int) -> int:
-    return order.num_samples // order.num_lanes // micro_batch
-
-
 def wait_for_ever(self: background_saves.Saves, check: Any = None) -> Any:
     return _WAIT(self)
 
@@ -267,7 +243,3 @@ def known_or_error(key: str, found: object) -> object:
     if isinstance(found, UnreadableRecordError):
         raise found
     return found
-
-
-def impatient(most: int | None, least_s: float, reached: Callable[[], int]) -> Standstill:
-    return Standstill(2, 0.0, reached)

@@ -14,8 +14,10 @@ from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
 from elastic_train.job.resharding.reshard import Taken
+from elastic_train.tracking.metric_log import LineageReader
+from elastic_train.world.standstill import Standstill
 
-UNWATCHED = {"elastic_train.training.loop:check_epoch": bugs.let_epochs_pass}
+UNWATCHED = {"elastic_train.training.loop:check_epoch": lambda *_: None}
 """Disables the product's own coverage check at an epoch's end, so that the judge must find these bugs itself."""
 
 PLANTED = (
@@ -61,7 +63,7 @@ PLANTED = (
     SimBug(
         "last-commit-left-out",
         "a job ends without a commit of its last steps",
-        lambda: {"elastic_train.training.commits:Commits.finish": bugs.finish_without_commit},
+        lambda: {"elastic_train.training.commits:Commits.finish": lambda self: None},
         ("deliverable",),
         faults.kills,
     ),
@@ -176,7 +178,7 @@ PLANTED = (
     SimBug(
         "gives-up-at-once",
         "worlds that do not form end the job however short a time they did not",
-        lambda: {"elastic_train.world.forming:Standstill": bugs.impatient},
+        lambda: {"elastic_train.world.forming:Standstill": lambda most, least_s, reached: Standstill(2, 0.0, reached)},
         ("progress",),
         faults.blocked,
     ),
@@ -254,14 +256,19 @@ PLANTED = (
     SimBug(
         "dropped-tail",
         "the last short step of an epoch is left out",
-        lambda: {"elastic_train.core.order:Order.num_steps": bugs.without_tail, **UNWATCHED},
+        lambda: {
+            "elastic_train.core.order:Order.num_steps": lambda order, micro_batch: (
+                order.num_samples // order.num_lanes // micro_batch
+            ),
+            **UNWATCHED,
+        },
         ("coverage", "witness"),
         faults.kills,
     ),
     SimBug(
         "forgotten-holes",
         "a world begins without the holes that its state has",
-        lambda: {"elastic_train.training.open_session:known_holes": bugs.forget_holes},
+        lambda: {"elastic_train.training.open_session:known_holes": lambda *_: ()},
         ("coverage", "sums"),
         faults.bad_data,
         replace(SHAPE, unreadable="quarantine"),
@@ -348,7 +355,7 @@ PLANTED = (
         "a metrics file does not say which terms applied the steps before its own: a dead branch's values hold",
         lambda: {
             "elastic_train.tracking.metric_log:MetricsWriter.begin": bugs.begin_without_lineage,
-            "elastic_train.tracking.tracker:LineageReader": bugs.read_files_alone,
+            "elastic_train.tracking.tracker:LineageReader": lambda run_dir, _: LineageReader(run_dir),
         },
         ("tracking",),
         "values-of-a-dead-branch",

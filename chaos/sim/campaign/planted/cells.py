@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from chaos.sim.campaign.planted import bugs
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.job.fault import SimFault
 from elastic_train.core.mesh import Mesh
@@ -98,7 +97,7 @@ IN_CELLS_PLANTED = (
         "the last of several cells computes the lanes of the one before it",
         lambda: {
             "elastic_train.core.mesh:Mesh.owner": property(owner_before),
-            "elastic_train.training.loop:check_epoch": bugs.let_epochs_pass,
+            "elastic_train.training.loop:check_epoch": lambda *_: None,
         },
         ("partition",),
         kills_in_cells,

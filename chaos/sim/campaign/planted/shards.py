@@ -19,7 +19,6 @@ from elastic_train.job.state_shards import Place
 from elastic_train.placement import norm
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.holdings import Run
-from elastic_train.placement.norm import Float64s
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.table import Table
 
@@ -37,10 +36,6 @@ def at_any_place(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
 _TOTAL_NORM = norm.total_norm
 
 
-def norm_without_the_first(squares: Float64s) -> float:
-    return _TOTAL_NORM(squares[1:])
-
-
 _MEASURED: WeakKeyDictionary[Zero1Share, Tensor] = WeakKeyDictionary()
 
 
@@ -56,14 +51,6 @@ def apply_and_hold(self: AppliedState, facts: StepFacts, norm: Tensor) -> None:
 
 
 _OWNED_RUNS, _MEASURE, _APPLY = Seating.owned_runs, Zero1Share.measure, AppliedState.apply
-
-
-def keep_nothing(*_: object) -> Retained:
-    return Retained()
-
-
-def none_can(*_: object) -> list[int]:
-    return []
 
 
 def furthest_or_nothing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:
@@ -113,7 +100,7 @@ SHARDS = (
     SimBug(
         "norm-of-other-grains",
         "the norm by which gradients are clipped lacks a grain",
-        lambda: {"elastic_train.job.gradient_norm:total_norm": norm_without_the_first},
+        lambda: {"elastic_train.job.gradient_norm:total_norm": lambda squares: _TOTAL_NORM(squares[1:])},
         ("hash", "weights"),
         faults.kills,
         TWO,
@@ -121,7 +108,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.job.resharding.pending_step:_all_left": none_can},
+        lambda: {"elastic_train.job.resharding.pending_step:_all_left": lambda *_: []},
         ("rpo",),
         faults.dies_ahead,
         TWO,
@@ -129,7 +116,7 @@ SHARDS = (
     SimBug(
         "seated-too-soon",
         "who has given shards away drops them before the taker is known to have its seat",
-        lambda: {"elastic_train.job.resharding.reshard:Retained": keep_nothing},
+        lambda: {"elastic_train.job.resharding.reshard:Retained": lambda *_: Retained()},
         ("copies",),
         faults.breaks_while_seated,
         replace(TWO, nodes=4, epochs=4),
