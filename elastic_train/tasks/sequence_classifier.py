@@ -21,7 +21,7 @@ from elastic_train.tasks.models.hugging_face import Kind, Source, check_position
 from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.models.text_encoder import Metadata
 from elastic_train.tasks.placements import Degrees, Placements
-from elastic_train.tasks.rows.labelled_rows import LabelledRows
+from elastic_train.tasks.rows.labelled_rows import ClassifiesRows, LabelledRows
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
 from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-class SequenceClassifier:
+class SequenceClassifier(ClassifiesRows):
     """Fine-tune a transformers model to classify rows of up to `max_tokens` tokens, and metadata.
 
     `hf` is {path: a local folder}, whose head is initialised randomly if it does not fit these classes, or {config:
@@ -76,27 +76,9 @@ class SequenceClassifier:
         check_token_ids(manifest, self.rows.tokens, self.vocabulary)
         self.padding = _padding_of(config)
 
-    def check_held_out(self, manifest: Manifest) -> None:
-        self.rows.check_held_out(manifest)
-        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
-
-    def columns(self) -> Sequence[str]:
-        return self.rows.names()
-
-    def longest(self) -> Mapping[str, int]:
-        return {self.rows.tokens: self.max_tokens}
-
-    def inspected_columns(self) -> Sequence[str]:
-        return self.rows.inspected_names()
-
-    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
-        return self.rows.unfit_rows(rows, self.vocabulary)
-
     def build_model(self) -> nn.Module:
         body = self.source.build(self._kind)
-        body.config.pad_token_id = (
-            self.padding
-        )  # not earlier: an embedding does not learn the padding token it is built with
+        self._tell_padding(body)
         check_positions(body, self.max_tokens)
         model: nn.Module = body
         if self.adapter is not None:
@@ -154,6 +136,7 @@ class SequenceClassifier:
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         batch = self.rows.collate(rows, ids, self.max_tokens, has_fixed_width=self._fixed_width)
         tokens, lengths = batch.pop("tokens"), batch.pop("lengths")
+        assert self.vocabulary is not None, "prepare comes first"
         check_range(tokens.numpy(), ids, self.rows.tokens, self.vocabulary)
         is_real = torch.arange(tokens.shape[1]) < lengths[:, None]
         batch["input_ids"] = tokens.masked_fill(~is_real, self.padding)
@@ -181,16 +164,10 @@ class SequenceClassifier:
         save_folder(model, folder, is_merged=is_merged)
         write_tokenizer(self.source.path, self.rows.known, folder)
 
-    def begin_predicting(self, manifest: Manifest) -> None:
-        self.rows.begin_predicting(manifest)
-
-    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
-        return self.rows.predictions(loss)
-
     def metrics(self) -> Mapping[str, Metric]:
-        from elastic_train.tasks.classification_metrics import CalibrationError, classification_metrics
+        from elastic_train.tasks.classification_metrics import CalibrationError
 
-        return {**classification_metrics(self.rows.class_names), "calibration_error": CalibrationError()}
+        return {**super().metrics(), "calibration_error": CalibrationError()}
 
 
 def _padding_of(config: Any) -> int:

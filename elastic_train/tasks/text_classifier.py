@@ -6,26 +6,26 @@ the same shapes on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from torch import Tensor, nn
+from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
-from elastic_train.tasks.rows.labelled_rows import LabelledRows
+from elastic_train.tasks.rows.labelled_rows import ClassifiesRows, LabelledRows
 from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    pass
 
 
-class TextClassifier:
+class TextClassifier(ClassifiesRows):
     """Classify `input_ids` and metadata columns into the classes of the label column.
 
     `numeric` and `categorical` name the metadata columns (default: all of the schema's). `class_weights="balanced"`
@@ -72,24 +72,6 @@ class TextClassifier:
             raise ConfigError(f"task.params.vocabulary: {manifest.url} has no tokenizer; say how many token ids it has")
         check_token_ids(manifest, self.rows.tokens, self.vocabulary)
 
-    def check_held_out(self, manifest: Manifest) -> None:
-        assert self.vocabulary is not None, "prepare comes first"
-        self.rows.check_held_out(manifest)
-        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
-
-    def columns(self) -> Sequence[str]:
-        return self.rows.names()
-
-    def longest(self) -> Mapping[str, int]:
-        return {self.rows.tokens: self.max_tokens}
-
-    def inspected_columns(self) -> Sequence[str]:
-        return self.rows.inspected_names()
-
-    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
-        assert self.vocabulary is not None, "prepare comes first"
-        return self.rows.unfit_rows(rows, self.vocabulary)
-
     def build_model(self) -> nn.Module:
         assert self.vocabulary is not None, "prepare comes first"
         return TextEncoder(
@@ -118,14 +100,3 @@ class TextClassifier:
             batch["tokens"], batch["lengths"], batch["numeric"], batch["is_missing"], batch["categories"]
         ).float()
         return self.rows.loss(logits, batch["label"])
-
-    def begin_predicting(self, manifest: Manifest) -> None:
-        self.rows.begin_predicting(manifest)
-
-    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
-        return self.rows.predictions(loss)
-
-    def metrics(self) -> Mapping[str, Metric]:
-        from elastic_train.tasks.classification_metrics import classification_metrics
-
-        return classification_metrics(self.rows.class_names)

@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +35,13 @@ from elastic_train.tasks.rows.classes import (
 from elastic_train.tasks.rows.vocabulary import (
     check_lists,
     check_same_tokens,
+    check_token_ids,
     unfit_tokens,
 )
 from elastic_train.tasks.task import Batch, LaneLoss
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 log = logging.getLogger(__name__)
 _WIDTH_MULTIPLE = 8
@@ -67,12 +72,8 @@ class LabelledRows:
         if class_weights not in (None, "balanced") and is_named:
             raise ValueError(f"class_weights must be null, balanced, or a weight for each class, not {class_weights!r}")
         self.tokens, self.category_buckets = tokens, category_buckets
-        self.label, self.numeric, self.categorical, self.num_classes = (
-            "",
-            list(numeric or ()),
-            list(categorical or ()),
-            2,
-        )
+        self.label, self.num_classes = "", 2
+        self.numeric, self.categorical = list(numeric or ()), list(categorical or ())
         self._label, self._numeric, self._categorical = label, numeric, categorical
         self._class_weights, self._weights = class_weights, None if class_weights is None else torch.empty(0)
         self._has_labels, self._absent = True, list[str]()
@@ -111,10 +112,6 @@ class LabelledRows:
     @property
     def class_names(self) -> Sequence[str]:
         return class_names(self.known, self.num_classes)
-
-    def inspected_names(self) -> Sequence[str]:
-        """Return the columns that decide whether a row is fit."""
-        return [self.tokens, self.label]
 
     def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
         """Return the rows with an unknown token id or invalid class, with reasons."""
@@ -160,11 +157,6 @@ class LabelledRows:
         weight = float(len(label)) if weights is None else float(weights[label].sum())
         return LaneLoss(total, weight, logits.detach().softmax(dim=-1), label)
 
-    def predictions(self, loss: LaneLoss) -> Mapping[str, Tensor | Sequence[str]]:
-        """Return the columns that `predict` writes for a micro-batch."""
-        assert loss.predictions is not None, "`loss` has returned probabilities"
-        return predicted(loss.predictions, self.class_names)
-
     def begin_predicting(self, manifest: Manifest) -> None:
         """Read no labels, and treat metadata columns missing from the dataset as missing values, with a warning."""
         self._has_labels = False
@@ -195,6 +187,46 @@ class LabelledRows:
                     f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not one value a row: leave it out "
                     "of task.params.categorical"
                 )
+
+
+class ClassifiesRows:
+    """The part of a task that its `rows` answer, of which up to `max_tokens` tokens are read."""
+
+    rows: LabelledRows
+    max_tokens: int
+    vocabulary: int | None
+    """Number of token ids; known once `prepare` was called."""
+
+    def check_held_out(self, manifest: Manifest) -> None:
+        assert self.vocabulary is not None, "prepare comes first"
+        self.rows.check_held_out(manifest)
+        check_token_ids(manifest, self.rows.tokens, self.vocabulary)
+
+    def columns(self) -> Sequence[str]:
+        return self.rows.names()
+
+    def longest(self) -> Mapping[str, int]:
+        return {self.rows.tokens: self.max_tokens}
+
+    def inspected_columns(self) -> Sequence[str]:
+        return [self.rows.tokens, self.rows.label]
+
+    def unfit_rows(self, rows: pa.Table) -> Sequence[tuple[int, str]]:
+        assert self.vocabulary is not None, "prepare comes first"
+        return self.rows.unfit_rows(rows, self.vocabulary)
+
+    def begin_predicting(self, manifest: Manifest) -> None:
+        self.rows.begin_predicting(manifest)
+
+    def predictions(self, loss: LaneLoss, batch: Batch) -> Mapping[str, Tensor | Sequence[str]]:
+        """Return the columns that `predict` writes for a micro-batch."""
+        assert loss.predictions is not None, "`loss` has returned probabilities"
+        return predicted(loss.predictions, self.rows.class_names)
+
+    def metrics(self) -> Mapping[str, Metric]:
+        from elastic_train.tasks.classification_metrics import classification_metrics
+
+        return classification_metrics(self.rows.class_names)
 
 
 def _numeric(rows: pa.Table, names: Sequence[str]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
