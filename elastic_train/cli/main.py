@@ -271,6 +271,41 @@ def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False)
     return print_text(f"{sync_run(run, mlflow_uri=mlflow_uri)}")
 
 
+RENAMED = {
+    "why": "status RUN --why",
+    "resume": "train CONFIG, the same line again",
+    "checkpoint": "ckpt ls RUN",
+    "ckpt show": "ckpt ls RUN COMMIT",
+    "ckpt list": "ckpt ls RUN",
+    "ckpt verify": "ckpt ls RUN --verify",
+    "ckpt unpin": "ckpt pin RUN COMMIT --remove",
+    "ckpt export": "export RUN --to safetensors",
+    "job top": "top JOB --etcd HOST:2379",
+    "job ls": "top --etcd HOST:2379",
+    "job show": "top JOB --etcd HOST:2379 --once",
+    "job leave": "leave JOB NODE --etcd HOST:2379",
+    "job stop": "leave JOB --all --etcd HOST:2379",
+    "job": "top --etcd HOST:2379, or leave JOB NODE --etcd HOST:2379",
+    "data lengths": "data verify DATA --add-lengths COLUMN",
+    "data checksum": "data verify DATA --add-checksums",
+    "data import digits": "data import images OUT --digits",
+    "data import jsonl": "data import rows OUT FILE.jsonl",
+    "data import csv": "data import rows OUT FILE.csv",
+    "data import chats": "data import rows OUT FILE.jsonl --tokenizer MODEL_FOLDER",
+    "data import hf": "data import hf-folder OUT FOLDER",
+    "import": "data import",
+}
+"""The successor of each, as it is typed after `elastic-train`; the longest that fits the arguments counts."""
+
+
+def successor(arguments: Sequence[str]) -> str | None:
+    """Return what to say of arguments whose command has another name today; None if they name a command."""
+    for length in (3, 2, 1):
+        if (today := RENAMED.get(" ".join(arguments[:length]))) is not None and len(arguments) >= length:
+            return f"`{' '.join(arguments[:length])}` is now `{today}`"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit with its code."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -305,38 +340,3 @@ def main_train() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-RENAMED = {
-    "why": "status RUN --why",
-    "resume": "train CONFIG, the same line again",
-    "checkpoint": "ckpt ls RUN",
-    "ckpt show": "ckpt ls RUN COMMIT",
-    "ckpt list": "ckpt ls RUN",
-    "ckpt verify": "ckpt ls RUN --verify",
-    "ckpt unpin": "ckpt pin RUN COMMIT --remove",
-    "ckpt export": "export RUN --to safetensors",
-    "job top": "top JOB --etcd HOST:2379",
-    "job ls": "top --etcd HOST:2379",
-    "job show": "top JOB --etcd HOST:2379 --once",
-    "job leave": "leave JOB NODE --etcd HOST:2379",
-    "job stop": "leave JOB --all --etcd HOST:2379",
-    "job": "top --etcd HOST:2379, or leave JOB NODE --etcd HOST:2379",
-    "data lengths": "data verify DATA --add-lengths COLUMN",
-    "data checksum": "data verify DATA --add-checksums",
-    "data import digits": "data import images OUT --digits",
-    "data import jsonl": "data import rows OUT FILE.jsonl",
-    "data import csv": "data import rows OUT FILE.csv",
-    "data import chats": "data import rows OUT FILE.jsonl --tokenizer MODEL_FOLDER",
-    "data import hf": "data import hf-folder OUT FOLDER",
-    "import": "data import",
-}
-"""The successor of each, as it is typed after `elastic-train`; the longest that fits the arguments counts."""
-
-
-def successor(arguments: Sequence[str]) -> str | None:
-    """Return what to say of arguments whose command has another name today; None if they name a command."""
-    for length in (3, 2, 1):
-        if (today := RENAMED.get(" ".join(arguments[:length]))) is not None and len(arguments) >= length:
-            return f"`{' '.join(arguments[:length])}` is now `{today}`"
-    return None
