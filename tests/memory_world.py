@@ -212,8 +212,7 @@ class Asked:
         """Return when the operation is done; RuntimeError if the device is blocked because a peer is gone."""
         queue = self.device.queue
         self.device.backend.machine.wait(
-            f"{self._kind} of {self.device.backend.hub.name}",
-            lambda: self._is_done() or queue[0].is_stuck(),
+            f"{self._kind} of {self.device.backend.hub.name}", lambda: self._is_done() or queue[0].is_stuck()
         )
         if not self.is_done:
             raise RuntimeError("the device is held up by an operation that misses a peer")

@@ -40,10 +40,7 @@ class Broken:
 
 @pytest.fixture
 def play(
-    tmp_path: Path,
-    rows: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> Callable[[str, float], Broken]:
     """Run a scenario of the package with a job that ends soon after the last fault, and the same without faults."""
     if why := why_no_slurm():

@@ -14,13 +14,7 @@ from chaos.judge.checker import COMPARED, INVARIANTS, WITHOUT_HISTORIES, judge
 from chaos.judge.evidence.applied import lineage_of, shape_of
 from chaos.judge.evidence.holes import coverage_counts
 from chaos.judge.evidence.recovery_cost import recoveries
-from chaos.judge.evidence.run_files import (
-    Evidence,
-    Line,
-    collect,
-    items,
-    number,
-)
+from chaos.judge.evidence.run_files import Evidence, Line, collect, items, number
 from chaos.judge.findings import find
 from chaos.judge.invariants.exactly_once.agreement import partition
 from chaos.judge.invariants.exactly_once.samples import closed_form, coverage
@@ -336,12 +330,7 @@ def test_verdict_names_what_is_asked_for(healthy: Path) -> None:
     assert (fields["rpo_steps"], fields["seed"], len(fields["faults"])) == (3, 7, 2)
     assert fields["rto_s"] == pytest.approx(3.1, abs=0.01)
     loss = metrics_at(30)["loss"]
-    assert fields["validation"] == {
-        "macro_f1": None,
-        "reference_macro_f1": None,
-        "loss": loss,
-        "reference_loss": loss,
-    }
+    assert fields["validation"] == {"macro_f1": None, "reference_macro_f1": None, "loss": loss, "reference_loss": loss}
     assert fields["mlflow_run_id"] == fields["reference_mlflow_run_id"] == "m"
     assert {item["invariant"] for item in fields["invariants"]} >= set(INVARIANTS)
 

@@ -62,13 +62,7 @@ def run(tmp_path: Path) -> Evidence:
     passes = mixture.num_passes(40 * MICRO_BATCH).tolist()
     bounds = [0, SIZES[0], sum(SIZES)]
     sources: list[object] = [
-        {
-            "name": name,
-            "num_samples": size,
-            "share": share,
-            "applied": int(counts[lo:hi].sum()),
-            "epochs": epochs,
-        }
+        {"name": name, "num_samples": size, "share": share, "applied": int(counts[lo:hi].sum()), "epochs": epochs}
         for name, size, share, lo, hi, epochs in zip("ab", SIZES, SHARES, bounds, bounds[1:], passes, strict=False)
     ]
     config: Line = {

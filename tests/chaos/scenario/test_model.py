@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from chaos.errors import ScenarioError
 from chaos.real.runs import undoable
-from chaos.scenario.model import (
-    FOLDER,
-    Fault,
-    Scenario,
-    bounded,
-    find,
-    load,
-)
+from chaos.scenario.model import FOLDER, Fault, Scenario, bounded, find, load
 from chaos.scenario.schedule import SMALLEST_INTERVAL, Due, schedule
 
 HEAD = "name: x\ndescription: y\nconfig: c.yaml\n"
@@ -71,10 +64,7 @@ def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     ("faults", "expected"),
     [
         ("[{kind: kill_node, node: 2, at_step: 5}]", "'faults.0' is for node 2, but there are 2 (from 0)"),
-        (
-            "[{kind: kill, node: 7, at_point: {name: commit}}]",
-            "'faults.0' is for node 7, but there are 2 (from 0)",
-        ),
+        ("[{kind: kill, node: 7, at_point: {name: commit}}]", "'faults.0' is for node 7, but there are 2 (from 0)"),
         ("[{kind: start_node, node: 1, at_step: 5}]", "'faults.0': start_node on node 1, which is up"),
         (
             "[{kind: kill_node, node: 1, at_step: 5}, {kind: stop_node, node: 1, after_s: 5}]",
@@ -128,10 +118,7 @@ def test_a_soak_that_could_never_begin_is_refused(tmp_path: Path, soak: str, exp
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (
-            "faults: [{kind: freeze_node, node: 1, at_step: 3, for_s: 1}]",
-            "freeze_node is not done to such jobs",
-        ),
+        ("faults: [{kind: freeze_node, node: 1, at_step: 3, for_s: 1}]", "freeze_node is not done to such jobs"),
         ("tls: true", "a scenario on Slurm has no tls"),
         ("soak: {faults: 3}", "a scenario on Slurm has no soak, and nodes.recovery: live"),
         ("slurm: {at_first: 2}", "slurm.at_first is 2, but there are 2 nodes: leave it out"),

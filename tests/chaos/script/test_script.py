@@ -212,10 +212,7 @@ def test_a_fault_without_a_restart_has_no_next_world(folder: Path) -> None:
 def test_epochs_that_begin_at_one_are_drawn(folder: Path) -> None:
     """A script may number its epochs freely; each has a strip under its own number."""
     for part in ("faulted", "reference"):
-        edit(
-            folder / part,
-            lambda line: {**line, "epoch": int(str(line["epoch"])) + 1} if "epoch" in line else line,
-        )
+        edit(folder / part, lambda line: {**line, "epoch": int(str(line["epoch"])) + 1} if "epoch" in line else line)
     drawn = str(coverage_figure(collect(folder / "faulted")))
     assert [f"epoch {epoch}<" in drawn for epoch in range(5)] == [False, True, True, True, False]
 
@@ -245,10 +242,7 @@ def test_a_job_that_fails_is_a_finding(tmp_path: Path) -> None:
 def test_script_output_is_shown_verbatim(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in a library's error are not markup, neither in a log's end nor in a verdict."""
     stuck = "[/w:7] Read error"
-    edit(
-        folder / "faulted",
-        lambda line: {**line, "op": "stuck", "why": stuck} if line["op"] == "clean" else line,
-    )
+    edit(folder / "faulted", lambda line: {**line, "op": "stuck", "why": stuck} if line["op"] == "clean" else line)
     with pytest.raises(SystemExit):
         main(["check", str(folder)])
     assert "[/w:7]" in capsys.readouterr().out

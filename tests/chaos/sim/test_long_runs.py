@@ -16,12 +16,7 @@ from chaos.errors import ScenarioError
 from chaos.sim.campaign import command
 from chaos.sim.campaign.command import Campaign, entry_of, open_ledger, run_campaign
 from chaos.sim.campaign.long_runs import Draw, nodes_of
-from chaos.sim.campaign.simulate import (
-    Case,
-    Outcome,
-    case_of,
-    simulate,
-)
+from chaos.sim.campaign.simulate import Case, Outcome, case_of, simulate
 from chaos.sim.campaign.swarm import AT_PLACES, DAMAGE
 from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job

@@ -10,14 +10,7 @@ import pytest
 from chaos.errors import ScenarioError
 from chaos.judge.checker import judge
 from chaos.judge.evidence.applied import pids_of
-from chaos.scenario.model import (
-    FOLDER,
-    Fault,
-    Nodes,
-    Point,
-    Scenario,
-    load,
-)
+from chaos.scenario.model import FOLDER, Fault, Nodes, Point, Scenario, load
 from chaos.sim.campaign.rehearsal import rehearse
 from chaos.sim.campaign.simulate import Case, simulate
 from chaos.sim.job.fault import SimFault
@@ -113,10 +106,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
 
 def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
     """Kinds that exist only in real runs come in one error."""
-    faults = (
-        Fault(kind="slow", node=0, at_point=Point(name="write")),
-        Fault(kind="cut_node", node=2, at_s=1, for_s=3),
-    )
+    faults = (Fault(kind="slow", node=0, at_point=Point(name="write")), Fault(kind="cut_node", node=2, at_s=1, for_s=3))
     with pytest.raises(ScenarioError) as caught:
         rehearse(scenario(*faults, nodes=Nodes()), 1)
     assert len(caught.value.problems) == 2

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import (
-    CommitWriter,
-    Role,
-    SaveMemory,
-    Saves,
-    Store,
-    discover,
-)
+from elastic_train.checkpoint import CommitWriter, Role, SaveMemory, Saves, Store, discover
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Sink
 from elastic_train.world.fencing import StoreFence

@@ -46,14 +46,7 @@ def test_the_first_section_of_the_tutorial_on_images_trains(tmp_path: Path) -> N
     """From `init` to the exported weights, all but the launch; more than nine of ten digits are recognised."""
     section = (ROOT / "docs" / "images.md").read_text().partition("## 1.")[2].partition("## 2.")[0]
     lines = [line for line in code_of(section) if "elastic-train " in line and " launch " not in line]
-    assert [line.split()[1] for line in lines] == [
-        "init",
-        "data",
-        "train",
-        "compare",
-        "audit",
-        "export",
-    ]
+    assert [line.split()[1] for line in lines] == ["init", "data", "train", "compare", "audit", "export"]
     folder = tmp_path
     for line in lines:
         said = typed(line.replace("runs/two", "runs/first"), folder)
@@ -69,10 +62,7 @@ def test_a_text_starter_trains_on_data_of_ones_own(tmp_path: Path, capsys: pytes
     """The configuration names the dataset by its whole path; without a validation set it says so."""
     write_rows(tmp_path / "rows" / "train", 60)
     done = call(capsys, "text", tmp_path / "made", "--data", tmp_path / "rows")
-    assert (done.code, done.output.splitlines()) == (
-        0,
-        [f"cd {tmp_path / 'made'}", "elastic-train train config.yaml"],
-    )
+    assert (done.code, done.output.splitlines()) == (0, [f"cd {tmp_path / 'made'}", "elastic-train train config.yaml"])
     tree = yaml.safe_load((tmp_path / "made" / "config.yaml").read_text())
     assert Config.model_validate(tree).data.train == str(tmp_path / "rows" / "train")
     assert tree["data"]["validation"] is None

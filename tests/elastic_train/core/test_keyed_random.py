@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.core.keyed_random import (
-    derive,
-    mix64,
-    mix64_array,
-    permute,
-)
+from elastic_train.core.keyed_random import derive, mix64, mix64_array, permute
 
 words = st.integers(0, 2**64 - 1)
 

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.lanes import (
-    Part,
-    lane_seed,
-    merge_plan,
-    owned_lanes,
-    parts_of,
-    root_of,
-    settle,
-)
+from elastic_train.core.lanes import Part, lane_seed, merge_plan, owned_lanes, parts_of, root_of, settle
 
 worlds = st.integers(1, 130).flatmap(lambda lanes: st.tuples(st.integers(1, lanes), st.just(lanes)))
 ODD_WORLDS = [(w, n) for n in (1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 16, 17, 31, 33, 64) for w in range(1, n + 1)]

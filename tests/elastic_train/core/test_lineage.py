@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.lineage import (
-    Interval,
-    commit_key,
-    cut,
-    extend,
-    place_of,
-    tiling_problems,
-)
+from elastic_train.core.lineage import Interval, commit_key, cut, extend, place_of, tiling_problems
 
 places = st.tuples(st.integers(0, 10**9), st.integers(0, 10**13))
 

@@ -39,11 +39,7 @@ def test_a_quiet_run_and_one_with_hiccups_say_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("change", "expected"),
-    [
-        ({"backward_s": 1.2}, "slow_compute"),
-        ({"data_s": 0.4}, "slow_data"),
-        ({"round_trip_s": 0.02}, "slow_link"),
-    ],
+    [({"backward_s": 1.2}, "slow_compute"), ({"data_s": 0.4}, "slow_data"), ({"round_trip_s": 0.02}, "slow_link")],
 )
 def test_a_slow_rank_is_named_with_its_phase_and_no_other(change: dict[str, float], expected: str) -> None:
     """And by when it began; what it makes the others wait is theirs by no fault of their own."""

@@ -361,12 +361,7 @@ def test_a_launch_leaves_nothing_in_the_temporary_folder(tmp_path: Path, rows: P
 
 @pytest.mark.parametrize(
     ("number", "moment"),
-    [
-        (signal.SIGUSR1, "imports"),
-        (signal.SIGTERM, "etcd"),
-        (signal.SIGUSR1, "standby"),
-        (signal.SIGTERM, "worker"),
-    ],
+    [(signal.SIGUSR1, "imports"), (signal.SIGTERM, "etcd"), (signal.SIGUSR1, "standby"), (signal.SIGTERM, "worker")],
 )
 def test_a_request_to_leave_at_any_moment_of_a_start_ends_with_75(
     tmp_path: Path, rows: Path, number: signal.Signals, moment: str

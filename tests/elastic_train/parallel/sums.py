@@ -13,11 +13,7 @@ from elastic_train.parallel.group import Group
 
 
 def make_gradient_sum(
-    kind: Reduction,
-    parameters: Sequence[nn.Parameter],
-    ranks: Group,
-    num_lanes: int,
-    bucket_bytes: float | None = None,
+    kind: Reduction, parameters: Sequence[nn.Parameter], ranks: Group, num_lanes: int, bucket_bytes: float | None = None
 ) -> GradientSum:
     """Bind the parameters' gradients to buffers and return the sum that the configuration asks for.
 

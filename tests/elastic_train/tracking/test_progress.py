@@ -12,12 +12,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from elastic_train.tracking.progress import (
-    LINE_EVERY_S,
-    Progress,
-    ResumeBanner,
-    Status,
-)
+from elastic_train.tracking.progress import LINE_EVERY_S, Progress, ResumeBanner, Status
 
 
 @dataclass

@@ -90,12 +90,7 @@ def opened_on(
         device=torch.device("cpu"),
     )
     world = SimpleNamespace(
-        group=Group(0, 1, None, 1.0),
-        is_leader=True,
-        term=1,
-        store=store,
-        history=ears,
-        announce=ears.announced.append,
+        group=Group(0, 1, None, 1.0), is_leader=True, term=1, store=store, history=ears, announce=ears.announced.append
     )
     commits = Commits(
         plan=plan,  # type: ignore[arg-type]

@@ -12,14 +12,7 @@ from unittest.mock import Mock
 import pytest
 from torch import nn
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    CommitWriter,
-    Retention,
-    SaveMemory,
-    discover,
-    open_store,
-)
+from elastic_train.checkpoint import CommitRecord, CommitWriter, Retention, SaveMemory, discover, open_store
 from elastic_train.checkpoint.commits import reader
 from elastic_train.checkpoint.saving import abandonment
 from elastic_train.checkpoint.saving.store_health import StoreHealth

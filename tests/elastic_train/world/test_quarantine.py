@@ -24,13 +24,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
 from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
-from tests.elastic_train.training.jobs import (
-    CLASSIFIER,
-    PARAMS,
-    WITNESS,
-    result,
-    succeed,
-)
+from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, result, succeed
 from tests.memory_job import start
 
 QUARANTINE = {"quarantine": ["unreadable"], "too_long": "truncate"}

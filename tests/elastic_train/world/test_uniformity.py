@@ -40,10 +40,7 @@ from tests.memory_world import group_of
 
 
 def plan_with(
-    changes: dict[str, dict[str, object]],
-    digest: str = "rows",
-    validation: str | None = None,
-    task: object = None,
+    changes: dict[str, dict[str, object]], digest: str = "rows", validation: str | None = None, task: object = None
 ) -> Plan:
     config = Config.model_validate({"data": {"train": "here"}, **changes})
     feed = SimpleNamespace(validation_digest=validation)

@@ -18,13 +18,7 @@ from pyetcd import watch as streams
 
 from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster, frozen
-from rendezvous import (
-    EtcdServer,
-    EtcdStore,
-    OptionError,
-    StoreUnavailableError,
-    etcd_options,
-)
+from rendezvous import EtcdServer, EtcdStore, OptionError, StoreUnavailableError, etcd_options
 from rendezvous.errors import StoreDeniedError
 from rendezvous.etcd import watch as mirror
 from rendezvous.etcd.connection import Connection, await_etcd, list_prefix

@@ -15,14 +15,7 @@ from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.membership import participant
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys
-from rendezvous.membership.store import (
-    Entry,
-    Guards,
-    Lease,
-    Put,
-    Snapshot,
-    Writes,
-)
+from rendezvous.membership.store import Entry, Guards, Lease, Put, Snapshot, Writes
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, enter, make_node, meet_again
 from tests.rendezvous.rendezvous_sides import eventually, patient

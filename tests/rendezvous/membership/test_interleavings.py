@@ -16,13 +16,7 @@ import pytest
 
 from rendezvous.errors import FencedError
 from rendezvous.membership.fence import raise_head
-from rendezvous.membership.records import (
-    Keys,
-    Member,
-    View,
-    World,
-    read_view,
-)
+from rendezvous.membership.records import Keys, Member, View, World, read_view
 from rendezvous.membership.rules import changes, decisions, standing
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.changes import Change

@@ -209,8 +209,7 @@ def test_a_worker_that_others_have_left_without_a_state_is_replaced_at_no_charge
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "why"),
-    [(2, "a restart would not change that (wrong input)"), (1, "no restart is left (--max-restarts)")],
+    ("code", "why"), [(2, "a restart would not change that (wrong input)"), (1, "no restart is left (--max-restarts)")]
 )
 def test_an_agent_says_why_it_leaves(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, why: str

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from chaos.judge.evidence import recovery_cost
 from chaos.judge.evidence.recovery_cost import after_the_last_step, recoveries, ridden_out
-from chaos.judge.evidence.run_files import (
-    Evidence,
-    Line,
-    number,
-    whole,
-)
+from chaos.judge.evidence.run_files import Evidence, Line, number, whole
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.whole_run import faults, rpo, rto
 from tests.chaos.judge.soaks import a_soak, a_world

@@ -11,14 +11,7 @@ import pytest
 from chaos.judge.evidence.applied import branch_of, lineage_of
 from chaos.judge.evidence.run_files import Commit, Evidence, Line
 from chaos.judge.findings import Violated
-from chaos.judge.invariants.one_lineage import (
-    _is_forgotten,
-    _published,
-    atomicity,
-    durability,
-    heads,
-    lineage,
-)
+from chaos.judge.invariants.one_lineage import _is_forgotten, _published, atomicity, durability, heads, lineage
 
 
 def key(term: int, step: int) -> str:

@@ -15,14 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    Store,
-    discover,
-    load,
-    open_store,
-    read_state,
-)
+from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state
 from elastic_train.checkpoint.commits.record import decode
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.checked_file import CheckedFile

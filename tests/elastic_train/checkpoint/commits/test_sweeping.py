@@ -13,26 +13,12 @@ from typing import BinaryIO
 
 import pytest
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    CommitWriter,
-    Store,
-    discover,
-    holding,
-    open_store,
-    sweep,
-    verify,
-)
+from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, discover, holding, open_store, sweep, verify
 from elastic_train.checkpoint.commits import sweeping
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import (
-    Entry,
-    KeyMissing,
-    Sink,
-    read,
-)
+from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Sink, read
 from elastic_train.core.lineage import COMMITS, commit_key
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.world.fencing import StoreFence

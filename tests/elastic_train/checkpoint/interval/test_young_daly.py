@@ -10,15 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.field.lives import Fleet, Recovery, live
-from elastic_train.checkpoint.interval.young_daly import (
-    PRIOR_S,
-    SHORTEST_S,
-    Faults,
-    SaveCost,
-    choose,
-    optimum,
-    waste,
-)
+from elastic_train.checkpoint.interval.young_daly import PRIOR_S, SHORTEST_S, Faults, SaveCost, choose, optimum, waste
 
 stalls = st.floats(1e-3, 100)
 mtbfs = st.floats(60, 1e8)

@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_train.checkpoint import (
-    Discovery,
-    SaveMemory,
-    Store,
-    discover,
-    read_state,
-    verify,
-)
+from elastic_train.checkpoint import Discovery, SaveMemory, Store, discover, read_state, verify
 from elastic_train.checkpoint.saving import abandonment
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.local import LocalStore

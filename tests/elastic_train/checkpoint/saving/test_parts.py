@@ -10,13 +10,7 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from elastic_train.checkpoint import (
-    SaveMemory,
-    Saves,
-    Store,
-    discover,
-    read_state,
-)
+from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, read_state
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.checkpoint.saving import abandonment

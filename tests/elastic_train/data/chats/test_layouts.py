@@ -26,14 +26,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         ({"messages": [SYSTEM, HI, HELLO], "system": "Be long."}, [SYSTEM, HI, HELLO]),
         ({"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}, [HI, HELLO]),
         ({"messages": [{**SYSTEM, "content": " "}, HI, HELLO]}, [HI, HELLO]),
-        (
-            {"messages": [HI, {"role": "assistant", "content": [{"type": "text", "text": "Hel"}, "lo"]}]},
-            [HI, HELLO],
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-            [HI, HELLO],
-        ),
+        ({"messages": [HI, {"role": "assistant", "content": [{"type": "text", "text": "Hel"}, "lo"]}]}, [HI, HELLO]),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, [HI, HELLO]),
         ({"conversation": [HI, HELLO], "system": "Be brief."}, [SYSTEM, HI, HELLO]),
         ({"instruction": "Hi", "input": "", "output": "Hello"}, [HI, HELLO]),
         (

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.data.corpora.docstrings import (
-    LIBRARIES,
-    read_docstrings,
-    read_file,
-    section_style,
-    versions,
-)
+from elastic_train.data.corpora.docstrings import LIBRARIES, read_docstrings, read_file, section_style, versions
 from elastic_train.errors import DataError
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,7 @@ from typing import cast
 
 import pytest
 
-from elastic_train.data.corpora.origin import (
-    NAME,
-    filled,
-    is_finished,
-    read_origin,
-)
+from elastic_train.data.corpora.origin import NAME, filled, is_finished, read_origin
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.system.process_identity import pid_space, process_identity
 from rendezvous.process_table import stat_of

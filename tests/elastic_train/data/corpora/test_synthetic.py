@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from elastic_train.data.corpora import synthetic
 from elastic_train.data.corpora.synthetic import VOCABULARY, synthesise
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
-from elastic_train.data.dataset.schemas import (
-    LONG_TAIL,
-    POLICY,
-    QUALITY,
-    SCHEMAS,
-)
+from elastic_train.data.dataset.schemas import LONG_TAIL, POLICY, QUALITY, SCHEMAS
 from elastic_train.errors import ConfigError
 
 pytestmark = pytest.mark.slow

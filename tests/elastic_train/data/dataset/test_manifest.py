@@ -16,12 +16,7 @@ from pyarrow.parquet import encryption
 
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
-from elastic_train.data.dataset.manifest import (
-    NAME,
-    Manifest,
-    build_manifest,
-    load_manifest,
-)
+from elastic_train.data.dataset.manifest import NAME, Manifest, build_manifest, load_manifest
 from elastic_train.data.tables.files import read_files
 from elastic_train.errors import ConfigError, DataError
 from tests.conftest import write_rows

@@ -22,12 +22,7 @@ from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
-from elastic_train.data.dataset.row_lengths import (
-    NAME,
-    load_lengths,
-    make_lengths,
-    write_lengths,
-)
+from elastic_train.data.dataset.row_lengths import NAME, load_lengths, make_lengths, write_lengths
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import Reader
 from elastic_train.errors import ConfigError, DataError

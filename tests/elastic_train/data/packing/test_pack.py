@@ -183,10 +183,7 @@ def test_an_end_is_to_be_predicted_if_the_token_before_it_is(tmp_path: Path) -> 
     pack(tmp_path / "out", [tmp_path / "a.parquet"], PackOptions(8, end="40", share=0))
     rows = pq.read_table(tmp_path / "out" / "train" / "part-00000.parquet").to_pylist()
     found = {tuple(row["input_ids"]): row["labels"] for row in rows}
-    assert found == {
-        tuple(range(8)): [-100] * 4 + [4, 5, 6, 7],
-        (8, 9, 40, 11, 12, 40): [8, 9, 40, 11, -100, -100],
-    }
+    assert found == {tuple(range(8)): [-100] * 4 + [4, 5, 6, 7], (8, 9, 40, 11, 12, 40): [8, 9, 40, 11, -100, -100]}
 
 
 def test_rows_with_and_without_labels_are_packed_apart(tmp_path: Path) -> None:

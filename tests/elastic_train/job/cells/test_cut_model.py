@@ -210,10 +210,7 @@ class Failing(Witness):
         (None, "returns None.* also for 1"),
         ({1: ["up"]}, "raises AttributeError: 'list' object has no attribute 'items'"),
         ({2: {"up": "column"}}, "raises KeyError: 1.* also for 1"),
-        (
-            {1: {"up": "colwise"}},
-            r"raises ValueError: `tensor` has 'up': 'colwise'; it knows column, row",
-        ),
+        ({1: {"up": "colwise"}}, r"raises ValueError: `tensor` has 'up': 'colwise'; it knows column, row"),
     ],
 )
 def test_a_plan_that_cannot_be_asked_for_one_rank_is_refused_in_words(plan: object, message: str) -> None:

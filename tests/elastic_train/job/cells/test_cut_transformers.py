@@ -187,11 +187,7 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
     ("adapter", "parallel", "message"),
     [
         ({"type": "ia3"}, {"tensor": 2}, "parallel.tensor: 2 does not work with the type ia3 of task.params.adapter"),
-        (
-            {"type": "lora", "use_dora": True},
-            {"tensor": 2},
-            "with use_dora of task.params.adapter",
-        ),
+        ({"type": "lora", "use_dora": True}, {"tensor": 2}, "with use_dora of task.params.adapter"),
         (
             {"type": "prompt_tuning", "num_virtual_tokens": 2},
             {"context": 2},

@@ -70,8 +70,7 @@ def test_numpy_and_python_begin_at_the_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "draws"),
-    [("torch", lambda: torch.rand(1)), ("numpy.random", np.random.rand), ("random", random.random)],
+    ("name", "draws"), [("torch", lambda: torch.rand(1)), ("numpy.random", np.random.rand), ("random", random.random)]
 )
 def test_a_generator_that_was_drawn_from_is_named(name: str, draws: Callable[[], object]) -> None:
     with undisturbed():

@@ -99,12 +99,7 @@ HEADS: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ("vit", "ViTForImageClassification", SMALL, ["classifier"]),
     ("clip", "CLIPForImageClassification", TOWERS, ["classifier"]),
     ("siglip", "SiglipForImageClassification", TOWERS, ["classifier"]),
-    (
-        "deit",
-        "DeiTForImageClassificationWithTeacher",
-        SMALL,
-        ["cls_classifier", "distillation_classifier"],
-    ),
+    ("deit", "DeiTForImageClassificationWithTeacher", SMALL, ["cls_classifier", "distillation_classifier"]),
     ("swin", "SwinForImageClassification", {"depths": [1], "num_heads": [2], "embed_dim": 8}, ["classifier"]),
     (
         "perceiver",

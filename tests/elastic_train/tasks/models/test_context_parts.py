@@ -75,10 +75,7 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
             {"model_type": "mistral", "sliding_window": 8},
             r"Mistral\w+, which attends within windows \(sliding_window: 8\)",
         ),
-        (
-            {"model_type": "gemma2"},
-            r"Gemma2ForCausalLM, which fails on rows in parts \(\w+: `sdpa` attention does not",
-        ),
+        ({"model_type": "gemma2"}, r"Gemma2ForCausalLM, which fails on rows in parts \(\w+: `sdpa` attention does not"),
         ({"model_type": "mamba", "state_size": 4}, r"MambaForCausalLM, which fails on rows in parts "),
         (
             {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},

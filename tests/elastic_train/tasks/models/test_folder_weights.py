@@ -34,12 +34,7 @@ pytestmark = WITH_TRANSFORMERS
 VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
 VIT |= {"intermediate_size": 24, "patch_size": 8}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"}
-MIXTRAL = {
-    **LLAMA,
-    "model_type": "mixtral",
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 LM, ROWS, IMAGES = (f"AutoModelFor{name}" for name in ("CausalLM", "SequenceClassification", "ImageClassification"))
 
 

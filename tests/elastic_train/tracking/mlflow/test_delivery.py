@@ -17,10 +17,7 @@ from elastic_train.errors import StorageError
 from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking import tracker as tracking
-from elastic_train.tracking.mlflow_run import (
-    flatten,
-    resolve,
-)
+from elastic_train.tracking.mlflow_run import flatten, resolve
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.conftest import PATIENCE_S, run_source

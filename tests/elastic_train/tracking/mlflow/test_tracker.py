@@ -19,12 +19,7 @@ import pytest
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking.background_files import BackgroundFiles
-from elastic_train.tracking.metric_log import (
-    Values,
-    final_metrics,
-    metrics_path,
-    read_metrics,
-)
+from elastic_train.tracking.metric_log import Values, final_metrics, metrics_path, read_metrics
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
 from tests.conftest import PATIENCE_S, run_source

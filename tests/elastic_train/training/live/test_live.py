@@ -73,14 +73,7 @@ def write_config(folder: Path, rows: Path, steps: int, lane_ms: float | None = N
 
 
 def launch(
-    folder: Path,
-    etcd: EtcdServer,
-    config: str,
-    *,
-    ranks: int,
-    nnodes: str = "1:2",
-    conf: str = "",
-    **environ: str,
+    folder: Path, etcd: EtcdServer, config: str, *, ranks: int, nnodes: str = "1:2", conf: str = "", **environ: str
 ) -> ForkedWorker:
     """Start one live node under torchrun; its output goes to `node.log`.
 

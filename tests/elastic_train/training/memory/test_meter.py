@@ -66,11 +66,7 @@ def test_what_a_rank_holds_is_counted_once_and_by_part() -> None:
     state, saves = built(), SaveMemory()
     gradients = state.shards.sum_of(Group(0, 1, None, 60), LANES)
     before = Meter(CPU).measure(held_by(state, gradients, saves)).parts
-    assert (before["weights"], before["gradients"], before["optimizer"], before["sums"]) == (
-        *[4 * ELEMENTS] * 2,
-        0,
-        0,
-    )
+    assert (before["weights"], before["gradients"], before["optimizer"], before["sums"]) == (*[4 * ELEMENTS] * 2, 0, 0)
     trained(state, gradients)
     saves.staging.buffer(5000, None)
     found = Meter(CPU).measure(held_by(state, gradients, saves))

@@ -215,9 +215,7 @@ def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, fewer_
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "keys"),
-    [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL})],
-    ids=str,
+    ("num_ranks", "keys"), [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL})], ids=str
 )
 def test_fast_sums_differ_by_rounding_alone(
     tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys
@@ -355,11 +353,7 @@ def test_a_rank_that_computes_wrongly_is_named(
     ("num_ranks", "keys", "message"),
     [
         (None, {"parallel.tensor": 3}, "parallel.tensor: 3 does not work with task.params.model.heads: 4, since"),
-        (
-            3,
-            TENSOR,
-            "3 ranks is not of whole cells of 2 (parallel.tensor: 2): start a multiple of 2 workers",
-        ),
+        (3, TENSOR, "3 ranks is not of whole cells of 2 (parallel.tensor: 2): start a multiple of 2 workers"),
     ],
 )
 def test_what_makes_no_cells_is_refused(

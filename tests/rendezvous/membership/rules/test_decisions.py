@@ -10,18 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rendezvous.membership.memory_store import MemoryStore
-from rendezvous.membership.records import (
-    Closed,
-    Failure,
-    Head,
-    Keys,
-    Member,
-    Seat,
-    View,
-    World,
-    encode,
-    read_view,
-)
+from rendezvous.membership.records import Closed, Failure, Head, Keys, Member, Seat, View, World, encode, read_view
 from rendezvous.membership.rules import admission, changes, decisions, standing
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.decisions import Finished, Seal, Wait
