@@ -19,6 +19,13 @@ def test_a_folder_is_a_package_of_at_most_a_dozen_modules() -> None:
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
 
 
+def test_what_runs_a_module_as_a_program_is_its_last_statement() -> None:
+    """What is defined below it would not exist yet."""
+    guard = '\nif __name__ == "__main__":\n'
+    for path in (path for folder in FOLDERS for path in folder.glob("*.py")):
+        assert "\n\n" not in path.read_text().partition(guard)[2], path
+
+
 def test_a_decision_is_in_the_index_with_its_title_and_status() -> None:
     """The index is how readers find a decision and see which ones are superseded."""
     index = (ROOT / "docs" / "decisions" / "README.md").read_text()
