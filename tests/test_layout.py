@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from tests.conftest import ROOT
 
@@ -23,7 +24,7 @@ def test_what_runs_a_module_as_a_program_is_its_last_statement() -> None:
     """What is defined below it would not exist yet."""
     guard = '\nif __name__ == "__main__":\n'
     for path in (path for folder in FOLDERS for path in folder.glob("*.py")):
-        assert "\n\n" not in path.read_text().partition(guard)[2], path
+        assert not re.search(r"^\S", path.read_text().partition(guard)[2], re.MULTILINE), path
 
 
 def test_a_decision_is_in_the_index_with_its_title_and_status() -> None:
