@@ -1,8 +1,8 @@
 """A member's own record, which it publishes under a lease that ends with the member.
 
-Every write of a member goes through `swap`, which updates the view before it returns, so that decisions are based on a
-view that contains the member's own last write. The watch brings it: if each member listed all members after each write,
-etcd would send records in the square of their number. One thread at a time rewrites the record.
+Every write of a member but its last goes through `swap`, which updates the view before it returns, so that decisions
+are based on a view that contains the member's own last write. The watch brings it: if each member listed all members
+after each write, etcd would send records in the square of their number. One thread at a time rewrites the record.
 """
 
 from __future__ import annotations
@@ -111,13 +111,17 @@ class OwnRecord:
 
     def swap(self, change: Change, lease: Lease | None) -> bool:
         """Try a transaction, its keys under a lease or none, and have its result in the view before returning."""
-        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
         before = self._latest.snapshot
-        revision = self._store.swap(writes, change.guards)
+        revision = self.write(change, lease)
         if revision is None:
             return False
         self._latest.show(self._brought(change, before, revision) or self._store.get(self._keys.prefix))
         return True
+
+    def write(self, change: Change, lease: Lease | None) -> int | None:
+        """Try a transaction whose result nobody here needs; return its revision, None if a guard did not hold."""
+        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
+        return self._store.swap(writes, change.guards)
 
     def _brought(self, change: Change, before: Snapshot, revision: int) -> Snapshot | None:
         """Return the watch's snapshot with a change of this revision.

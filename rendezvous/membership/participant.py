@@ -347,7 +347,7 @@ class Participant:
         snapshot, view, _ = self._latest.now()
         for _ in range(MOST_TRIES):
             change = changes.leave_finished(snapshot, view, self.keys, self.id)
-            if change is None or self._own.swap(change, None):
+            if change is None or self._own.write(change, None):
                 return
             snapshot = self._store.get(self.keys.prefix)
             view = read_view(snapshot, self.keys)

@@ -1,8 +1,9 @@
 """Read ahead: threads decode the blocks needed next, and one thread builds micro-batches.
 
 The order is known, so nothing is guessed. Rows are taken for a chunk of steps at once, then cut into micro-batches: no
-Python runs per row. Chunks double from a single step on, since a new world's first steps need the processor. The thread
-that asks for steps builds the first one and does all bookkeeping; pool tasks only compute, and end by themselves.
+Python runs per row. Little more is built ahead than was taken, since a new world's first steps need the processor, and
+what a world has not taken at its end is built again. The thread that asks for steps builds the first one and does all
+bookkeeping; pool tasks only compute, and end by themselves.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ class ReadAhead:
                 next_ += 1
             while next_ < end or chunks:
                 while next_ < end and len(chunks) <= CHUNKS_AHEAD:
-                    hi = min(end, 2 * next_ - first, self._chunk_end(next_, schedule.row_bytes))
+                    num_taken = (chunks[0][0] if chunks else next_) - first
+                    most = next_ + max(1, num_taken // CHUNKS_AHEAD)
+                    hi = min(end, most, self._chunk_end(next_, schedule.row_bytes))
                     blocks = schedule.require(next_, hi, decoders)
                     made: SimpleQueue[Step | BaseException] = SimpleQueue()
                     assembler.submit(self._assemble_into, made, next_, hi, blocks)
