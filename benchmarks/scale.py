@@ -3,13 +3,16 @@
     python -m benchmarks.scale [--json] [--quick] [--only NAME]
 
 by_ranks    seconds from the kill to the next applied step, and its parts: until the next world is sealed (detect),
-            until its ranks are connected (form), until they have the state (restore), and the first step less a step's
-            time when all is well (step); medians, by the ranks of the world that was hit (goal with 32: 1.0 in all).
+            until its ranks are connected (form), until they have the state (restore), and the first step less a later
+            one of that world (step); medians, by the ranks of the world that was hit (goal with 32: 1.0 in all).
             Ranks notice a death once they have computed the lane that they are at: `LANE_MS` at most is no delay
-            `cpu` has the seconds of a core that a survivor takes until its next lane, beyond those of a step
+            `cpu` has the seconds of a core that a survivor takes until its next lane, beyond those of a step, and
+            `busiest` those of the survivor that takes the most
 growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
 kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
 machine     date, cores and versions
+etcd        what a recovery asks of etcd, by ranks: keys written, events, messages, bytes, its core seconds (`etcd_s`),
+            and a survivor's for its membership (`member_s`)
 held        descriptors and threads of a rank once a world has formed, the most of any, by ranks
 gather      milliseconds in which every rank gets a number of every other, by ranks: by a ring, by way of rank 0 (as in
             live worlds), and the ratio, in turn in one run; each step has two of these, a new world about twenty
@@ -31,6 +34,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from benchmarks.etcd_load import load_of
 from benchmarks.figures import Effort, measure_chosen
 from benchmarks.ranks import Meeting, run
 from benchmarks.recovery.jobs import write_live_job
@@ -48,7 +52,7 @@ LANE_MS = 500.0
 NUM_GATHERS = 20
 QUIET_S = 15.0
 """Before each kill, so that standby processes have imported."""
-PARTS = ("rto", "detect", "form", "restore", "step", "cpu")
+PARTS = ("rto", "detect", "form", "restore", "step", "cpu", "busiest")
 SEEN = "seen.jsonl"
 
 
@@ -72,6 +76,15 @@ def by_ranks(effort: Effort) -> dict[str, object]:
         "torch": torch.__version__,
     }
     return {"by_ranks": found, "growth": _growth(found), "held": held, "kills": kills, "machine": machine}
+
+
+def etcd(effort: Effort) -> dict[str, object]:
+    """Return what a recovery asks of etcd."""
+    found = {}
+    for size in (8, 16) if effort.is_quick else (8, 16, 32, 64):
+        found[str(size)] = load_of(size)
+        effort.say(f"{size} ranks: {found[str(size)]}")
+    return {"etcd": found}
 
 
 def gather(effort: Effort) -> dict[str, object]:
@@ -124,8 +137,9 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
 
 
 def _parts(run: Evidence, cost: Recovery, seen: Path) -> dict[str, float]:
-    one_step_s, cpu_s = step_s(run), statistics.median(recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term]))
-    known = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s, cpu_s)
+    one_step_s, cpu_s = step_s(run, cost.term), recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
+    clock = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s)
+    known = (*clock, statistics.median(cpu_s), max(cpu_s))
     return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
 
 
@@ -137,6 +151,7 @@ def _growth(found: Mapping[str, Mapping[str, float]]) -> dict[str, Sequence[floa
 
 FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = {
     **dict.fromkeys(("by_ranks", "growth", "held", "kills", "machine"), by_ranks),
+    "etcd": etcd,
     "gather": gather,
 }
 

@@ -149,9 +149,10 @@ def killed(found: Evidence) -> list[Line]:
     return [fault for fault in found.of("fault") if fault["kind"] != LEAVE]
 
 
-def step_s(found: Evidence) -> float:
-    """Return the median time between applied steps within a world."""
-    at = {place: min(number(line, "t") for line in lines) for place, lines in steps_of(found).items()}
+def step_s(found: Evidence, of_term: int | None = None) -> float:
+    """Return the median time between applied steps within a world: that of a term, or any."""
+    applied = {place: lines for place, lines in steps_of(found).items() if of_term in (None, place[0])}
+    at = {place: min(number(line, "t") for line in lines) for place, lines in applied.items()}
     gaps = [after - at[term, step - 1] for (term, step), after in at.items() if (term, step - 1) in at]
     return statistics.median(gaps)
 
