@@ -53,7 +53,7 @@ def export(
     """
     if target is None and "://" in run:
         raise ConfigError(f"{run}: name a TARGET, a place on this machine")
-    from elastic_train.inference.predicting import check_new, find_dataset
+    from elastic_train.inference.given_places import check_new, find_dataset
 
     check_new(target)
     train = [find_dataset(run, each) for each in train or ()]
@@ -108,7 +108,7 @@ def generate(
     if tokens < 1 or not temperature >= 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     given = prompt if prompt is not None else _parse_ids(ids or "")
-    from elastic_train.inference.predicting import find_dataset
+    from elastic_train.inference.given_places import find_dataset
 
     train = [find_dataset(run, each) for each in train or ()]
     from elastic_train.inference.opening import complete, open_trained
@@ -160,7 +160,7 @@ def predict(
     """
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch must be at least 1, not {batch}")
-    from elastic_train.inference.predicting import check_parquet, find_dataset
+    from elastic_train.inference.given_places import check_parquet, find_dataset
 
     check_parquet(out)
     train = [find_dataset(run, each) for each in train or ()]
@@ -198,7 +198,7 @@ def evaluate(
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
-    from elastic_train.inference.predicting import find_dataset, validation_set
+    from elastic_train.inference.given_places import find_dataset, validation_set
 
     train = [find_dataset(run, each) for each in train or ()]
     data = find_dataset(run, data or validation_set(run), train)

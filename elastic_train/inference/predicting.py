@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,17 +21,15 @@ from torch import Tensor
 
 from elastic_train.config.schema import BatchConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.data.dataset.manifest import NAME, load_manifest, parts_of, why_absent
+from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.data.parquet.sources import reaching
-from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Trained
 from elastic_train.job.sample_streams import Feed
 from elastic_train.parallel.group import Group
 from elastic_train.system.atomic_files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import LaneLoss, Predicting, Task
-from elastic_train.tracking.run_folder import RunFolder, existing_folder
 from elastic_train.training.evaluation import Ranks, evaluate, losses
 from elastic_train.training.open_session import make_repeatable
 
@@ -151,70 +147,6 @@ def _array(values: Tensor | Sequence[str]) -> pa.Array:
         return pa.array(flat)
     offsets = np.arange(len(flat) + 1, dtype=np.int32) * flat.shape[1]
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat.reshape(-1)))
-
-
-_OTHER_FORMATS = frozenset(
-    f".{name}" for name in ("csv", "tsv", "txt", "json", "jsonl", "arrow", "feather", "npy", "npz", "xlsx", "pkl")
-)
-
-
-def check_new(target: Path | None) -> None:
-    """Refuse a name that is taken."""
-    if target is not None and target.exists():
-        raise ConfigError(f"{target}: exists already; give another name")
-
-
-def check_parquet(out: Path) -> None:
-    """Refuse the name of a Parquet file that is taken, or ends as those of another format."""
-    if out.suffix.lower() in _OTHER_FORMATS:
-        raise ConfigError(
-            f"--out {out}: predictions are a Parquet file: name it {out.with_suffix('.parquet')}; pandas.read_parquet "
-            "reads it, and its to_csv writes a CSV"
-        )
-    check_new(out)
-
-
-def validation_set(run: str) -> str:
-    """Return the place of a run's validation set; raise ConfigError if it has none."""
-    folder = RunFolder(existing_folder(run))
-    if (data := folder.from_here(folder.setting("data", "validation"))) is None:
-        raise ConfigError(f"{run}: was trained without validation data: name a dataset to evaluate it on, --data DATA")
-    return data
-
-
-def find_dataset(run: str, data: str, train: Sequence[str] | None = None) -> str:
-    """Return the dataset at a place, or its part if it has just one.
-
-    Raise ConfigError if there is none; of a file it says how to import it for the run, whose training set is at
-    `train`, if that has moved.
-    """
-    with reaching(data):
-        fs, root = fsspec.core.url_to_fs(data)
-        is_there, is_file = fs.exists(f"{root}/{NAME}"), fs.isfile(root)
-    if is_there:
-        return data
-    if is_file:
-        out = data.rpartition(".")[0] if Path(data).suffix and "://" not in data else "OUT"
-        raise ConfigError(
-            f"{data}: is a file, and a dataset is a folder: import the file with `elastic-train data import rows "
-            f"{shlex.quote(out)} {shlex.quote(data)}{_as_trained(run, train)} --validation-share 0`, and name {out}"
-        )
-    parts = parts_of(data)
-    if len(parts) != 1:
-        raise ConfigError(why_absent(data))
-    return parts[0]
-
-
-def _as_trained(run: str, train: Sequence[str] | None) -> str:
-    """Return the flags that import rows as those of a run's training set, as far as it can be read."""
-    try:
-        known = load_manifest((train or RunFolder(Path(run)).training_sets())[0])
-    except (DataError, ConfigError, IndexError):
-        return ""
-    flags = {"numeric": known.numeric_columns, "categorical": known.categorical_columns}
-    if known.tokenizer is not None:
-        flags["tokenizer"] = (f"{known.url.rstrip('/')}/{known.tokenizer}",)
-    return "".join(f" --{name} {shlex.join(values)}" for name, values in flags.items() if values)
 
 
 _TIMEOUT_S = 60.0

@@ -22,7 +22,8 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
-from elastic_train.insight.phases import PhaseTotals, StepClock, slowest
+from elastic_train.insight.phases import StepClock, slowest
+from elastic_train.insight.totals import PhaseTotals
 from elastic_train.insight.tracing import Tracer
 from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.auditing.auditor import Auditor, WrongGradient

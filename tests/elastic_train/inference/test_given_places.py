@@ -9,7 +9,7 @@ import pytest
 
 from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.errors import ConfigError
-from elastic_train.inference.predicting import check_new, check_parquet, find_dataset
+from elastic_train.inference.given_places import check_new, check_parquet, find_dataset
 
 
 @pytest.fixture

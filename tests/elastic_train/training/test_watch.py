@@ -16,7 +16,8 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import NoProgressError
 from elastic_train.insight.events import Event
-from elastic_train.insight.phases import PhaseTotals, RankFacts
+from elastic_train.insight.phases import RankFacts
+from elastic_train.insight.totals import PhaseTotals
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import host_in
