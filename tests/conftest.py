@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -204,7 +203,7 @@ def start(
     """Run `python -m elastic_train ...` as one process, or as `num_ranks` ranks in the environment of a launcher.
 
     The processes are forked from one that has imported the trainer, which saves seconds for each. A PYTHONPATH in
-    `environ` has no effect on them: use `start_cold` for that and for tests of the startup itself.
+    `environ` has no effect on them: the workers of a torchrun that `begin` starts have imported nothing.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "output"
@@ -334,24 +333,3 @@ def places_of(num_ranks: int | None) -> list[dict[str, str]]:
         return [{}]
     world = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
     return [{**world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-
-
-def start_cold(
-    arguments: list[str], *, num_ranks: int | None = None, environ: dict[str, str] | None = None, timeout_s: float = 280
-) -> Finished:
-    """Run `python -m elastic_train ...` as users do: one process, or `num_ranks` ranks under torchrun --standalone."""
-    launcher = (
-        [] if num_ranks is None else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    )
-    command = [sys.executable, "-m", *launcher, "elastic_train", *arguments]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environ_of(**(environ or {})),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    return Finished(done.returncode, done.stdout)

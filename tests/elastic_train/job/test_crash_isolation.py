@@ -14,6 +14,7 @@ from elastic_train.job import crash_isolation
 from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.world.quarantine import _sample_hole
+from tests.conftest import run_source
 from tests.elastic_train.training.jobs import PARAMS
 
 pytestmark = pytest.mark.slow
@@ -28,12 +29,27 @@ def plan_of(rows: Path, ids: list[int], how: str = "kill") -> Plan:
     )
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let the program be a fork of one that has imported the trainer; return its lines, by run."""
+    said = list[list[str]]()
+    source = "import runpy; runpy.run_module('elastic_train.job.crash_isolation', run_name='__main__')"
+
+    def search(folder: Path, limit_s: float) -> list[str]:
+        said.append(run_source(source, str(folder), timeout_s=limit_s).stdout.splitlines())
+        return said[-1]
+
+    monkeypatch.setattr(crash_isolation, "_search_beside", search)
+    return said
+
+
 def samples_of(plan: Plan, step: int, lane: int) -> list[int]:
     cursor = plan.order.cursor_at(step, plan.micro_batch)
     ids: list[int] = plan.order.epoch(cursor.epoch).ids(lane, cursor.offset, cursor.offset + plan.micro_batch).tolist()
     return ids
 
 
+@pytest.mark.usefixtures("forked")
 def test_each_deadly_sample_of_a_step_is_found_whatever_lane_it_is_in(rows: Path) -> None:
     """Two in one lane and one in another, and none that is only in the same lane."""
     healthy = plan_of(rows, [])
@@ -43,13 +59,10 @@ def test_each_deadly_sample_of_a_step_is_found_whatever_lane_it_is_in(rows: Path
     assert found == dict.fromkeys(sorted(deadly, key=deadly.index), "ends its process with SIGSEGV")
 
 
-def test_a_healthy_step_is_tried_once(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
-    search = crash_isolation._search_beside
-    monkeypatch.setattr(crash_isolation, "_search_beside", lambda *given: said.append(search(*given)) or said[0])  # type: ignore[func-returns-value]
+def test_a_healthy_step_is_tried_once(rows: Path, forked: list[list[str]]) -> None:
     plan = plan_of(rows, [])
     assert find_deadly(plan, plan.build_state(), 5, range(4), (), LIMIT_S) == {}
-    assert said == [[]]
+    assert forked == [[]]
 
 
 def test_a_search_that_hangs_ends_in_time_with_what_it_has_found(
