@@ -116,18 +116,21 @@ class OwnBytes(DeviceBytes):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_files: dict[int, bool] = {}
+        self._files: list[tuple[int, int]] = []
 
     def _note(self, tensors: Iterable[Tensor]) -> None:
         super()._note(tensor for tensor in tensors if not self._is_in_file(tensor))
 
     def _is_in_file(self, tensor: Tensor) -> bool:
-        start = tensor.untyped_storage().data_ptr()
-        if start not in self._in_files:
-            lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-            pages = [line[0].split("-") for line in lines if line[-1].endswith(".safetensors")]
-            self._in_files[start] = any(int(lo, 16) <= start < int(hi, 16) for lo, hi in pages)
-        return self._in_files[start]
+        """Torch can resize memory of its own. The list of mappings is long, and is read for a file's first tensor."""
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            return False
+        if not any(lo <= storage.data_ptr() < hi for lo, hi in self._files):
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            pages = [line.split()[0].split("-") for line in lines if line.endswith(".safetensors")]
+            self._files = [(int(lo, 16), int(hi, 16)) for lo, hi in pages]
+        return any(lo <= storage.data_ptr() < hi for lo, hi in self._files)
 
 
 def test_a_rank_never_has_more_than_its_share_of_a_folders_model(tmp_path: Path) -> None:
