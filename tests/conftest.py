@@ -292,21 +292,9 @@ def standby() -> Standby:
     assert_slow("a process that imports the trainer")
     with contextlib.chdir(ROOT):
         made = Standby(forks=False, environ=environ_of())
-    _preload(made, "tests.preload")
+    made.preload("tests.preload")
+    assert made.wait_until_ready(START_TIMEOUT_S), f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
     return made
-
-
-@functools.cache
-def standby_with(module: str) -> Standby:
-    """Return the standby process with one more module imported, which all processes forked from now on have as well."""
-    made = standby()
-    _preload(made, module)
-    return made
-
-
-def _preload(into: Standby, module: str) -> None:
-    into.preload(module)
-    assert into.wait_until_ready(START_TIMEOUT_S), f"{module} was not imported within {START_TIMEOUT_S:.0f} s"
 
 
 def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_fail: bool = False) -> list[int]:

@@ -27,14 +27,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         (OWN, ("--task.params.hf.path", "/models/gpt2"), 1),
         (OWN, (), 0),
         (TEXT, (), 0),
-        ("tests.preload_transformers:Task", (), 1),
+        ("own_models:Task", (), 1),
         (TEXT, ("--no-such-key", "1"), 0),
     ],
     ids=["a model of transformers", "one of ours", "a text classifier", "a users task that imports it", "refused"],
 )
 def test_transformers_is_imported_where_the_job_uses_it(
-    tmp_path: Path, asked: list[bool], path: str, overrides: tuple[str, ...], num: int
+    tmp_path: Path,
+    asked: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    overrides: tuple[str, ...],
+    num: int,
 ) -> None:
+    (tmp_path / "own_models.py").write_text("import transformers")
+    monkeypatch.syspath_prepend(tmp_path)
     config = tmp_path / "config.yaml"
     tree = {"run": {"dir": str(tmp_path / "run")}, "task": {"path": path}, "data": {"train": "nowhere"}}
     config.write_text(yaml.safe_dump(tree))

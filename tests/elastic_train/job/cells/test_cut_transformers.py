@@ -18,7 +18,6 @@ from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
-from tests.conftest import standby_with
 from tests.elastic_train.job.cells.test_context import of_tensor_rank
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.job.cells.test_sequence import compare_tokens
@@ -74,7 +73,6 @@ def of_rank_with_transformers(rank: int, size: int) -> None:
 
 
 def test_parts_of_models_of_transformers_compute_what_the_whole_does() -> None:
-    standby_with("tests.preload_transformers")
     in_memory(of_rank_with_transformers, 4)
 
 
@@ -102,14 +100,12 @@ def of_rank_with_some_tokens(rank: int, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_parts_of_rows_are_shared_out_between_ranks_of_models_of_transformers(kind: str) -> None:
-    standby_with("tests.preload_transformers")
     task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
     in_memory(of_tensor_rank, 4, 2, task, lambda: model_of_transformers(kind).float())
 
 
 def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_with_all_do() -> None:
     """Outputs and gradients have the bits of tensor ranks alone, except gradients of norms and row layers' biases."""
-    standby_with("tests.preload_transformers")
     in_memory(of_rank_with_some_tokens, 4)
 
 
@@ -231,7 +227,6 @@ def of_rank_with_lora(rank: int, size: int) -> None:
 
 def test_parts_of_adapters_compute_what_the_whole_does() -> None:
     """LoRA's matrices are cut like the layers that they adapt."""
-    standby_with("tests.preload_transformers")
     in_memory(of_rank_with_lora, 4)
 
 
