@@ -43,7 +43,10 @@ def test_a_fit_has_no_negative_coefficient(points: list[tuple[int, float]], line
     assert (found.a, found.b) == pytest.approx((line.a, line.b), abs=1e-9)
 
 
-@pytest.mark.parametrize("text", ["", "no JSON", '{"by_ranks": {}}', '{"kills": {"8": []}, "machine": {}}'])
+NO_KILLS = '{"kills": {"8": []}, "etcd": {}, "machine": {"date": "", "cores": 2, "torch": ""}}'
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", '{"by_ranks": {}}', NO_KILLS])
 def test_a_file_without_measured_kills_is_refused(text: str, tmp_path: Path) -> None:
     """With its name."""
     path = tmp_path / "parts.json"
@@ -52,15 +55,28 @@ def test_a_file_without_measured_kills_is_refused(text: str, tmp_path: Path) -> 
         read(path)
 
 
-def test_parts_are_drawn_around_the_fit(tmp_path: Path) -> None:
-    """Factors of measured recoveries apply to the extrapolated seconds."""
-    kills = {str(ranks): [{"detect": 0.0, "form": part * ranks, "restore": 0.0, "step": 0.0} for part in (0.1, 0.3)]
-             for ranks in (8, 16)}  # fmt: skip
-    path = tmp_path / "parts.json"
-    path.write_text(json.dumps({"kills": kills, "machine": {"date": "2026-01-01", "cores": 2, "torch": "2"}}))
+def parts_file(path: Path, kills: dict[str, list[dict[str, float]]], etcd: dict[int, float]) -> Path:
+    """Write what `benchmarks.scale` would have measured on two cores."""
+    machine = {"date": "2026-01-01", "cores": 2, "torch": "2"}
+    loads = {str(events): {"events": events, "etcd_s": seconds} for events, seconds in etcd.items()}
+    path.write_text(json.dumps({"kills": kills, "etcd": loads, "machine": machine}))
+    return path
+
+
+def kill(form: float, cpu: float, busiest: float) -> dict[str, float]:
+    return {"detect": 0.5, "form": form, "restore": 0.0, "step": -1.0, "cpu": cpu, "busiest": busiest}
+
+
+def test_ranks_of_the_field_do_not_share_cores(tmp_path: Path) -> None:
+    """What all survivors computed on two cores is no latency; the busiest rank's seconds and etcd's grow."""
+    kills = {"8": [kill(0.25, 0.1, 0.12)], "16": [kill(0.65, 0.1, 0.16)]}
+    parts = read(parts_file(tmp_path / "parts.json", kills, {100: 0.1001, 300: 0.1003}))
     chance = random.Random(1)
-    drawn = {round(read(path).draw(["form"], 1000, chance), 6) for _ in range(20)}
-    assert drawn == {100.0, 300.0}
+    assert parts.measured(["detect", "form", "step"], chance) == pytest.approx(1.15)
+    # Latency: 0.75 less 4 survivors' 0.1 on two cores, and 1.15 less 12 survivors' 0.1 on two cores.
+    assert {round(kill.latency_s(["detect", "form"]), 6) for kill in parts.kills} == {0.55}
+    expected = 0.55 + (0.08 + 0.005 * 1000) + 1e-6 * 1000**2 / 4
+    assert parts.extrapolated(["detect", "form"], 1000, 4, chance) == pytest.approx(expected)
 
 
 def test_a_failure_costs_its_recovery_and_half_a_step() -> None:
