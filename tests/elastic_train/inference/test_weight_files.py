@@ -24,8 +24,8 @@ from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts, writer
 
 SIZES: dict[str, Any] = {"vocabulary": 64, "dim": 16, "depth": 3, "heads": 2, "kv_heads": 1}
-LARGE: dict[str, Any] = {"vocabulary": 16384, "dim": 512, "depth": 26, "heads": 8}
-"""100 M parameters, of which the largest tensor has 8.4 M."""
+LARGE: dict[str, Any] = {"vocabulary": 16384, "dim": 512, "depth": 12, "heads": 8}
+"""55 M parameters, of which the largest tensor has 8.4 M."""
 
 
 def write_run(
@@ -231,14 +231,13 @@ print(peak_bytes() - before)
 
 @pytest.mark.slow
 def test_no_export_takes_more_memory_than_the_largest_tensor_and_some_small_ones(tmp_path: Path, rows: Path) -> None:
-    """Of 400 MB of weights, and 800 MB of moments and averages; files are larger than that memory."""
+    """Of 220 MB of weights, and 440 MB of moments and averages; files are larger than that memory."""
     pytest.importorskip("transformers")
     write_run(tmp_path / "small", rows, SIZES)
     model = write_run(tmp_path / "large", rows, {**LARGE, "tied": False})
     sizes = [one.nbytes for one in model.parameters()]
     done = run_source(EXPORTS, str(tmp_path / "small"), str(tmp_path / "large"))
     assert done.returncode == 0, done.stderr
-    assert sum(sizes) > 390e6
-    assert int(done.stdout) < max(sizes) + 64e6 < sum(sizes) / 4
+    assert int(done.stdout) < max(sizes) + 64e6 < sum(sizes) / 2
     for name in ("hf/model.safetensors", "safetensors", "torch"):
         assert (tmp_path / "large" / name).stat().st_size > sum(sizes)

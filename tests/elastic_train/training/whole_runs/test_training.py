@@ -90,17 +90,14 @@ def with_batch_norm(folder: Path, rows: Path, **changes: object) -> str:
 
 
 def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path) -> None:
-    """BatchNorm's statistics equal one process's at any world size, and are restored from a commit."""
+    """BatchNorm's statistics equal one process's on ranks with unequal numbers of lanes, and come from a commit."""
     succeed(start([with_batch_norm(tmp_path / "alone", rows)]))
     expected = result(tmp_path / "alone")
-    for num_ranks in (2, 3, 4):
-        folder = tmp_path / str(num_ranks)
-        done = succeed(start([with_batch_norm(folder, rows)], num_ranks=num_ranks))
-        assert "torch.backends.cudnn.benchmark was changed from False to True" in done.output
-        found = result(folder)
-        assert [found[key] for key in ("weights_sha256", "metrics")] == [
-            expected[key] for key in ("weights_sha256", "metrics")
-        ]
+    done = succeed(start([with_batch_norm(tmp_path / "three", rows)], num_ranks=3))
+    assert "torch.backends.cudnn.benchmark was changed from False to True" in done.output
+    assert [result(tmp_path / "three")[key] for key in ("weights_sha256", "metrics")] == [
+        expected[key] for key in ("weights_sha256", "metrics")
+    ]
     path = with_batch_norm(tmp_path / "failed", rows, marker=str(tmp_path / "marker"), after=44)
     assert start([path]).code != 0
     second = succeed(start([path], num_ranks=3))
@@ -111,7 +108,7 @@ def test_buffers_that_forward_passes_change_are_state(tmp_path: Path, rows: Path
 def test_ranks_that_begin_with_other_weights_take_those_of_rank_0(tmp_path: Path, rows: Path) -> None:
     """A task that initialises with another library's generator still trains one model, as under DDP."""
     tree = {**CLASSIFIER, "task": {"path": "tests.tasks:OwnWeights", "params": PARAMS}}
-    succeed(start([config(tmp_path / "alone", rows, tree)]))
-    done = succeed(start([config(tmp_path / "two", rows, tree)], num_ranks=2))
+    succeed(start([config(tmp_path / "alone", rows, tree, max_steps=4)]))
+    done = succeed(start([config(tmp_path / "two", rows, tree, max_steps=4)], num_ranks=2))
     assert "ranks [1] began with other weights than rank 0 and take its weights" in done.output
     assert result(tmp_path / "two")["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]
