@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,12 +126,9 @@ def _as_seen_by(pid: int | None, folder: Path) -> Path:
 
 def freeze_fs(job: JobView, fault: Due) -> Struck | None:
     """Freeze the file systems of commit files and metrics: writers block, and cannot even be killed."""
-    if _is_frozen(job):
+    writes = _held_writes(job)
+    if writes is None:
         return None
-    try:
-        writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
-    except OSError:
-        return None  # full: it accepts no writes anyway
     for disk in job.around.freezing:
         disk.freeze()
     for write in writes:
@@ -140,11 +137,7 @@ def freeze_fs(job: JobView, fault: Due) -> Struck | None:
 
     def thaw() -> list[int]:
         thawed.append(time.monotonic())
-        for disk in job.around.freezing:
-            disk.thaw()
-        for write in writes:
-            write.join(_LET_GO_S)
-        return []
+        return _let_go(job, writes)
 
     def look() -> str | None:
         seen = [write.ended_after(thawed[0]) for write in writes] if thawed else []
@@ -155,31 +148,39 @@ def freeze_fs(job: JobView, fault: Due) -> Struck | None:
 
 def slow_disk(job: JobView, fault: Due) -> Struck | None:
     """Make the file systems of commit files and metrics accept writes only now and then."""
-    if _is_frozen(job):
+    writes = _held_writes(job)
+    if writes is None:
         return None
-    try:
-        writes = [HeldWrite(disk.folder) for disk in job.around.freezing]
-    except OSError:
-        return None  # full: it accepts no writes anyway
     for disk in job.around.freezing:
         disk.stutter(_FROZEN_S, _OPEN_S)
     frozen_at = time.monotonic()
     for write in writes:
         write.begin()
 
-    def quicken() -> list[int]:
-        for disk in job.around.freezing:
-            disk.thaw()
-        for write in writes:
-            write.join(_LET_GO_S)
-        return []
-
     def look() -> str | None:
         """Return a proof that each write ended, but not before the disk was first open, or nearly so."""
         seen = [write.ended_after(frozen_at + _FROZEN_S / 2) for write in writes]
         return seen[0] if seen and all(seen) else None
 
-    return Struck([], undo=quicken, effect=look)
+    return Struck([], undo=lambda: _let_go(job, writes), effect=look)
+
+
+def _held_writes(job: JobView) -> list[HeldWrite] | None:
+    """Return a write for each file system; None while it is frozen, or full, so that it accepts none anyway."""
+    if _is_frozen(job):
+        return None
+    try:
+        return [HeldWrite(disk.folder) for disk in job.around.freezing]
+    except OSError:
+        return None
+
+
+def _let_go(job: JobView, writes: Sequence[HeldWrite]) -> list[int]:
+    for disk in job.around.freezing:
+        disk.thaw()
+    for write in writes:
+        write.join(_LET_GO_S)
+    return []
 
 
 def _is_frozen(job: JobView) -> bool:

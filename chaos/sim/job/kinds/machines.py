@@ -33,9 +33,7 @@ def private_storage(fleet: Fleet, fault: SimFault) -> list[Process]:
     is_bound = bool(fleet.around.etcd.show(Keys(RUN_ID).store).entries)
     if not is_bound or number in storage.private:
         return []  # the job may as well begin in this folder, or the mount is missing already
-    return _come_back_wrong(
-        fleet, fault, lambda: storage.isolate(number), lambda: storage.private.pop(number), "private_storage"
-    )
+    return _come_back_wrong(fleet, fault, lambda: storage.isolate(number), lambda: storage.private.pop(number))
 
 
 def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -48,25 +46,17 @@ def other_limits(fleet: Fleet, fault: SimFault) -> list[Process]:
         node.max_nodes = max_nodes
 
     right = fleet.shape.max_nodes
-    return _come_back_wrong(fleet, fault, lambda: limit(right + 1), lambda: limit(right), "other_limits")
+    return _come_back_wrong(fleet, fault, lambda: limit(right + 1), lambda: limit(right))
 
 
 def other_code(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Restart a node with another version of the package, until an operator installs the right one."""
-    number, others = fleet.node(fault), fleet.around.other_code
-    if number in others:
-        return []
-    return _come_back_wrong(fleet, fault, lambda: others.add(number), lambda: others.discard(number), "other_code")
+    return _come_back_among(fleet, fault, fleet.around.other_code)
 
 
 def wrong_address(fleet: Fleet, fault: SimFault) -> list[Process]:
     """Restart a node with an unreachable address, such as a bridge's."""
-    number, refusing = fleet.node(fault), fleet.around.net.refusing
-    if number in refusing:
-        return []
-    return _come_back_wrong(
-        fleet, fault, lambda: refusing.add(number), lambda: refusing.discard(number), "wrong_address"
-    )
+    return _come_back_among(fleet, fault, fleet.around.net.refusing)
 
 
 def unfit_node(fleet: Fleet, fault: SimFault) -> list[Process]:
@@ -74,14 +64,19 @@ def unfit_node(fleet: Fleet, fault: SimFault) -> list[Process]:
 
     In `restart` mode workers start in a sealed world and examine nothing.
     """
-    number, unfit = fleet.node(fault), fleet.around.unfit
-    if number in unfit or fleet.restarts:
+    return [] if fleet.restarts else _come_back_among(fleet, fault, fleet.around.unfit)
+
+
+def _come_back_among(fleet: Fleet, fault: SimFault, wrong: set[int]) -> list[Process]:
+    """Restart a node as one of those with something wrong, unless it is one already."""
+    number = fleet.node(fault)
+    if number in wrong:
         return []
-    return _come_back_wrong(fleet, fault, lambda: unfit.add(number), lambda: unfit.discard(number), "unfit_node")
+    return _come_back_wrong(fleet, fault, lambda: wrong.add(number), lambda: wrong.discard(number))
 
 
 def _come_back_wrong(
-    fleet: Fleet, fault: SimFault, spoil: Callable[[], object], mend: Callable[[], object], kind: str
+    fleet: Fleet, fault: SimFault, spoil: Callable[[], object], mend: Callable[[], object]
 ) -> list[Process]:
     """Restart a node with something wrong, and again, repaired, after the fault's duration."""
     number = fleet.node(fault)
@@ -95,7 +90,7 @@ def _come_back_wrong(
         """Kill the workers that train with the fault, repair and restart."""
         ended = fleet.nodes[number].kill()
         mend()
-        fleet.record.write("chaos", "undo", kind=kind, node=number, pids=[process.pid for process in ended])
+        fleet.record.write("chaos", "undo", kind=fault.kind, node=number, pids=[process.pid for process in ended])
         fleet.start_again(number)
 
     fleet.kernel.after(AWAY_S + fault.for_s, end)
