@@ -100,12 +100,7 @@ _ALL = (
     Kind("other_limits", "a node comes back with another --nnodes for for_s", "node", local=False),
     Kind("other_code", "a node comes back with another version of the package for for_s", "node", local=False),
     Kind("wrong_address", "a node comes back with an address that refuses everybody for for_s", "node", local=False),
-    Kind(
-        "unfit_node",
-        "a node comes back with a processor that computes wrongly for for_s",
-        "node",
-        needs="orders",
-    ),
+    Kind("unfit_node", "a node comes back with a processor that computes wrongly for for_s", "node", needs="orders"),
     Kind(
         "stop_node",
         "SIGTERM to the agent; started again after for_s. Of an array on Slurm: its job is cancelled, another joins",
@@ -127,12 +122,7 @@ _ALL = (
     Kind(
         "start_twin", "the same job is launched a second time under the same run id, then killed", "node", crowds=True
     ),
-    Kind(
-        "twin_dir",
-        "another job, with a run id of its own, is started in the job's folder",
-        "node",
-        is_drawn=False,
-    ),
+    Kind("twin_dir", "another job, with a run id of its own, is started in the job's folder", "node", is_drawn=False),
     Kind("kill_rack", "kill_node for several nodes", "node", ends_world=True, local=False),
     Kind("flap_node", "a node is lost and comes back, again and again", "node", ends_world=True, local=False),
     Kind("scale_down", "half of the nodes leave, and come back much later", "node", ends_world=True, local=False),
@@ -260,13 +250,7 @@ _ALL = (
     Kind("truncate_file", "a file of the newest commit loses its end", "storage", "never", damages=True),
     Kind("delete_file", "a file of the newest commit is deleted", "storage", "never", damages=True),
     Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", needs="tracker"),
-    Kind(
-        "bad_row_group",
-        "a row group of the training set becomes unreadable",
-        "data",
-        "never",
-        needs="own_data",
-    ),
+    Kind("bad_row_group", "a row group of the training set becomes unreadable", "data", "never", needs="own_data"),
     Kind(
         "flip_data",
         "bits of a row group of the training set flip: it is read without an error, with other values",
