@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import WeightsDifferError
-from elastic_train.placement.norm import clip_factor, squares_of_holders, total_norm
+from elastic_train.placement.norm import clip_factor, total_norm
 from elastic_train.placement.table import Parts, Table
 
 
@@ -53,9 +53,7 @@ def norm_of_rows(gathered: Tensor, parts: Parts, holders: Sequence[Iterable[tupl
 
     `holders` has, for each model part, pairs of a rank and the grains that its row begins with.
     """
-    pairs = zip(parts.columns, holders, strict=True)
-    squares = [squares_of_holders(column.layout, gathered, some) for column, some in pairs]
-    return torch.tensor(total_norm(parts.sum_once(squares)), dtype=torch.float64)
+    return torch.tensor(total_norm(parts.squares_of(gathered.numpy(), holders)), dtype=torch.float64)
 
 
 def clip(optimizer: Optimizer, limit: float, norm: float) -> None:

@@ -11,7 +11,7 @@ Copies of a grain must have equal sums: a difference reveals a rank that compute
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from threading import Lock
@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.errors import WeightsDifferError
 from elastic_train.placement.grain_tables import Batch, Lengths, Run, Table, batches_of, width_of
-from elastic_train.placement.grains import GRAIN, Cut, Layout, bounds_of
+from elastic_train.placement.grains import GRAIN, Cut, bounds_of
 
 Float64s = npt.NDArray[np.float64]
 
@@ -196,28 +195,6 @@ def total_norm(squares: Float64s) -> float:
         return math.sqrt(math.fsum(squares))
     except OverflowError:
         return math.inf
-
-
-def squares_of_holders(layout: Layout, gathered: Tensor, holders: Iterable[tuple[int, Int64s]]) -> Float64s:
-    """Return the squares of all trained grains from one row per rank; `holders` pairs ranks with their grains.
-
-    Every trained grain must have a holder. Raises WeightsDifferError if two copies of a grain have different gradients.
-    """
-    squares = np.full(layout.num_grains, -1.0)
-    for rank, grains in holders:
-        row = gathered[rank, : grains.size].numpy()
-        known = squares[grains]
-        other = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
-        if other.any():
-            name = layout.tensors[layout.tensor_of[grains[other][0]]].names[0]
-            raise WeightsDifferError(
-                f"rank {rank} and another copy's holder have different gradients of '{name}': memory or a "
-                "connection is damaged. The last commit is intact: all ranks end, and the next start continues"
-            )
-        squares[grains] = row
-    trained: Float64s = squares[layout.trained]
-    assert not (trained == -1.0).any(), "no rank holds the gradients of some grains"
-    return trained
 
 
 def clip_factor(norm: float, limit: float) -> float:

@@ -6,10 +6,9 @@ Everything follows from the model's layout, the shape of a cell, and the world's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +25,6 @@ from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
 
 Float64s = npt.NDArray[np.float64]
-
-
-class _Repeated(NamedTuple):
-    """Positions of repeated trained grains in the parts' concatenated rows, and of their first occurrences."""
-
-    at: Int64s
-    first: Int64s
 
 
 @dataclass(frozen=True)
@@ -68,39 +60,29 @@ class Parts:
             found.append(np.arange(first, first + len(tensor.grains)))
         return np.concatenate(found)
 
-    def sum_once(self, rows: Sequence[Float64s]) -> Float64s:
-        """Return the squares of all trained grains of the model, each once, from those of each part.
+    def squares_of(self, rows: Float64s, holders: Sequence[Iterable[tuple[int, Int64s]]]) -> Float64s:
+        """Return the squares of all trained grains of the model, each once, from the rows of ranks that hold them.
 
-        Raises WeightsDifferError if parts have different gradients for a grain that both hold.
+        `holders` has, for each part, pairs of a rank and the grains of the part that its row begins with. Raises
+        WeightsDifferError if two ranks have different gradients for a grain.
         """
-        if len(rows) == 1:
-            return rows[0]
-        counted, repeated = self._counted
-        squares = np.concatenate(rows)
-        here, there = squares[repeated.at], squares[repeated.first]
-        others = np.flatnonzero((here != there) & ~(np.isnan(here) & np.isnan(there)))
-        if others.size:
-            ends = np.cumsum([len(row) for row in rows])
-            at, first = (int(where[others[0]]) for where in repeated)
-            part, of = (int(np.searchsorted(ends, where, side="right")) for where in (at, first))
-            grain = self.columns[part].layout.trained[at - (int(ends[part - 1]) if part else 0)]
-            raise WeightsDifferError(
-                f"ranks that hold part {part} of the model have other gradients of "
-                f"'{self.name_of(int(self.numbers[part][grain]))}' than those of part {of}, which hold the same of it: "
-                "memory or a connection is damaged, or a device computes wrongly. The step is not applied: all ranks "
-                "end, and the next start continues from the last commit"
-            )
-        once: Float64s = squares[counted]
-        return once
-
-    @cached_property
-    def _counted(self) -> tuple[Int64s, _Repeated]:
-        """Position of each trained grain of the model in the parts' concatenated rows, and the repeated ones."""
-        pairs = zip(self.numbers, self.columns, strict=True)
-        numbers = np.concatenate([of_part[column.layout.trained] for of_part, column in pairs])
-        _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
-        at = np.setdiff1d(np.arange(numbers.size), first, assume_unique=True)
-        return np.sort(first), _Repeated(at, first[which[at]])
+        squares, ranks = np.full(self.layout.num_grains, -1.0), np.full(self.layout.num_grains, -1)
+        for numbers, of_part in zip(self.numbers, holders, strict=True):
+            for rank, grains in of_part:
+                at, row = numbers[grains], rows[rank, : grains.size]
+                known = squares[at]
+                differs = (known != row) & (known != -1.0) & ~(np.isnan(known) & np.isnan(row))
+                if differs.any():
+                    wrong = int(at[differs][0])
+                    raise WeightsDifferError(
+                        f"ranks {ranks[wrong]} and {rank} have different gradients of '{self.name_of(wrong)}', of "
+                        "which they hold the same: memory or a connection is damaged, or a device computes wrongly. "
+                        "The step is not applied: all ranks end, and the next start continues from the last commit"
+                    )
+                squares[at], ranks[at] = row, rank
+        trained: Float64s = squares[self.layout.trained]
+        assert not (trained == -1.0).any(), "no rank holds the gradients of some grains"
+        return trained
 
     def name_of(self, number: int) -> str:
         """Return the name of a grain's tensor."""

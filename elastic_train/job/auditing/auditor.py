@@ -36,7 +36,7 @@ from elastic_train.parallel.cells.expert_links import Leaf
 from elastic_train.parallel.cells.pipeline import Passes, run_program
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Pass
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch
 
 _NOTHING = -1
 """Placeholder for a checksum that this rank has not computed."""
@@ -191,31 +191,8 @@ class Auditor:
                 lane = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
                 leaf = self._mesh.leaf(audit.lane, plan.num_lanes)
                 seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
-            if not self._stage.is_cut:
-                return _joined(self._sums_of_pass(lane, number))
             key = None if batch is None else key_of(batch)
             return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, number).run())
-
-    def _sums_of_pass(self, batch: Batch | None, number: int) -> list[int]:
-        """Return the checksums of a lane's gradients; without a batch, those of this rank's experts for another lane.
-
-        `number` is the compute group that runs the lane.
-        """
-        plan, state, sums = self._plan, self._state, [0] * len(self._parameters)
-        with contextlib.ExitStack() as turn:
-            for links in self._stage.experts:
-                turn.enter_context(links.turn(trains=True))
-            if batch is not None:
-                with plan.autocast():
-                    loss = self._stage.run(0, batch, None)
-                assert isinstance(loss, LaneLoss), "all of the model is run"
-                scaled = state.scaler.scale(loss.total)
-                wanted = [*self._parameters, *(links.anchor for links in self._stage.experts)]
-                found = torch.autograd.grad(scaled, wanted, allow_unused=True)[: len(sums)]
-                sums = [0 if gradient is None else checksum(gradient) for gradient in found]
-        for links in self._stage.experts:
-            look_at(links.take_leaves()[number], self._parameters, sums)
-        return sums
 
     def _is_there(self, batch: LaneBatch | None) -> bool:
         """Return True if every rank of the replica that needs the lane's samples can read them."""
@@ -269,7 +246,7 @@ def look_at(leaf: Leaf, parameters: Sequence[nn.Parameter], sums: list[int]) -> 
 
 @dataclass(slots=True)
 class StagedLane(Passes):
-    """The passes of one lane in a stage; all stages of the replica run theirs.
+    """The passes of one lane in a stage, or in the whole model; all stages of the replica run theirs.
 
     `lane` is the shape key of the micro-batch. Without a batch, run only this rank's experts, for the lane of compute
     group `crew`.

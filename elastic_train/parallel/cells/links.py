@@ -14,6 +14,7 @@ can be compiled before there are any, with a `LoneGroup` instead.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
 from elastic_train.core.lanes import Part, lane_additions
 from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
@@ -53,35 +53,33 @@ class CellLinks:
         return total
 
 
-class _Shared(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, links: CellLinks) -> Tensor:
-        ctx.links = links
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.links.sum(gradients[0]), None
+Exchange = Callable[[Tensor], Tensor]
 
 
-class _Summed(Function):
+class _Exchanged(Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, links: CellLinks) -> Tensor:
-        return links.sum(tensor)
+    def forward(ctx: Any, tensor: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+def exchanged(tensor: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    """Return `there` of a tensor; its gradient is `back` of the result's."""
+    return _Exchanged.apply(tensor, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def shared(tensor: Tensor, links: CellLinks) -> Tensor:
     """Return a replicated tensor for each rank's own use; its gradient is summed over the ranks."""
-    return _Shared.apply(tensor, links)  # type: ignore[no-any-return, no-untyped-call]
+    return exchanged(tensor, lambda one: one.view_as(one), links.sum)
 
 
 def summed(tensor: Tensor, links: CellLinks) -> Tensor:
     """Return the sum of all ranks' tensors; its gradient must be equal on all ranks."""
-    return _Summed.apply(tensor, links)  # type: ignore[no-any-return, no-untyped-call]
+    return exchanged(tensor, links.sum, lambda gradient: gradient)
 
 
 P = ParamSpec("P")
@@ -149,18 +147,7 @@ class Gathering:
 
 def gathered(tensor: Tensor, group: Group) -> Tensor:
     """All-gather tensors (…, tokens, size) of equal shapes along their tokens."""
-    return _Gathered.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Gathered(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gather(tensor.detach(), group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return sum_of_own(gradients[0], ctx.group), None
+    return exchanged(tensor, partial(gather, group=group), partial(sum_of_own, group=group))
 
 
 def gather(tensor: Tensor, group: Group) -> Tensor:
@@ -173,11 +160,10 @@ def sum_of_own(tensor: Tensor, group: Group) -> Tensor:
     parts = [part.contiguous() for part in tensor.chunk(group.size, TOKENS)]
     mine = group.rank
     found = [part if place == mine else torch.empty_like(part) for place, part in enumerate(parts)]
-    arriving, leaving = group.begin_exchange(
+    group.exchange(
         [(place, part) for place, part in enumerate(parts) if place != mine],
         [(place, part) for place, part in enumerate(found) if place != mine],
     )
-    group.wait(arriving + leaving)
     for left, right in lane_additions(group.size):
         found[left] = found[left] + found[right]
     return found[0]

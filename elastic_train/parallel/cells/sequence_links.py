@@ -8,6 +8,7 @@ of ranks. Tensors are (…, tokens, size), with equally many tokens for each ran
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import dropout, linear
 
 from elastic_train.config.combinations import refused
-from elastic_train.parallel.cells.links import TOKENS, CellLinks, gather, gathered, sum_of_own
+from elastic_train.parallel.cells.links import TOKENS, CellLinks, exchanged, gather, gathered, sum_of_own
 from elastic_train.parallel.group import Group
 
 
@@ -26,17 +27,19 @@ def own_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
     if tensor.shape[TOKENS] % size:
         what = f"rows of {tensor.shape[TOKENS]} tokens between {size} ranks"
         raise refused("a size that it does not divide", what, "sequence")
-    return _OwnTokens.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
+    group = links.group
+    return exchanged(tensor, lambda one: _own(one, group).clone(), partial(gather, group=group))
 
 
 def all_tokens(tensor: Tensor, links: CellLinks) -> Tensor:
     """All-gather the ranks' tokens for equal use on all of them; a rank gets its own tokens' gradient."""
-    return _AllTokens.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
+    group = links.group
+    return exchanged(tensor, partial(gather, group=group), lambda gradient: _own(gradient, group).contiguous())
 
 
 def scattered(tensor: Tensor, links: CellLinks) -> Tensor:
     """Reduce-scatter a tensor: return the sum of all ranks' tensors for this rank's tokens."""
-    return _Scattered.apply(tensor, links.group)  # type: ignore[no-any-return, no-untyped-call]
+    return exchanged(tensor, partial(sum_of_own, group=links.group), partial(gather, group=links.group))
 
 
 def own_dropout(tensor: Tensor, share: float, links: CellLinks) -> Tensor:
@@ -98,39 +101,6 @@ class _Linear(Function):
         if ctx.needs_input_grad[3]:
             of_bias = rows.sum(0).to(weight.dtype)
         return of_whole, None, of_weight, of_bias, None
-
-
-class _OwnTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own(tensor, group).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gather(gradients[0], ctx.group), None
-
-
-class _AllTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gather(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _own(gradients[0], ctx.group).contiguous(), None
-
-
-class _Scattered(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return sum_of_own(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gather(gradients[0], ctx.group), None
 
 
 def _own(tensor: Tensor, group: Group) -> Tensor:

@@ -149,7 +149,7 @@ def test_copies_of_a_part_have_one_gradient() -> None:
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
     rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
     assert float(gradient_norm.norm_of(rows, shards.table)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
-    for rank, grain, who in [(2, 1, "rank 2 and another copy's holder"), (1, 2, "part 1 of the model")]:
+    for rank, grain, who in [(2, 1, "ranks 0 and 2"), (1, 2, "ranks 2 and 1")]:
         wrong = rows.clone()
         wrong[rank, grain] += 1
         if rank == 1:

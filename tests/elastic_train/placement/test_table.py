@@ -130,7 +130,8 @@ def test_what_parts_have_measured_counts_once(table: Table) -> None:
     """This includes grains of the tensor that is whole in every part."""
     parts = table.parts
     squares = np.arange(1.0, parts.layout.num_grains + 1)
-    rows = [
-        squares[numbers][column.layout.trained] for numbers, column in zip(parts.numbers, parts.columns, strict=True)
-    ]
-    assert sorted(parts.sum_once(rows)) == sorted(squares[parts.layout.trained])
+    rows = np.zeros((table.size, parts.layout.num_grains))
+    for part, of_part in enumerate(table.updated):
+        for rank, grains in of_part:
+            rows[rank, : grains.size] = squares[parts.numbers[part][grains]]
+    assert parts.squares_of(rows, table.updated).tolist() == squares[parts.layout.trained].tolist()
