@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def build_state(
     first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
     if parallel.has_shares:
         if config.ema_decay is not None:
-            slots = [one.with_moment(AVERAGE) for one in slots]
+            slots = [replace(one, moments=(*one.moments, AVERAGE)) for one in slots]
         make = _by_seat(made, parallel, first, slots, bucket_bytes)
     else:
         make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)

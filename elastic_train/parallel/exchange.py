@@ -21,7 +21,7 @@ from elastic_train.core.lanes import Part, merge_plan
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import PointToPoint
 from elastic_train.placement.holdings import Run
-from elastic_train.placement.seating import Move
+from elastic_train.placement.seating import Move, others_of
 from elastic_train.system.huge_pages import on_huge_pages
 
 
@@ -115,7 +115,7 @@ def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) 
     lo, size = elements.lo, elements.hi - elements.lo
     chunks = list(pairwise(lo + rank * size // group.size for rank in range(group.size + 1)))
     finish_owned(elements, [[Run(elements.number, *chunk)] for chunk in chunks], group, scratch)
-    parts, others = [elements.flat[lo:hi] for lo, hi in chunks], others_of(group)
+    parts, others = [elements.flat[lo:hi] for lo, hi in chunks], others_of(group.rank, group.size)
     group.exchange(
         sends=[(rank, parts[group.rank]) for rank in others], receives=[(rank, parts[rank]) for rank in others[::-1]]
     )
@@ -123,7 +123,7 @@ def finish_in_chunks(elements: Subtrees, group: PointToPoint, scratch: Scratch) 
 
 def finish_owned(elements: Subtrees, owned: Sequence[Sequence[Run]], group: PointToPoint, scratch: Scratch) -> None:
     """Finish the tree, on every rank, over the runs that it owns, from all ranks' subtrees."""
-    flat, layout, rank, others = elements.flat, elements.layout, group.rank, others_of(group)
+    flat, layout, rank, others = elements.flat, elements.layout, group.rank, others_of(group.rank, group.size)
     mine = {part: buffers[elements.number] for part, buffers in elements.mine.items()}
     given, taken = (
         [Move(rank, one, owned[one]) for one in others],
@@ -148,11 +148,6 @@ def add_up(sums: dict[Part, Tensor], num_lanes: int) -> Tensor:
     for left, right, parent in merge_plan(list(sums), num_lanes):
         whole = sums[parent] = sums.pop(left).add_(sums.pop(right))
     return whole
-
-
-def others_of(group: PointToPoint) -> list[int]:
-    """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
-    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
 class Messages(NamedTuple):

@@ -37,7 +37,7 @@ from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.deal import Counter, subtrees_of
-from elastic_train.placement.holdings import Run, by_flat, runs_of
+from elastic_train.placement.holdings import Run, by_flat
 from elastic_train.placement.seating import Move, Seating, by_flats
 from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
 from elastic_train.system.huge_pages import on_huge_pages
@@ -87,9 +87,8 @@ class _Course:
         """By turn: leaves of each rank of this group; a rank without any only receives."""
         self.mine = self.runs_of(seating.summed[rank])
         self.leaf_moves = by_flats(seating.leaves(), [{flat.number for flat in unit} for unit in tree.units])
-        self.subtree_moves = [one.within(self.numbers) for one in seating.subtrees()]
-        means = () if self.sums_what_it_holds else seating.means()
-        self.mean_moves = [one.within(self.numbers) for one in means]
+        [self.subtree_moves] = by_flats(seating.subtrees(), [self.numbers])
+        [self.mean_moves] = by_flats(() if self.sums_what_it_holds else seating.means(), [self.numbers])
         self._subtrees: dict[int, tuple[Part, ...]] = {}
         self.turn = 0
         self.earlier: dict[int, Mapping[int, Leaf]] = {}
@@ -110,7 +109,7 @@ class _Course:
 
     def runs_of(self, grains: Int64s) -> dict[int, list[Run]]:
         """Return the runs of grains, by flat vector, in the vectors of this tree."""
-        runs = by_flat(runs_of(self.tree.seating.layout, grains))
+        runs = by_flat(self.tree.seating.runs_of([grains])[0])
         return {number: found for number, found in runs.items() if number in self.numbers}
 
     def subtrees_at(self, rank: int) -> tuple[Part, ...]:

@@ -5,7 +5,7 @@ Every rank computes the same from the layout and all ranks' seats.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,10 +34,6 @@ class Move(NamedTuple):
     taker: int
     runs: Sequence[Run]
 
-    def within(self, flats: Container[int]) -> Move:
-        """Return the move of the runs in some flat vectors, by number."""
-        return self._replace(runs=[run for run in self.runs if run.flat in flats])
-
 
 def by_flats(moves: Iterable[Move], parts: Sequence[Collection[int]]) -> list[list[Move]]:
     """Return the moves within each of several disjoint sets of flat vectors, by number."""
@@ -51,6 +47,11 @@ def by_flats(moves: Iterable[Move], parts: Sequence[Collection[int]]) -> list[li
         for number, some in runs.items():
             found[number].append(one._replace(runs=some))
     return found
+
+
+def others_of(rank: int, size: int) -> list[int]:
+    """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
+    return [(rank + distance) % size for distance in range(1, size)]
 
 
 class Seating:
@@ -121,13 +122,13 @@ class Seating:
 
     def owned_runs(self) -> list[list[Run]]:
         """Return the runs that each rank finishes, by rank."""
-        return self._runs_of(self.owned)
+        return self.runs_of(self.owned)
 
     # What is moved within a step: from the only sender of each grain to those that want it.
 
     def deliveries(self) -> list[Move]:
         """Return this rank's moves of finished sums from their owners to the other holders."""
-        return self.moves(self.owned, self.trained, self._others())
+        return self.moves(self.owned, self.trained, others_of(self.rank, len(self.seats)))
 
     @cached_property
     def refreshes(self) -> list[Move]:
@@ -153,7 +154,9 @@ class Seating:
 
     def subtrees(self) -> list[Move]:
         """Return this rank's moves of its group's sums to the ranks of other groups that sum the same grains."""
-        others = [other for other in self._others() if self.seats[other].group != self.seat.group]
+        others = [
+            other for other in others_of(self.rank, len(self.seats)) if self.seats[other].group != self.seat.group
+        ]
         return self.moves(self.summed, self.summed, others)
 
     def means(self) -> list[Move]:
@@ -175,10 +178,10 @@ class Seating:
         transfers = [one for one in transfers if one[2].size]
         if by_giver:
             return [Move(giver, taker, self.runs_at(giver, grains)) for giver, taker, grains in transfers]
-        runs = self._runs_of([grains for *_, grains in transfers])
+        runs = self.runs_of([grains for *_, grains in transfers])
         return [Move(giver, taker, some) for (giver, taker, _), some in zip(transfers, runs, strict=True)]
 
-    def _runs_of(self, holdings: Sequence[Int64s]) -> list[list[Run]]:
+    def runs_of(self, holdings: Sequence[Int64s]) -> list[list[Run]]:
         """Return the runs of each of several holdings; those of one object are worked out once."""
         new = [grains for grains in holdings if id(grains) not in self._runs]
         for grains, runs in zip(new, runs_of_each(self.layout, new), strict=True):
@@ -188,10 +191,6 @@ class Seating:
     def _everything(self) -> list[Int64s]:
         """Return all grains, for each rank."""
         return [np.arange(self.layout.num_grains)] * len(self.seats)
-
-    def _others(self) -> list[int]:
-        """Return all other ranks, starting at the right neighbour, so that senders spread over receivers."""
-        return [(self.rank + distance) % len(self.seats) for distance in range(1, len(self.seats))]
 
     def sections_of(self, rank: int) -> Int64s:
         """Return the sections of grains, by number, at whose ends a rank's memory is cut: its group's bases.

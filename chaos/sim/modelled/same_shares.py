@@ -29,7 +29,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.grains import Tensor as LaidOut
-from elastic_train.placement.holdings import Circle, Run, runs_of
+from elastic_train.placement.holdings import Circle, Run
 from elastic_train.placement.recut import owned_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import Seat
@@ -46,7 +46,7 @@ class SameShares:
 
     def __init__(self, *, is_planted: bool) -> None:
         """`is_planted` is True if a bug replaces some of the product's code."""
-        self._runs, self._owned, self._cuts = Known(), Known(), Known()
+        self._owned, self._cuts = Known(), Known()
         kinds = dict[tuple[LaidOut, ...], int]()
         self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
         self._slots = Known() if is_planted else _SLOTS
@@ -68,9 +68,6 @@ class SameShares:
         """Return the optimizer's slots, tried out once."""
         groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
         return self._slots(repr((type(optimizer), groups, device)), lambda: slots_of(optimizer, make, device))
-
-    def runs_of(self, layout: Layout, grains: Int64s) -> list[Run]:
-        return self._runs((self._kind_of(layout), grains.tobytes()), lambda: runs_of(layout, grains))
 
     def owned_of(self, holdings: Sequence[Int64s], spans: Int64s, owners: Sequence[int] | None = None) -> list[Int64s]:
         key = spans.tobytes(), _bytes_of(holdings), None if owners is None else tuple(owners)
@@ -96,10 +93,6 @@ class _CommonSeating(Seating):
     def known_runs(self) -> Known:
         return Known()
 
-    @cached_property
-    def runs(self) -> list[list[Run]]:
-        return super().owned_runs()
-
 
 class _OwnSeating(Seating):
     """A rank's seating, which delegates whatever is not specific to the rank."""
@@ -119,9 +112,6 @@ class _OwnSeating(Seating):
 
     def owned_by(self, owners: Sequence[int]) -> list[Int64s]:
         return self._common.owned_by(owners)
-
-    def owned_runs(self) -> list[list[Run]]:
-        return self._common.runs
 
     def sections_of(self, rank: int) -> Int64s:
         return self._common.sections_of(rank)

@@ -32,6 +32,9 @@ _TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) - {"defau
 }
 """Attributes of every optimizer that are not state, and those that torch's schedulers and scalers add."""
 
+_ATTRIBUTES = ("attribute", "parameter")
+"""Kinds of locations that are attributes; others are keys of mappings."""
+
 Names = Mapping[int, str]
 """Parameter names, by id."""
 Place = str
@@ -205,31 +208,31 @@ class OptimizerMemory:
         return next(found, torch.device("cpu"))
 
     def _put(self, place: Sequence[Any], value: Any, names: Names) -> None:
-        kind, number, *keys = place
-        one = self._all[number]
-        if kind == "attribute":
-            setattr(one, keys[0], value)
-        elif kind == "parameter":
-            setattr(self._key(keys[0], names), keys[1], value)
-        elif kind == "group":
-            one.param_groups[keys[0]][keys[1]] = value
-        elif len(keys) == 1:
-            one.state[self._key(keys[0], names)] = value
+        owner, name = self._slot(place, names)
+        if place[0] in _ATTRIBUTES:
+            setattr(owner, name, value)
         else:
-            one.state[self._key(keys[0], names)][keys[1]] = value
+            owner[name] = value
 
     def _remove(self, place: Sequence[Any], names: Names) -> None:
+        owner, name = self._slot(place, names)
+        if place[0] in _ATTRIBUTES:
+            delattr(owner, name)
+        else:
+            owner.pop(name, None)
+
+    def _slot(self, place: Sequence[Any], names: Names) -> tuple[Any, Any]:
+        """Return the object or mapping that has a value, and the value's name or key there."""
         kind, number, *keys = place
         one = self._all[number]
         if kind == "attribute":
-            delattr(one, keys[0])
-        elif kind == "parameter":
-            delattr(self._key(keys[0], names), keys[1])
-        elif kind == "group":
-            one.param_groups[keys[0]].pop(keys[1], None)
-        else:
-            key = self._key(keys[0], names)
-            (one.state if len(keys) == 1 else one.state[key]).pop(key if len(keys) == 1 else keys[1], None)
+            return one, keys[0]
+        if kind == "parameter":
+            return self._key(keys[0], names), keys[1]
+        if kind == "group":
+            return one.param_groups[keys[0]], keys[1]
+        key = self._key(keys[0], names)
+        return (one.state, key) if len(keys) == 1 else (one.state[key], keys[1])
 
     def _key(self, written: Written, names: Names) -> Any:
         """Return a key of an optimizer's state."""

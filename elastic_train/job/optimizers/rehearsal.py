@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
-from elastic_train.job.units.generators import states_of_generators, undisturbed
+from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
 from elastic_train.job.units.recompute import same_bits
 
 NUM_STEPS, SAVED_AT = 12, (2, 11)
@@ -62,7 +61,7 @@ class Cast:
             self.optimizer.step()
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(_why(self.name, self.optimizer, error)) from error
-        if not may_draw and not _same_generators(drawn, states_of_generators()):
+        if not may_draw and moved_generators(drawn):
             raise ConfigError(
                 f"optimizer.name: '{self.name}' draws from the random numbers of the process, which differ from world "
                 "to world: let it draw from a torch.Generator that it makes, seeds and keeps in an attribute"
@@ -162,11 +161,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
     return repr(one) == repr(other)  # NaN equals itself
-
-
-def _same_generators(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
-    arrays = np.array_equal(one[1][1], other[1][1]) and one[1][2:] == other[1][2:]
-    return torch.equal(one[0], other[0]) and arrays and one[2] == other[2]
 
 
 def _check_modes(cast: Cast) -> None:

@@ -47,10 +47,6 @@ class Slots:
         counted = {} if self.count is None else {_STEP: torch.full_like(self.count, num_updates)}
         return {**counted, **moments}
 
-    def with_moment(self, name: str) -> Slots:
-        """Return the same slots with one more tensor."""
-        return replace(self, moments=(*self.moments, name))
-
 
 def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> list[Slots]:
     """Return the slots of each parameter group, found by trying the optimizer.

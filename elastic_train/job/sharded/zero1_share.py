@@ -50,7 +50,7 @@ from elastic_train.parallel.leaves import Wire
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Run, grains_side_by_side
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, by_flats
 from elastic_train.placement.table import Table
 
 T = TypeVar("T")
@@ -192,7 +192,7 @@ class Zero1Share(Share):
     def _tree_of(self, one: Summed) -> Tree:
         numbers, seating = self.flats_of(one.parameters), self.seating_of_all(one.ranks, one.repeats)
         owned = [[run for run in runs if run.flat in numbers] for runs in seating.owned_runs()]
-        deliveries = [one.within(numbers) for one in seating.deliveries()]
+        [deliveries] = by_flats(seating.deliveries(), [numbers])
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
         placed = [each for each in self.flat.placed() if each.flat in numbers] if one.is_beside else []
         return Tree(flats, one.ranks, one.leaves, AtOwners(owned, deliveries), placed)

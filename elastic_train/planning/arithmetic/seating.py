@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from elastic_train.core.lanes import Part, owned_lanes, parts_of, settle
+from elastic_train.core.lanes import Part, owned_lanes, parts_of
 from elastic_train.placement.deal import Counter, deal_lanes, group_lanes
 from elastic_train.placement.domains import cut_groups
 from elastic_train.placement.grains import Layout as Cut
@@ -112,23 +112,11 @@ def _replicated(lanes: range, batch: Batch) -> tuple[int, int]:
 @functools.lru_cache(1024)
 def most_put_aside(lanes: range, num_lanes: int) -> int:
     """Return the peak number of partial sums, apart from the open one, in the binary counter of a run of lanes."""
-    opened: Part | None = None
-    aside, most = list[Part](), 0
-    for lane in lanes:
-        leaf = Part(0, lane)
-        if opened is not None and opened != leaf.sibling:
-            aside.append(_merged(opened, aside, num_lanes))
-            most, opened = max(most, len(aside)), None
-        opened = settle(leaf.parent if opened is not None else leaf, num_lanes)
+    counter, most = Counter[None](num_lanes, lambda left, right: None), 0
+    for leaf in (Part(0, lane) for lane in lanes):
+        most = max(most, len(counter.parts) - (leaf.sibling in counter.parts))  # a left sibling stays open
+        counter.push(leaf, None)
     return most
-
-
-def _merged(part: Part, aside: list[Part], num_lanes: int) -> Part:
-    """Add the sums put aside to their right siblings; return the resulting part."""
-    while aside and aside[-1] == part.sibling:
-        aside.pop()
-        part = settle(part.parent, num_lanes)
-    return part
 
 
 @functools.lru_cache(1024)

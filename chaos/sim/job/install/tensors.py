@@ -130,7 +130,6 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     yield from within("elastic_train.job.commit_pieces", cuts_of=same.cuts_of)
     columns_of = SameColumns().of
     yield from within("elastic_train.job.build", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
-    yield from within("elastic_train.parallel.reduce_scatter_sum", runs_of=same.runs_of)
     yield from within(
         "elastic_train.training.open_session", open_buffers=lambda plan, world, state, *_: CountedBuffers(state)
     )
