@@ -18,8 +18,8 @@ from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.units.generators import seed_host_generators, seed_validated
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import Gathering, LoneGroup
-from elastic_train.parallel.cells.pipeline import Links, Passes, run_program
-from elastic_train.parallel.cells.stage_links import NoLinks, StageLinks
+from elastic_train.parallel.cells.pipeline import Passes, run_program
+from elastic_train.parallel.cells.stage_links import Links, StageLinks
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.step_tables import tree_sum
 from elastic_train.program.schedules import Kind, Pass, Pipeline, Scheduled, schedule
@@ -43,7 +43,7 @@ class Stage:
     plan: CellPlan = field(default_factory=CellPlan)
     number: int = 0
     kind: Kind = "1f1b"
-    links: Links = field(default_factory=NoLinks)
+    links: Links = field(default_factory=Links)
     experts: Sequence[ExpertLinks] = ()
     """Links to ranks of this stage with other experts, by chunk; empty if experts are not spread."""
     context: Context | None = None

@@ -11,7 +11,7 @@ The optimizer is never stepped to find its state: a step could have side effects
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ _TORCHS = frozenset(vars(SGD([nn.Parameter(torch.zeros(1))], lr=0.1))) - {"defau
 }
 """Attributes of every optimizer that are not state, and those that torch's schedulers and scalers add."""
 
+_REFERENCES = ("optimizer", "group", "parameter", "moment", "whole state", "groups")
 _ATTRIBUTES = ("attribute", "parameter")
 """Kinds of locations that are attributes; others are keys of mappings."""
 
@@ -171,37 +172,24 @@ class OptimizerMemory:
                     if number > 0 or not _is_plain(value):
                         yield ["state", number, writer.write(key), name], value
 
-    def _known(self, names: Names) -> dict[int, Written]:
-        """Return the objects that are written by reference: optimizers, parameters, and the tensors of their state."""
-        known: dict[int, Written] = {id(one): ["optimizer", number] for number, one in enumerate(self._all)}
-        for group in self._optimizer.param_groups:
+    def _references(self, names: Names) -> Iterator[tuple[Written, Any]]:
+        """Yield the objects that are written by reference: optimizers, parameters, and the tensors of their state."""
+        yield from ((["optimizer", number], one) for number, one in enumerate(self._all))
+        for place, group in enumerate(self._optimizer.param_groups):
+            yield ["group", place], group
             for one in group["params"]:
                 if (name := names.get(id(one))) is not None:
-                    known[id(one)] = ["parameter", name]
+                    yield ["parameter", name], one
                     kept = self._optimizer.state.get(one, {})
-                    known |= {id(v): ["moment", name, key] for key, v in kept.items() if isinstance(v, Tensor)}
-        known |= {id(group): ["group", place] for place, group in enumerate(self._optimizer.param_groups)}
-        known[id(self._optimizer.state)], known[id(self._optimizer.param_groups)] = ["whole state"], ["groups"]
-        return known
+                    yield from ((["moment", name, key], v) for key, v in kept.items() if isinstance(v, Tensor))
+        yield from ((["whole state"], self._optimizer.state), (["groups"], self._optimizer.param_groups))
 
-    def _reader_of(self, names: Names) -> Any:
-        parameters = {
-            names[id(one)]: one for group in self._optimizer.param_groups for one in group["params"] if id(one) in names
-        }
+    def _known(self, names: Names) -> dict[int, Written]:
+        return {id(one): written for written, one in self._references(names)}
 
-        def read(written: Sequence[Any]) -> Any:
-            kind, *parts = written
-            if kind == "optimizer":
-                return self._all[parts[0]]
-            if kind == "parameter":
-                return parameters[parts[0]]
-            if kind == "moment":
-                return self._optimizer.state[parameters[parts[0]]][parts[1]]
-            if kind == "group":
-                return self._optimizer.param_groups[parts[0]]
-            return {"whole state": self._optimizer.state, "groups": self._optimizer.param_groups}.get(kind)
-
-        return read
+    def _reader_of(self, names: Names) -> Callable[[Sequence[Any]], Any]:
+        found = {tuple(written): one for written, one in self._references(names)}
+        return lambda written: found[tuple(written)] if written[0] in _REFERENCES else None
 
     def _device(self) -> torch.device:
         found = (one.device for group in self._optimizer.param_groups for one in group["params"])

@@ -7,13 +7,12 @@ without samples, and turns without a lane, are skipped in the exchanges by all s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from elastic_train.parallel.cells.stage_links import Activation, Awaited
+from elastic_train.parallel.cells.stage_links import Activation, Awaited, Links
 from elastic_train.program.schedules import Exchange, Pass
 from elastic_train.program.step_program import Action, AddExperts, Close, Open
 
@@ -47,21 +46,6 @@ class Passes(ABC):
 
     def add_experts(self, one: AddExperts) -> None:  # noqa: B027
         """Add the gradients that a turn's lanes have given to this rank's experts."""
-
-
-class Links(Protocol):
-    """Exchanges with neighbouring stages: `StageLinks`, or none."""
-
-    def exchange(
-        self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
-    ) -> None:
-        """Begin to send an activation or a gradient, and to receive `takes`."""
-
-    def arrived(self, name: Hashable) -> Tensor | None:
-        """Wait for and return the tensor for a pass; None if none is expected."""
-
-    def finish(self) -> None:
-        """Wait until all sends are complete."""
 
 
 @dataclass(frozen=True, slots=True)

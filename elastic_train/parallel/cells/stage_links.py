@@ -81,7 +81,27 @@ class _Arriving(NamedTuple):
     works: list[Work]
 
 
-class StageLinks:
+class Links:
+    """Exchanges with neighbouring stages; these are of a model in one stage, which exchanges nothing."""
+
+    def exchange(
+        self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
+    ) -> None:
+        """Begin to send an activation to the next stage or a gradient to the previous one, and to receive `takes`.
+
+        Raises PeerLostError.
+        """
+        raise AssertionError("there are no neighbours")
+
+    def arrived(self, name: Hashable) -> Tensor | None:
+        """Wait for and return the tensor for a pass; None if none is expected."""
+        return None
+
+    def finish(self) -> None:
+        """Wait until all sends are complete."""
+
+
+class StageLinks(Links):
     """Links of this rank's stage, in one world, to the places `before` and `after` it in its cell, if any.
 
     Messages are in the memory of `device`, on which the stage computes.
@@ -99,10 +119,6 @@ class StageLinks:
     def exchange(
         self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
     ) -> None:
-        """Begin to send an activation to the next stage or a gradient to the previous one, and to receive `takes`.
-
-        Raises PeerLostError.
-        """
         self.finish()
         sends = list[tuple[int, Tensor]]()
         if activation is not None:
@@ -119,10 +135,7 @@ class StageLinks:
         self._sent += [tensor for _, tensor in sends]
 
     def arrived(self, name: Hashable) -> Tensor | None:
-        """Wait for and return the tensor for a pass; None if none is expected.
-
-        With an activation, torch's generators continue where the sender's stopped.
-        """
+        """With an activation, torch's generators continue where the sender's stopped."""
         if name not in self._arriving:
             return None
         memory, form, works = self._arriving.pop(name)
@@ -133,7 +146,6 @@ class StageLinks:
         return self._content_of(memory, form)
 
     def finish(self) -> None:
-        """Wait until all sends are complete."""
         self._group.wait(self._leaving)
         self._leaving, self._sent = [], []
 
@@ -170,21 +182,6 @@ class StageLinks:
     def _content_of(self, memory: Tensor, form: Form) -> Tensor:
         """Return the activation in a message; its start is aligned."""
         return memory[self._head_bytes // form.dtype.itemsize :].view(form.shape)
-
-
-class NoLinks:
-    """Links of a model in one stage: nothing is exchanged."""
-
-    def exchange(
-        self, *, activation: Activation | None = None, gradient: Tensor | None = None, takes: Sequence[Awaited] = ()
-    ) -> None:
-        raise AssertionError("there are no neighbours")
-
-    def arrived(self, name: Hashable) -> Tensor | None:
-        return None
-
-    def finish(self) -> None:
-        """Do nothing: there are no sends."""
 
 
 def _known(place: int | None) -> int:

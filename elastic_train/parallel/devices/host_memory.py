@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -33,26 +33,32 @@ Event = object
 """A point in a queue; opaque except to the memory that returned it."""
 
 
-class HostMemory(Protocol):
-    """The memory of a rank's host, and its device's queues.
+class HostMemory:
+    """The memory of a rank's host, and its device's queues; these are a CPU's, where both memories are the same."""
 
-    `room_bytes` is the number of bytes copied at a time.
-    """
-
-    @property
-    def room_bytes(self) -> int: ...
+    room_bytes = ROOM_BYTES
+    """Bytes copied at a time."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros in host memory that a device can access directly."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.from_numpy(np.zeros(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)
 
     def room(self, num_bytes: int) -> Tensor:
         """Return bytes of device memory to copy into and out of."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, way: Way, pairs: Pairs, after: Sequence[Event] = ()) -> Event:
         """Enqueue copies after some events; return their event."""
+        for place, source in pairs:
+            place.copy_(source)
+        return None
 
     def compute(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
         """Enqueue a computation after this thread's earlier ones and some events; return its event."""
+        work()
+        return None
 
     def join(self) -> None:
         """Make this thread's later computations wait for all enqueued ones."""
@@ -61,39 +67,8 @@ class HostMemory(Protocol):
         """Wait for all enqueued copies in one direction."""
 
 
-class CpuMemory:
-    """Memory of a CPU, where host and device memory are the same."""
-
-    room_bytes = ROOM_BYTES
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        if not numel:
-            return torch.empty(0, dtype=dtype)
-        return torch.from_numpy(np.zeros(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)
-
-    def room(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def copy(self, way: Way, pairs: Pairs, after: Sequence[Event] = ()) -> Event:
-        for place, source in pairs:
-            place.copy_(source)
-        return None
-
-    def compute(self, work: Callable[[], None], after: Sequence[Event] = ()) -> Event:
-        work()
-        return None
-
-    def join(self) -> None:
-        """Do nothing: computations are synchronous."""
-
-    def settle(self, way: Way = "out") -> None:
-        """Do nothing: copies are synchronous."""
-
-
-class CudaMemory:
+class CudaMemory(HostMemory):
     """Pinned memory, with two streams besides the calling thread's own."""
-
-    room_bytes = ROOM_BYTES
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -128,16 +103,13 @@ class CudaMemory:
         work()
         return _event(stream)
 
-    def join(self) -> None:
-        """Do nothing: the current stream is in order."""
-
     def settle(self, way: Way = "out") -> None:
         self._streams[way].synchronize()
 
 
 def host_memory_of(device: torch.device) -> HostMemory:
     """Return the host memory of a device."""
-    return CudaMemory(device) if device.type == "cuda" else CpuMemory()
+    return CudaMemory(device) if device.type == "cuda" else HostMemory()
 
 
 def _wait(stream: torch.cuda.Stream, events: Sequence[Event]) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_train.core.lanes import Lanes
 from elastic_train.parallel.cells.pipeline import Passes, run_program
-from elastic_train.parallel.cells.stage_links import NoLinks
+from elastic_train.parallel.cells.stage_links import Links
 from elastic_train.parallel.leaves import FlatGradient, Leaves
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
@@ -121,7 +121,7 @@ class Alone:
         return False
 
 
-class Links(NoLinks):
+class Neighbours(Links):
     """Neighbours that have already sent a pass's input."""
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
@@ -190,7 +190,7 @@ class Running(Passes):
         with mock.patch.object(Leaves, "_zeros", lambda *of: self.meter.watch(made(*of))):
             if self._sum is not None:
                 self._sum.begin()
-            run_program(step_program(pipeline, stage), Links(pipeline, stage), self)
+            run_program(step_program(pipeline, stage), Neighbours(pipeline, stage), self)
         return self.meter.most
 
     def key(self, number: int) -> Hashable | None:

@@ -20,7 +20,7 @@ from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState
-from elastic_train.parallel.devices.host_memory import CpuMemory, pinned
+from elastic_train.parallel.devices.host_memory import HostMemory, pinned
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import Run
 from tests.elastic_train.job.sharded.shard_jobs import (
@@ -179,7 +179,7 @@ def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, off
 
 def test_a_rank_that_holds_nothing_of_a_parameter_group_has_host_memory_for_it() -> None:
     """There are more ranks than grains: even memory without elements has the group's type."""
-    for memory in (CpuMemory().zeros(0, torch.float32), pinned(0, torch.device("cpu")).view(torch.float32)):
+    for memory in (HostMemory().zeros(0, torch.float32), pinned(0, torch.device("cpu")).view(torch.float32)):
         assert memory.dtype == torch.float32 and not memory.numel()
 
 
