@@ -1,7 +1,7 @@
 """Time a rank's planning when the world changes, and measure how much data moves, without touching tensors.
 
 It covers everything from the ranks' reported states to the last run of elements that this rank holds, sends or
-receives: seats, holdings, transfers, whole and sharded gradient sums, and the writers of commits.
+receives: seats, holdings, transfers, whole and sharded gradient sums, and what each writer has in commits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.figures import Effort
+from elastic_train.job.sharded.held_tree import Held, cuts_of
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, grains_in_each, num_elements, runs_of
 from elastic_train.placement.recut import Recut, plan_recut
@@ -115,6 +116,7 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
     for column in columns:
         others = Seating(*column, seats, 0) if len(columns) > 1 else seating
         max(grains.size for grains in others.trained)
-        others.owned_by(range(len(seats)))
+        owned = others.owned_by(range(len(seats)))
+        cuts_of(column.layout, [Held(grains, others.sections_of(rank)) for rank, grains in enumerate(owned)])
         others.are_sole_holders([False] * len(seats))
     return plan

@@ -217,7 +217,7 @@ def runs_of_each(layout: Layout, holdings: Sequence[Int64s], sections: Int64s | 
     flats, los = layout.flat_of[grains], layout.start[grains]
     his = los + layout.span[grains]
     alike = (numbers, flats) if sections is None else (numbers, flats, sections[grains])
-    first, end = _stretches(los, his, *alike)
+    first, end = stretches(los, his, *alike)
     runs = list(map(Run, flats[first].tolist(), los[first].tolist(), his[end - 1].tolist()))
     edges = [0, *np.cumsum(np.bincount(numbers[first], minlength=len(each))).tolist()]
     found = {number: runs[lo:hi] for number, (lo, hi) in zip(each, pairwise(edges), strict=True)}
@@ -232,13 +232,13 @@ def grains_side_by_side(layout: Layout, grains: Int64s, held: Sequence[Run]) -> 
     flats, los, lengths = layout.flat_of[grains], layout.start[grains], layout.hi[grains] - layout.lo[grains]
     begins = {(run.flat, run.lo) for run in held}
     run_of = np.cumsum([at in begins for at in zip(flats.tolist(), los.tolist(), strict=True)])
-    first, end = _stretches(los, los + lengths, layout.tensor_of[grains], run_of)
+    first, end = stretches(los, los + lengths, layout.tensor_of[grains], run_of)
     runs = np.stack([flats[first], los[first], (los + lengths)[end - 1]], axis=1).tolist()
     parts = zip(runs, first.tolist(), end.tolist(), strict=True)
     return [(Run(*run), tuple(lengths[lo:hi].tolist())) for run, lo, hi in parts]
 
 
-def _stretches(los: Int64s, his: Int64s, *alike: Int64s) -> tuple[Int64s, Int64s]:
+def stretches(los: Int64s, his: Int64s, *alike: Int64s) -> tuple[Int64s, Int64s]:
     """Return starts and ends of stretches of rows: each row starts where the previous one ends, with equal `alike`."""
     begins = np.ones(los.size, dtype=np.bool_)
     begins[1:] = los[1:] != his[:-1]

@@ -6,11 +6,12 @@ So each can continue the other's commits. Buffers and plain values are whole. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.grains import Layout, strides_of
 from elastic_train.placement.grains import Tensor as Place
-from elastic_train.placement.holdings import Run
+from elastic_train.placement.holdings import Run, stretches
 
 Moments = Mapping[str, Tensor]
 """An optimizer's tensors of one shard with one number per element, by torch's names; 1-D."""
@@ -67,22 +68,28 @@ def spans_of(layout: Layout, held: Held) -> dict[int, list[Span]]:
     Tensors are given by their numbers in the layout.
     """
     spans: dict[int, list[Span]] = {}
-    grains, sections = held
-    last = 0
-    cuts = (of[grains].tolist() for of in (layout.tensor_of, layout.lo, layout.hi, sections))
-    for tensor, lo, hi, section in zip(*cuts, strict=True):
-        mine = spans.setdefault(tensor, [])
-        if mine and mine[-1][1] == lo and section == last:
-            lo = mine.pop()[0]
-        mine.append((lo, hi))
-        last = section
+    for _, tensor, span in _spans(layout, [held]):
+        spans.setdefault(tensor, []).append(span)
     return spans
 
 
 def cuts_of(layout: Layout, written: Sequence[Held]) -> Cuts:
     """Return the cuts of every tensor in commits, from the grains that each writer writes."""
-    by_writer = [spans_of(layout, one) for one in written]
-    return [tuple(tuple(spans.get(tensor, ())) for spans in by_writer) for tensor in range(len(layout.tensors))]
+    cuts: list[list[tuple[Span, ...]]] = [[()] * len(written) for _ in layout.tensors]
+    for writer, tensor, span in _spans(layout, written):
+        cuts[tensor][writer] += (span,)
+    return cuts
+
+
+def _spans(layout: Layout, written: Sequence[Held]) -> Iterator[tuple[int, int, Span]]:
+    """Yield each writer's spans: its number, the tensor's, and the span; by writer and tensor, ascending."""
+    numbers = np.repeat(np.arange(len(written)), [one.grains.size for one in written])
+    grains = np.concatenate([layout.tensor_of[:0], *(one.grains for one in written)])
+    sections = np.concatenate([grains[:0], *(one.sections[one.grains] for one in written)])
+    tensors, los, his = (of[grains] for of in (layout.tensor_of, layout.lo, layout.hi))
+    first, end = stretches(los, his, numbers, tensors, sections)
+    spans = zip(los[first].tolist(), his[end - 1].tolist(), strict=True)
+    return zip(numbers[first].tolist(), tensors[first].tolist(), spans, strict=True)
 
 
 class TensorPieces(NamedTuple):
