@@ -57,8 +57,12 @@ def test_a_recovery_writes_once_for_each_member_and_lists_nothing(
     def ask(*_: object) -> Answer:
         return "itself"
 
-    places = [Place("host", "127.0.0.1", 1, node=name, agent=f"{name}:1") for name in ("a", "b", "c", "c", "c")]
-    nodes = [Participant(store, "job", Policy(1, 3, 0.0), place, ttl_s=TTL_S, ask=ask) for place in places]
+    places = [
+        Place("host", "127.0.0.1", 1, node=name, node_members=3 if name == "c" else 1, agent=f"{name}:1")
+        for name in ("a", "b", "c", "c", "c")
+    ]
+    # The first world waits for all three nodes: the leader may see the others late.
+    nodes = [Participant(store, "job", Policy(1, 3, PATIENCE_S), place, ttl_s=TTL_S, ask=ask) for place in places]
     assert all(world is not None and len(world.seats) == 5 for world in meet_again(nodes, pool))
     for node in nodes[:2]:
         node.agents.ask([member for member in node.view.members if member.node == "c"], 1.0)
