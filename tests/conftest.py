@@ -261,11 +261,15 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
 @pytest.fixture(autouse=True)
 def same_environ() -> Iterator[None]:
     """Undo what a launcher or a handler in this process has set for workers: those of another test would inherit it."""
-    before = dict(os.environ)
+    before = _of_workers()
     yield
-    for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:
-        if os.environ.get(name) != before.get(name):
-            os.environ.pop(name) if name not in before else os.environ.update({name: before[name]})
+    for name in _of_workers().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _of_workers() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("ELASTIC_", "GLOO_"))}
 
 
 def environ_of(**own: str) -> dict[str, str]:
