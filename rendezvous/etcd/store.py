@@ -206,6 +206,6 @@ def _lease_id(lease: Lease) -> int:
 
 
 def _revision(responses: list[object]) -> int:
-    """Return the revision of a transaction, the same for all of its writes."""
-    first = responses[0]
-    return int(getattr(first, first.WhichOneof("response")).header.revision)  # type: ignore[attr-defined]
+    """Return the revision of a transaction; a delete before its first change has the revision before it."""
+    answers = (getattr(each, each.WhichOneof("response")) for each in responses)  # type: ignore[attr-defined]
+    return max(int(answer.header.revision) for answer in answers)

@@ -83,6 +83,14 @@ def test_revisions_grow_and_creation_stays(side: Side) -> None:
     assert texts(side) == {}
 
 
+def test_a_transaction_has_the_revision_of_its_changes(side: Side) -> None:
+    """So a member knows when its watch has brought them, even if it first deletes a key that is gone already."""
+    gone, left, get = side.prefix + "gone", side.prefix + "left", side.store.get
+    revision = side.store.swap({left: Put("1")}, {})
+    assert revision is not None
+    assert side.store.swap({gone: None, left: None}, {gone: ABSENT, left: revision}) == get(side.prefix).revision
+
+
 def test_revoking_a_lease_deletes_its_keys(side: Side) -> None:
     """A revoked lease deletes its own keys at once, and no others."""
     lease = side.store.lease(30)
