@@ -375,6 +375,7 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     """Write the result, end the tracker's run with its true status, and leave the group in order."""
     step = session.state.step
     if outcome is Outcome.LEFT:
+        session.say_rest()  # no next world of this process does
         session.world.history.leave(step=step)
         session.pause()
         session.world.group.abandon()

@@ -37,6 +37,7 @@ class Ended:
         self.watch = None
         self.say_rest: Callable[[], object] = lambda: None
         self.finish: Callable[[], object] = lambda: None
+        self.pause: Callable[[], object] = lambda: None
         self.check_newest: Callable[[], object] = lambda: None
         run, validation = SimpleNamespace(dir=str(folder)), SimpleNamespace(early_stopping=None)
         task = SimpleNamespace(finish=lambda model, folder: self.finish())
@@ -120,6 +121,17 @@ def test_a_job_whose_result_cannot_be_written_is_done(
         f"error: step 14 is committed, but the result could not be written: {tmp_path}/result.json: "
         "[Errno 28] No space left on device; make room there and start again: no step is trained twice\n"
     )
+
+
+def test_a_rank_that_leaves_reports_its_last_steps(tmp_path: Path) -> None:
+    """Their time and memory: a rank of the next world reports that after its first step, but this one is in none."""
+    session = Ended(tmp_path)
+    session.say_rest = lambda: session.acts.append("rest")
+    session.pause = lambda: session.acts.append("paused")
+    session.world.history.leave = lambda step: session.acts.append(f"left after {step}")
+    session.world.group.abandon = lambda: None
+    assert isinstance(_finish(session, Outcome.LEFT), Preempted)  # type: ignore[arg-type]
+    assert session.acts == ["rest", "left after 14", "paused", "left"]
 
 
 @pytest.mark.parametrize(
