@@ -32,12 +32,18 @@ from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 pytestmark = pytest.mark.slow
 
 
+LAST = {"/last": Put("")}
+"""Written before an etcd of one member is killed: before 3.5.5 it answers when its log has the writes before, but not
+yet this one (issue 14370 of etcd)."""
+
+
 def test_watch_and_lease_survive_a_killed_etcd() -> None:
     """After SIGKILL and a restart on the same data, the watch shows new writes and the lease still holds."""
     with EtcdServer() as server:
         store = patient(server.endpoint)
         lease, watch = store.lease(PATIENCE_S), store.watch("/a/")
         store.swap({"/a/leased": Put("1", lease)}, {})
+        store.swap(LAST, {})
         server.kill()
         server.start()
         written = store.swap({"/a/new": Put("2")}, {})
@@ -350,6 +356,7 @@ def test_users_and_expired_tokens() -> None:
         client.authstub.AuthEnable(rpc.AuthEnableRequest(), PATIENCE_S)
         store = patient(server.endpoint, {"user": "root", "password": "right"})
         store.swap({"/a": Put("1")}, {})
+        store.swap(LAST, {})
         server.kill()
         server.start()
         assert store.get("/a").entries["/a"].value == "1"
