@@ -4,7 +4,7 @@ ElasticTrainError               1
 ├── ConfigError                 2   the configuration, or a task, cannot be used as given
 │   └── OtherJobError           2   another job works in the same folder
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
-│   ├── DataError              65   a dataset is missing, truncated, changed, or lacks a column
+│   ├── DataError              65   a dataset is truncated, changed, or lacks a file or a column
 │   │   ├── UnreadableError    65   a row group cannot be read, also after trying again
 │   │   └── RowError           65   a row cannot be used, whichever machine reads it
 │   ├── CommitError            65   a commit or one of its files does not match its record

@@ -24,12 +24,13 @@ from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
 from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.dataset.schemas import IMAGE_SUFFIXES, ROW_SUFFIXES
 from elastic_train.data.parquet.chunks import all_chunks, digest
 from elastic_train.data.parquet.files import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
 from elastic_train.data.parquet.footer import Footer, cut_footer
 from elastic_train.data.parquet.footer_index import write_footers
 from elastic_train.data.parquet.sources import reaching
-from elastic_train.errors import DataError
+from elastic_train.errors import ConfigError, DataError
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -116,7 +117,7 @@ def _fields_of(entry: Manifest | FileEntry | CoverageSums) -> dict[str, Any]:
 def load_manifest(url: str) -> Manifest:
     """Read the manifest.json of the dataset at a folder or fsspec URL.
 
-    Raise DataError if it is missing, invalid or unreachable.
+    Raise ConfigError if there is none, and DataError if it is invalid or unreachable.
     """
     path = f"{url.rstrip('/')}/{NAME}"
     with reaching(path):
@@ -141,7 +142,7 @@ def _content(url: str, path: str) -> bytes:
         with fsspec.open(path, "rb") as file:
             content: bytes = file.read()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(why_absent(url)) from error
+        raise ConfigError(why_absent(url)) from error
     return content
 
 
@@ -156,16 +157,31 @@ def why_absent(url: str) -> str:
     """Return why there is no dataset at a folder or fsspec URL, and what to do."""
     fs, root = fsspec.core.url_to_fs(url)
     if fs.isfile(root):
-        return (
-            f"{url}: is a file, and a dataset is a folder: import the file with `elastic-train data import rows "
-            f"OUT {url}` and name OUT/train"
-        )
+        return f"{url}: is a file, and a dataset is a folder: {_remedy_of(url)}"
     if parts := parts_of(url):
         return f"{url}: no {NAME} there, but in its parts: name {' or '.join(parts)}"
+    if fs.isdir(root) and any(each.endswith(".parquet") for each in fs.ls(root, detail=False)):
+        return f"{url}: no {NAME} there; describe its Parquet files once with elastic_train.build_manifest({url!r})"
     return (
         f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
         "files of your own with elastic_train.build_manifest"
     )
+
+
+def _remedy_of(file: str) -> str:
+    """Return how to make a dataset of a file, by its name."""
+    ending, folder = f".{file.rpartition('.')[2].lower()}", file.rpartition("/")[0] or "."
+    if ending in ROW_SUFFIXES:
+        return f"import the file with `elastic-train data import rows OUT {file}` and name OUT/train"
+    if ending == ".parquet":
+        return f"describe its folder once with elastic_train.build_manifest({folder!r}), and name {folder}"
+    if ending in IMAGE_SUFFIXES:
+        return (
+            "if labels are known, `elastic-train data import images OUT DIR` takes DIR/LABEL/IMAGE; without labels, "
+            "write the files' bytes as a column 'image' of a Parquet file, describe its folder with "
+            "elastic_train.build_manifest, and name that folder"
+        )
+    return "`elastic-train data import --help` lists what can be imported"
 
 
 def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -> Manifest:

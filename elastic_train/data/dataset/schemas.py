@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Suffixes of the files that `data import rows` and `data import images` take."""
 TOKENS = pa.field("input_ids", pa.list_(pa.int32()), nullable=False)
 
 QUALITY_LABEL = "label"

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from elastic_train.data.corpora import origin
 from elastic_train.data.dataset.manifest import TRAIN, VALIDATION
+from elastic_train.data.dataset.schemas import IMAGE_SUFFIXES
 from elastic_train.data.tables.files import Chunk, shown_chunks
 from elastic_train.data.tables.images import COLUMN, ImageCheck
 from elastic_train.data.tables.importing import Table, Written, contents_of, load_parts, write_table
@@ -21,7 +22,6 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import counted
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 SCHEMA = pa.schema([COLUMN, LABEL])
 _VALIDATION_NAMES = ("validation", "valid", "val")
 _AT_ONCE = 64
@@ -87,9 +87,9 @@ def _files_of(folder: Path) -> list[Path]:
     files = [path for path in found if path.is_file()]
     wrong = [f"{path}: does not exist: it is a broken link, or no file" for path in found if _is_no_file(path)]
     wrong += [
-        f"{path}: is none of {', '.join(SUFFIXES)}; remove it, or convert it"
+        f"{path}: is none of {', '.join(IMAGE_SUFFIXES)}; remove it, or convert it"
         for path in files
-        if path.suffix.lower() not in SUFFIXES
+        if path.suffix.lower() not in IMAGE_SUFFIXES
     ]
     wrong += [f"{path}: is in no folder of a class; {_WHERE}" for path in sorted(folder.iterdir()) if _is_image(path)]
     for inner in (path for path in found if path.is_dir() and not path.is_symlink()):
@@ -105,11 +105,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def _is_no_file(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.is_file() and not path.is_dir()
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.is_file() and not path.is_dir()
 
 
 def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, list[object]]]:

@@ -243,14 +243,14 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "rows of words": (["synth", "OUT", "--rows", "many"], 2, "many"),
     "a negative seed": (["synth", "OUT", "--seed", "-1"], 2, "seed must be at least 0"),
     "an unknown schema": (["synth", "OUT", "--schema", "prose"], 2, "prose"),
-    "nothing to describe": (["describe", "FOLDER"], 65, f"no {NAME} there; make the dataset with"),
-    "nothing to verify": (["verify", "FOLDER"], 65, f"no {NAME} there; make the dataset with"),
+    "nothing to describe": (["describe", "FOLDER"], 2, f"no {NAME} there; make the dataset with"),
+    "nothing to verify": (["verify", "FOLDER"], 2, f"no {NAME} there; make the dataset with"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_explained_and_writes_nothing(tmp_path: Path, call: Call, case: str) -> None:
-    """2 for what was typed or named for import, 65 for what is not a dataset; nothing is written."""
+    """2 for what was typed or named, 65 for contents; nothing is written."""
     arguments, code, message = BAD_INPUT[case]
     (tmp_path / "empty.txt").touch()
     places = {"OUT": tmp_path / "out", "EMPTY": tmp_path / "empty.txt", "FOLDER": tmp_path}

@@ -175,7 +175,7 @@ def test_what_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 def test_what_cannot_be_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = call(capsys, "images", tmp_path / "made", "--data", tmp_path)
-    assert (done.code, f"{tmp_path}/train: no manifest.json there" in done.output) == (65, True)
+    assert (done.code, f"{tmp_path}/train: no manifest.json there" in done.output) == (2, True)
     assert not (tmp_path / "made").exists()
     assert call(capsys, "sounds", tmp_path / "made").code == 2
 

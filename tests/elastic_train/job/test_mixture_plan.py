@@ -85,7 +85,7 @@ def test_one_source_is_the_dataset_itself(data: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "error", "expected"),
     [
-        ("nowhere", DataError, ["nowhere: no manifest.json"]),
+        ("nowhere", ConfigError, ["nowhere: no manifest.json"]),
         ("few", DataError, ["few: has 3 rows", "one for each of the 4 lanes", "leave it out"]),
         ("copy", DataError, ["copy: holds the same rows as", "wiki (digest", "the sum of their weights"]),
         ("plain", ConfigError, ["the manifest of", "plain names no label column"]),

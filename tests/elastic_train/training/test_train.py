@@ -123,7 +123,7 @@ def test_errors_are_raised_and_not_printed(tmp_path: Path, rows: Path) -> None:
     missing, unknown, nowhere, thread = run(REFUSED, str(described))
     assert missing.startswith("ConfigError: missing.yaml: cannot be read")
     assert unknown == "ConfigError: overrides: unknown key 'epoch'; did you mean 'epochs'?"
-    assert nowhere.startswith(f"DataError: {Path('nowhere').absolute()}: no manifest.json there")
+    assert nowhere.startswith(f"ConfigError: {Path('nowhere').absolute()}: no manifest.json there")
     assert thread.startswith("ValueError: signal only works in main thread")
 
 

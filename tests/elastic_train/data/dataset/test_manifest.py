@@ -215,19 +215,27 @@ def test_a_folder_without_parquet_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_manifest_says_how_to_make_one(tmp_path: Path) -> None:
     """The message names the commands that make a dataset and the function that describes one."""
-    with pytest.raises(DataError, match=r"elastic-train data import\|synth.*build_manifest"):
+    with pytest.raises(ConfigError, match=r"elastic-train data import\|synth.*build_manifest"):
         load_manifest(str(tmp_path))
 
 
 def test_a_place_that_is_nearly_a_dataset_says_what_to_name(tmp_path: Path) -> None:
     """The folder that an import wrote has parts, and a file of rows is to be imported."""
-    (tmp_path / "rows.csv").write_text("text")
-    with pytest.raises(DataError, match=r"rows\.csv: is a file, .* `elastic-train data import rows OUT .*rows\.csv`"):
-        load_manifest(str(tmp_path / "rows.csv"))
+    for name, says in {
+        "rows.csv": f"`elastic-train data import rows OUT {tmp_path}/rows.csv`",
+        "a.parquet": rf"build_manifest\('{tmp_path}'\), and name {tmp_path}",
+        "a.PNG": "images OUT DIR` takes DIR/LABEL/IMAGE; without labels, .* a column 'image' of a Parquet file",
+        "a.docx": "data import --help",
+    }.items():
+        (tmp_path / name).write_text("text")
+        with pytest.raises(ConfigError, match=rf"{name}: is a file, and a dataset is a folder: .*{says}"):
+            load_manifest(str(tmp_path / name))
+    with pytest.raises(ConfigError, match=rf"describe its Parquet files once with .*build_manifest\('{tmp_path}'\)"):
+        load_manifest(str(tmp_path))
     for part in ("train", "validation"):
         (tmp_path / part).mkdir()
         (tmp_path / part / NAME).write_text("{}")
-    with pytest.raises(DataError, match=rf"but in its parts: name {tmp_path}/train or {tmp_path}/validation"):
+    with pytest.raises(ConfigError, match=rf"but in its parts: name {tmp_path}/train or {tmp_path}/validation"):
         load_manifest(str(tmp_path))
 
 

@@ -53,7 +53,7 @@ def test_data_that_changed_since_the_commit_is_refused(tmp_path: Path, rows: Pat
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (["--data.train", "/nowhere"], 65, ["/nowhere: no manifest.json", "data import"]),
+        (["--data.train", "/nowhere"], 2, ["/nowhere: no manifest.json", "data import"]),
         (["--task.params", "{vocabulary: 64, numeric: [sise]}"], 65, ["no column 'sise'", "input_ids"]),
         (["--task.params", "{vocabulary: 64, label: kind}"], 65, ["label column 'kind' is string"]),
         (["--task.params", "{vocabulry: 64}"], 2, ["has no 'vocabulry'", "did you mean 'vocabulary'"]),
