@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
+from elastic_train.cli.main import main
 from elastic_train.data.corpora.text import Options, import_text
+from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.errors import ConfigError
 from elastic_train.inference.given_places import check_new, check_parquet, find_dataset
+from tests.elastic_train.data.chats.chat_tokenizers import CHATML, save_tokenizer
+
+
+def elastic_train(*arguments: object) -> None:
+    """Run a command that succeeds."""
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, arguments)])
+    assert not ended.value.code
 
 
 @pytest.fixture
@@ -29,6 +42,44 @@ def test_a_file_is_imported_by_a_command_that_fits_the_run(run: str, tmp_path: P
     with pytest.raises(ConfigError) as said:
         find_dataset(run, f"{tmp_path}/new.csv")
     assert f"`elastic-train data import rows {flags}`, and name {tmp_path}/new" in str(said.value)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
+def test_chats_are_imported_and_packed_as_those_of_the_run(tmp_path: Path) -> None:
+    """The commands work as printed: the model's tokenizer, the set's own template, and packed rows of the same size."""
+    pytest.importorskip("transformers")
+    model, chats = save_tokenizer(tmp_path / "model", None), tmp_path / "chats.jsonl"
+    (tmp_path / "own.jinja").write_text(CHATML)
+    turns = [{"role": role, "content": f"say {role}"} for role in ("user", "assistant")]
+    chats.write_text("".join(json.dumps({"messages": turns[:1] * n + turns}) + "\n" for n in range(1, 9)))
+    elastic_train(
+        "data",
+        "import",
+        "rows",
+        tmp_path / "raw",
+        chats,
+        "--tokenizer",
+        model,
+        "--chat-template",
+        tmp_path / "own.jinja",
+    )
+    elastic_train("data", "pack", tmp_path / "data", tmp_path / "raw", "--length", 256)
+    (tmp_path / "run").mkdir()
+    task = {"params": {"max_tokens": 256, "hf": {"path": "model"}}}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"data": {"train": "data/train"}, "task": task}))
+    with pytest.raises(ConfigError) as said:
+        find_dataset(str(tmp_path / "run"), str(chats))
+    for command in re.findall("`elastic-train (.*?)`", str(said.value)):
+        elastic_train(*shlex.split(command))
+    made = str(said.value).rpartition("name ")[2]
+    assert find_dataset(str(tmp_path / "run"), made) == f"{made}/train"
+    template = Path(made, "train/chat_template.jinja")
+    assert template.read_text() == CHATML and f"--tokenizer {model} " in str(said.value)
+    assert load_manifest(f"{made}/train").columns == load_manifest(str(tmp_path / "data/train")).columns
+    shutil.rmtree(model)
+    with pytest.raises(ConfigError, match=rf"--tokenizer {tmp_path}/data/train/tokenizer\.json --chat-template"):
+        find_dataset(str(tmp_path / "run"), str(chats))
 
 
 def test_the_only_part_of_an_import_is_taken(run: str, tmp_path: Path) -> None:
