@@ -17,6 +17,7 @@ import fsspec
 from elastic_train.cli.fine_tuning_trial import TRIAL
 from elastic_train.cli.output import CONFIG
 from elastic_train.config.yaml12 import write_flow
+from elastic_train.data.corpora.origin import telling_if_full
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError
@@ -87,8 +88,7 @@ class Starter:
 def write_starter(kind: str, folder: Path, data: str | None, model: str | None = None) -> list[str]:
     """Write a starter's files, never over others; return the commands to go on with.
 
-    Raises ConfigError if one of the files is there, or if there is no model to fine-tune, and DataError if there is no
-    dataset at `data`.
+    Raises ConfigError if one of the files is there, or if there is no model to fine-tune, or no dataset at `data`.
     """
     starter = STARTERS[kind]
     if model is not None:
@@ -104,14 +104,26 @@ def write_starter(kind: str, folder: Path, data: str | None, model: str | None =
     there = [str(folder / name) for name in files if (folder / name).exists()]
     if there:
         raise ConfigError(f"{', '.join(there)}: already there; choose another folder, or remove what is there")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text)
+    _write(folder, files)
     return [
         f"cd {shlex.quote(str(folder))}",
         *starter.making(data, model),
         f"elastic-train train {CONFIG}{starter.keys(data, model)}",
     ]
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write all files or none; raise StorageError if the disk is full."""
+    with telling_if_full(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with telling_if_full(folder):
+            for name, text in files.items():
+                (folder / name).write_text(text)
+    except BaseException:
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+        raise
 
 
 def _checked_model(kind: str, model: Path) -> str:

@@ -66,16 +66,24 @@ def filled(folder: Path, origin: Origin) -> Iterator[Path]:
     partial = _beside(folder, "partial")
     partial.mkdir()
     try:
-        yield partial
-        (partial / NAME).write_text(json.dumps(origin, indent=2, sort_keys=True) + "\n")
-        _put(partial, folder)
+        with telling_if_full(folder):
+            yield partial
+            (partial / NAME).write_text(json.dumps(origin, indent=2, sort_keys=True) + "\n")
+            _put(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def telling_if_full(folder: Path) -> Iterator[None]:
+    """Raise StorageError with the folder if the disk is full."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
         why = os.strerror(error.errno)
         raise StorageError(f"{folder}: cannot write: {why}; make room there, or name another folder") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _put(partial: Path, folder: Path) -> None:

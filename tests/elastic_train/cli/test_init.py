@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 from pathlib import Path
@@ -178,6 +179,21 @@ def test_what_cannot_be_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert (done.code, f"{tmp_path}/train: no manifest.json there" in done.output) == (2, True)
     assert not (tmp_path / "made").exists()
     assert call(capsys, "sounds", tmp_path / "made").code == 2
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Path, "write_text", write)
+    done = call(capsys, "images", tmp_path / "made")
+    assert (done.code, list((tmp_path / "made").iterdir())) == (1, [])
+    assert done.output == (
+        f"error: {tmp_path}/made: cannot write: No space left on device; make room there, or name another folder\n"
+    )
 
 
 def test_images_of_ones_own_are_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
