@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -70,6 +71,11 @@ def done(made: str, then: str) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without passwords in URLs, or its class if it has none."""
     return without_passwords(str(error) or type(error).__name__).partition("\n")[0][:_LONGEST_LINE]
+
+
+def json_fault(error: Exception) -> str:
+    """Return why one line is not JSON, with the column; the decoder would count lines within it."""
+    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def without_passwords(text: str) -> str:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from elastic_train.data.chats.layouts import (
     KNOWN,
     REMEDY,
+    ROLES,
     AnyLayout,
     PreferenceLayout,
     UnfitError,
@@ -55,7 +56,7 @@ from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.system.extras import version_of
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, did_you_mean, json_fault, nearest
 
 _NAMES = (TOKENS.name, LABELS)
 _PREFERENCE_NAMES = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
@@ -186,6 +187,7 @@ class _Chats:
         self._num_targets, self._longest = 0, 0
         self._lengths = array("q")
         self._example: str | None = None
+        self._unknown_roles: dict[str, str] = {}
 
     def all(self, paths: Sequence[Path], what: str, track: Track) -> Iterator[Chunk]:
         chunks = (self._chunk(rows) for rows in read_rows(paths, self._layout.columns))
@@ -208,6 +210,9 @@ class _Chats:
                 "template writes them otherwise when others follow; one with {% generation %} learns from all "
                 "(--chat-template FILE)"
             )
+        for role, place in self._unknown_roles.items():
+            meant = did_you_mean(nearest(role, sorted(ROLES)))
+            yield f"WARNING: {place}: has the role '{role}', which is none of {', '.join(sorted(ROLES))}{meant}"
         if self._example is not None:
             yield f"the first chat, with what is to be predicted in [[ ]]:\n{self._example}"
 
@@ -225,7 +230,7 @@ class _Chats:
         found = []
         for number, row in rows.values:
             try:
-                found.append(self._rendered(row))
+                found.append(self._rendered(row, f"{rows.path}: row {number}"))
             except UnfitError as error:
                 self.unfit.wrong.append(f"{rows.path}: row {number}: {error}")
         columns = [
@@ -233,11 +238,14 @@ class _Chats:
         ]
         return Chunk(rows.path, 0, pa.RecordBatch.from_arrays(columns, schema=self.schema), rows.done)
 
-    def _rendered(self, row: Mapping[str, object] | str) -> list[Tokens]:
+    def _rendered(self, row: Mapping[str, object] | str, place: str) -> list[Tokens]:
         if isinstance(row, str):
             raise UnfitError(row)
         is_last_alone = isinstance(self._layout, PreferenceLayout)
-        rendered = [self._tokenizer.render(chat) for chat in self._layout.chats_of(row)]
+        chats = self._layout.chats_of(row)
+        rendered = [self._tokenizer.render(chat) for chat in chats]
+        for role in {message["role"] for chat in chats for message in chat.messages} - ROLES:
+            self._unknown_roles.setdefault(role, place)
         return [self._cut(last_turn_of(each) if is_last_alone else each) for each in rendered]
 
     def _cut(self, rendered: Rendered) -> Tokens:
@@ -321,9 +329,9 @@ def _array(path: Path, content: bytes) -> Iterator[Numbered]:
 
 def _parsed(line: bytes) -> dict[str, Any] | str:
     try:
-        return _object(json.loads(line.decode("utf-8-sig")))
+        return _object(json.loads(line.rstrip(_BLANK).decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
-        return f"is not JSON: {error}"
+        return f"is not JSON: {json_fault(error)}"
 
 
 def _object(value: Any) -> dict[str, Any] | str:

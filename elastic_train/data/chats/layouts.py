@@ -34,6 +34,8 @@ _ROLES = {
     **dict.fromkeys(("gpt", "bot", "chatgpt", "model", "ai", "function_call"), ASSISTANT),
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
+ROLES = frozenset(("system", "developer", "user", ASSISTANT, "tool"))
+"""Roles that templates know."""
 KNOWN = (
     "a list of {role, content} or {from, value} under messages or conversations, "
     "or a pair of columns: instruction and output, prompt and completion (or response), question and answer"
@@ -132,7 +134,9 @@ AnyLayout = Layout | PreferenceLayout
 
 def _check_filled(row: Row, columns: Sequence[str]) -> None:
     for name in columns:
-        if row.get(name) is None:
+        if name in row and row[name] is None:
+            raise UnfitError(f"'{name}' is null")
+        if name not in row:
             raise UnfitError(f"it has no '{name}'; it has {', '.join(row) or 'nothing'}")
         if isinstance(row[name], str) and not row[name].strip():
             raise UnfitError(f"its '{name}' is empty")

@@ -130,6 +130,16 @@ class Sample:
     categorical: tuple[str | None, ...] = ()
 
 
+def is_no_label(text: str) -> bool:
+    """Return True for a blank name, or the nan that pandas writes for a missing one."""
+    return text.strip().casefold() in ("", "nan")
+
+
+def no_label(place: str, column: str) -> str:
+    """Return the message for a row without a label."""
+    return f"{place}: has no label: '{column}' is empty or NaN; give the row one, or leave it out"
+
+
 def measure(text: str) -> tuple[float, float, float]:
     """Return a text's characters, lines, and share of lines that look like code."""
     lines = [line for line in text.splitlines() if line.strip()]

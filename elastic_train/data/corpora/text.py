@@ -29,6 +29,7 @@ from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.wording import json_fault
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -253,7 +254,10 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[tuple[str, str]
             yield from _paragraphs(path)
             return
         for line, row in _json_rows(path) if path.suffix == ".jsonl" else _csv_rows(path):
-            yield _field(row, text_key, "--text-key", path, line), _field(row, label_key, "--label-key", path, line)
+            label = _field(row, label_key, "--label-key", path, line)
+            if origin.is_no_label(label):
+                raise ConfigError(origin.no_label(f"{path}:{line}", label_key))
+            yield _field(row, text_key, "--text-key", path, line), label
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
@@ -273,9 +277,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line, object_pairs_hook=_once_each, parse_constant=_no_number)
+                row = json.loads(line.rstrip("\r\n"), object_pairs_hook=_once_each, parse_constant=_no_number)
             except ValueError as error:
-                raise ConfigError(f"{path}:{number}: is not JSON: {error}") from error
+                raise ConfigError(f"{path}:{number}: is not JSON: {json_fault(error)}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{path}:{number}: is not a JSON object")
             yield number, row

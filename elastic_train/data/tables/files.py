@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -162,6 +163,7 @@ def _batches(path: Path, types: Types, given: frozenset[str]) -> Batches:
 
 def _json_lines(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     num_rows, schema, size = 0, pa.schema(list(types.items())), max(1, path.stat().st_size)
+    reader = None
     try:
         reader = arrow_json.open_json(
             file, arrow_json.ReadOptions(block_size=BLOCK_BYTES), _json_options(schema, may_infer=True)
@@ -175,7 +177,7 @@ def _json_lines(file: BinaryIO, path: Path, types: Types, given: frozenset[str])
             yield rows, _share(file, size)
             num_rows += rows.num_rows
     except pa.ArrowInvalid as error:
-        raise _wrong_line(path, num_rows, schema, error) from error
+        raise _wrong_line(path, num_rows, _json_options(schema, may_infer=reader is None), error) from error
 
 
 def _json_options(schema: pa.Schema, *, may_infer: bool = False) -> arrow_json.ParseOptions:
@@ -184,18 +186,36 @@ def _json_options(schema: pa.Schema, *, may_infer: bool = False) -> arrow_json.P
     )
 
 
-def _wrong_line(path: Path, first: int, schema: pa.Schema, error: pa.ArrowInvalid) -> ConfigError:
+def _wrong_line(path: Path, first: int, options: arrow_json.ParseOptions, error: pa.ArrowInvalid) -> ConfigError:
     """Return the error for the line at which the reader stopped: the first, after `first` rows, that fails alone."""
+    changed, number = re.search(r"Column\(/(.+)\) changed from", str(error)), first
+    if changed and (row := _lone_nan(_lines(path, first), changed[1])) is not None:
+        return ConfigError(f"{path}: row {row}: '{changed[1]}' is NaN; give the row a value, or leave the row out")
+    for number, line in _lines(path, first):
+        if len(line) > BLOCK_BYTES:
+            return ConfigError(f"{path}: row {number} has more than {BLOCK_BYTES >> 20} MiB; write shorter rows")
+        try:
+            arrow_json.read_json(io.BytesIO(line), parse_options=options).validate(full=True)
+        except pa.ArrowInvalid as wrong:
+            return ConfigError(f"{path}: row {number}: {_without_row(wrong)}; {_JSON_REMEDY}")
+    return ConfigError(f"{path}: {error}; {_JSON_REMEDY}" if number else f"{path}: holds no rows")
+
+
+def _lines(path: Path, first: int) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
-        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        for number, line in itertools.islice(lines, first, None):
-            if len(line) > BLOCK_BYTES:
-                return ConfigError(f"{path}: row {number} has more than {BLOCK_BYTES >> 20} MiB; write shorter rows")
-            try:
-                arrow_json.read_json(io.BytesIO(line), parse_options=_json_options(schema)).validate(full=True)
-            except pa.ArrowInvalid as wrong:
-                return ConfigError(f"{path}: row {number}: {_without_row(wrong)}; {_JSON_REMEDY}")
-    return ConfigError(f"{path}: {error}; {_JSON_REMEDY}")
+        yield from itertools.islice(((at, line) for at, line in enumerate(file, start=1) if line.strip()), first, None)
+
+
+def _lone_nan(lines: Iterator[tuple[int, bytes]], name: str) -> int | None:
+    """Return the first line with NaN under a name, if no line has another number there."""
+    found = None
+    for number, line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            if isinstance(value := json.loads(line.decode("utf-8-sig"))[name], int | float):
+                if not math.isnan(value):
+                    return None
+                found = found or number
+    return found
 
 
 def _without_row(error: pa.ArrowInvalid) -> str:
@@ -216,6 +236,8 @@ def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Bat
                 yield rows, _share(file, size)
                 num_rows += rows.num_rows
     except pa.ArrowInvalid as error:
+        if str(error) == "Empty CSV file":
+            raise ConfigError(f"{path}: holds no rows") from error
         raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {_CSV_REMEDY}") from error
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from elastic_train.data.corpora.origin import is_no_label, no_label
 from elastic_train.data.dataset.manifest import MAX_LABELS
-from elastic_train.data.tables.files import Chunk
+from elastic_train.data.tables.files import Chunk, is_json
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -62,26 +63,38 @@ def labels_of(chunk: Chunk, column: str) -> pa.Array:
     found = column_of(chunk, column, "--label-key")
     if pa.types.is_boolean(found.type):
         found = found.cast(pa.int32())
+    if (row := pc.index(_is_missing(found), True).as_py()) >= 0:
+        raise ConfigError(no_label(chunk.place_of(row), column))
     is_number = pa.types.is_integer(found.type)
-    if not is_number and not pa.types.is_string(found.type) and not pa.types.is_large_string(found.type):
+    as_name = "write it as text, in quotes" if is_json(chunk.path) else f"read it as text with --types {column}=string"
+    if not is_number and not _is_text(found):
         raise ConfigError(
             f"{chunk.path}: label column '{column}' is {found.type}: a class is a whole number or a name; choose "
-            f"another column with --label-key, or read it as text with --types {column}=string"
+            f"another column with --label-key, or {as_name}"
         )
-    is_wrong = pc.or_kleene(
-        pc.is_null(found), pc.less(found, 0) if is_number else pc.equal(pc.utf8_trim(found, " "), "")
-    )
-    if (row := pc.index(is_wrong.fill_null(True), True).as_py()) >= 0:
+    if is_number and (row := pc.index(pc.less(found, 0), True).as_py()) >= 0:
         raise ConfigError(
-            f"{chunk.place_of(row)}: has no label: '{column}' is {found[row].as_py()!r}; give the row one, or leave it "
+            f"{chunk.place_of(row)}: has no label: '{column}' is {found[row].as_py()}; give the row one, or leave it "
             "out"
         )
     if is_number and (row := pc.index(pc.greater_equal(found, MAX_LABELS), True).as_py()) >= 0:
         raise ConfigError(
             f"{chunk.place_of(row)}: '{column}' is {found[row].as_py()}: numbers of classes are below {MAX_LABELS:,}; "
-            f"read the column as names with --types {column}=string"
+            f"for a name, {as_name}"
         )
     return found if is_number else found.cast(pa.string())
+
+
+def _is_text(column: pa.Array) -> bool:
+    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+
+
+def _is_missing(column: pa.Array) -> pa.Array:
+    """Return a mask of the rows without a value: null, NaN or a blank name."""
+    if not _is_text(column):
+        return pc.is_null(column, nan_is_null=pa.types.is_floating(column.type))
+    names = [name for name in pc.unique(column).to_pylist() if name is not None and is_no_label(name)]
+    return pc.or_(pc.is_null(column), pc.is_in(column, pa.array(names, column.type)))
 
 
 def column_of(chunk: Chunk, name: str, option: str) -> pa.Array:

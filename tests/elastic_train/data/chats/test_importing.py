@@ -102,7 +102,7 @@ def test_chats_are_split_packed_and_keep_their_template(tmp_path: Path, options:
 
 BAD = [
     ({"messages": chat(1)}, None),
-    ("{broken", "row 2: is not JSON: "),
+    ("{broken", "row 2: is not JSON: Expecting .* at column 2$"),
     ([1], "row 3: is a list, not an object"),
     ({"text": "x"}, "row 4: it has no 'messages'; it has text"),
     ({"messages": [{"role": "user", "content": "\ud83d <s>"}, chat(1)[1]]}, "row 5: message 1 spells .* token '<s>'"),
@@ -127,6 +127,16 @@ def test_bad_rows_are_refused_together_or_left_out(tmp_path: Path, options: Chat
     made = imported(tmp_path / "out", [tmp_path / "a.jsonl"], replace(options, skips=True))
     assert len(made.written.left_out) == 5 and len(rows_in(tmp_path / "out" / "train")) == 3
     assert "1 chat cut to 60 tokens" in made.notes
+
+
+def test_an_unknown_role_is_reported_with_its_first_row(tmp_path: Path, options: ChatOptions) -> None:
+    wrong = [{"role": "usr", "content": "Hi"}, chat(1)[1]]
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": each} for each in (chat(1), wrong, wrong)])
+    (note,) = (each for each in imported(tmp_path / "out", [lines], replace(options, share=0)).notes if "role" in each)
+    assert note == (
+        f"WARNING: {lines}: row 2: has the role 'usr', which is none of assistant, developer, system, tool, user; did "
+        "you mean 'user'?"
+    )
 
 
 def test_turns_that_are_not_learned_are_counted(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def without(content: object, **more: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"messages": None, "id": 1}, "it has no 'messages'; it has messages, id"),
+        ({"messages": None, "id": 1}, "'messages' is null"),
         ({"messages": []}, "'messages' has no message; a message is {role, content}"),
         ({"messages": "Hi"}, "'messages' is a str, not a list of messages"),
         ({"messages": "[Hi"}, "'messages' is text that is not JSON"),

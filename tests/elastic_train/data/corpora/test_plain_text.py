@@ -60,6 +60,8 @@ def test_formats(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl:1: is not JSON: text is there twice"),
         ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl:2: is not JSON: NaN"),
         ("a.jsonl", '{"text": "x\\ud800", "label": 1}\n', r"a\.jsonl:1: 'text' has half of a surrogate pair"),
+        ("a.jsonl", '{"a": 1\n', r"a\.jsonl:1: is not JSON: Expecting ',' delimiter at column 8$"),
+        ("a.csv", "text,label\na,x\nb,NaN\n", r"a\.csv:3: has no label: 'label' is empty or NaN; give the row one"),
         ("a.jsonl", "\n\n", r"a\.jsonl: holds no rows"),
     ],
 )

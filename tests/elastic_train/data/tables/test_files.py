@@ -70,6 +70,9 @@ def test_types_can_be_named(tmp_path: Path) -> None:
         for row in chunk.rows.to_pylist()
     ]
     assert rows == [None] * 30 + [0.5]
+    (tmp_path / "a.jsonl").write_text('{"n": 1, "m": 1}\n{"n": 2, "m": [}')
+    with pytest.raises(ConfigError, match=r"row 1: .*changed from string to number"):
+        list(read_files([tmp_path / "a.jsonl"], parse_types(["n=string"])))
     with pytest.raises(ConfigError, match="--types n=many: write column=type"):
         parse_types(["n=many"])
 
@@ -102,7 +105,16 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "a short row": ("a.csv", "text,n\n" + "a,1\n" * 90 + "b\n", "row 92: Expected 2 columns, got 1.*needs quotes"),
     "a word for a number": ("a.csv", "text,n\n" + "a,1\n" * 90 + "b,c\n", "row 92: .*invalid value 'c'.*code=string"),
     "bytes": ("a.csv", b"text,n\n" + b"a,1\n" * 90 + b"\xff,1\n", "row 92: .*invalid UTF8"),
-    "an empty file": ("a.csv", "", "Empty CSV"),
+    "NaN among names": ("a.jsonl", lines(3, '{"text": NaN, "n": 1}'), "row 3: 'text' is NaN; give the row a value, or"),
+    "NaN among names, later": ("a.jsonl", lines(31, '{"text": NaN, "n": 1}'), "row 31: 'text' is NaN"),
+    "NaN before names": ("a.jsonl", lines(1, '{"text": NaN, "n": 1}'), "row 1: 'text' is NaN"),
+    "NaN among numbers": (
+        "a.jsonl",
+        lines(1, '{"text": "a", "n": NaN}').replace('"n": 3}', '"n": "b"}'),
+        r"\(/n\) changed from number to string",
+    ),
+    "an empty file": ("a.csv", "", "holds no rows"),
+    "no lines": ("a.jsonl", "\n\n", "a.jsonl: holds no rows"),
     "a header alone": ("a.csv", "text,n\n", "holds no rows"),
     "no Parquet": ("a.parquet", "PAR1", "cannot be read"),
     "no Arrow": ("a.arrow", "ARROW1", "cannot be read"),

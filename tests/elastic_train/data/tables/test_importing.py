@@ -127,10 +127,16 @@ def test_numbers_stay_labels_and_rows_may_have_none(tmp_path: Path) -> None:
 
 
 BAD_ROWS: dict[str, tuple[list[dict[str, Any]], RowOptions, str]] = {
-    "no label": ([{"label": "a"}, {"label": None}], RowOptions(), r"a\.jsonl: row 2: has no label: 'label' is None"),
-    "a blank label": ([{"label": "a"}, {"label": " "}], RowOptions(), r"row 2: has no label: 'label' is ' '"),
+    "no label": (
+        [{"label": "a"}, {"label": None}],
+        RowOptions(),
+        r"a\.jsonl: row 2: has no label: 'label' is empty or",
+    ),
+    "a blank label": ([{"label": "a"}, {"label": " "}], RowOptions(), r"row 2: has no label: 'label' is empty or NaN"),
+    "a NaN": ([{"label": 1}, {"label": float("nan")}], RowOptions(), "row 2: has no label: 'label' is empty or NaN"),
+    "the name nan": ([{"label": "a"}, {"label": "nan"}], RowOptions(), "row 2: has no label: 'label' is empty or NaN"),
     "a negative label": ([{"label": 1}, {"label": -1}], RowOptions(), "row 2: has no label: 'label' is -1"),
-    "a fraction": ([{"label": 0.5}], RowOptions(), "label column 'label' is double: .*--types label=string"),
+    "a fraction": ([{"label": 0.5}], RowOptions(), "label column 'label' is double: .*write it as text, in quotes"),
     "one label": ([{"label": "a"}] * 9, RowOptions(), "has one label, a; a classifier needs at least 2"),
     "another column": ([{"labels": "a"}], RowOptions(label_key="label"), "no column 'label'; did you mean 'labels'"),
     "no metadata": ([{"size": 1}], RowOptions(numeric=("sice",)), "no column 'sice'; did you mean 'size'"),
