@@ -56,10 +56,15 @@ class Chosen:
     "Replace whatever is in OUT."
 
     def options(self, samples: int = corpora.DEFAULTS.num_samples) -> Options:
-        if samples < 2 or self.vocabulary < 512 or self.max_tokens < 1 or self.seed < 0:
-            raise ConfigError(
-                "--samples must be at least 2, --vocabulary at least 512, --max-tokens at least 1, --seed at least 0"
-            )
+        least = {
+            "samples": (samples, 2),
+            "vocabulary": (self.vocabulary, 512),
+            "max-tokens": (self.max_tokens, 1),
+            "seed": (self.seed, 0),
+        }
+        wrong = [f"--{name} must be at least {limit}" for name, (value, limit) in least.items() if value < limit]
+        if wrong:
+            raise ConfigError(*wrong)
         return Options(samples, self.seed, self.vocabulary, self.max_tokens, self.replace)
 
 
@@ -76,8 +81,10 @@ class Split:
     "Replace whatever is in OUT."
 
     def checked(self) -> Split:
-        if not 0 <= self.validation_share < 1 or self.seed < 0:
-            raise ConfigError("--validation-share must be at least 0 and less than 1, --seed at least 0")
+        if not 0 <= self.validation_share < 1:
+            raise ConfigError("--validation-share must be at least 0 and less than 1")
+        if self.seed < 0:
+            raise ConfigError("--seed must be at least 0")
         return self
 
 

@@ -226,6 +226,11 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "an empty text": (["import", "text", "OUT", "EMPTY"], 2, "empty.txt: holds no text"),
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
     "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "--samples must be at least 2"),
+    "one of four limits": (
+        ["import", "docstrings", "OUT", "--vocabulary", "9"],
+        2,
+        "error: --vocabulary must be at least",
+    ),
     "no libraries": (["import", "docstrings", "OUT", "--site-packages", "FOLDER"], 65, "at least 2 are needed"),
     "rows of another kind": (["import", "rows", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .json, .csv or .tsv"),
     "rows of two kinds": (["import", "rows", "OUT", "a.jsonl", "a.csv"], 2, "a.csv: must be .jsonl or .json"),
