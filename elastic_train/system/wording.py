@@ -63,6 +63,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def updates_left_out(steps: Iterable[Sequence[int]]) -> str:
+    """Return how many updates were left out, and why; `steps` are half-open ranges. Empty if there are none."""
+    if not (number := sum(hi - lo for lo, hi in steps)):
+        return ""
+    were = "update was" if number == 1 else "updates were"
+    return f"{number} {were} left out because the loss or gradient was not finite, or no sample had a target"
+
+
 def done(made: str, then: str) -> str:
     """Return the last line of a command: what it made, and what to do next."""
     return f"Done: {made}, next: {then}"

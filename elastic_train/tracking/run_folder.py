@@ -96,6 +96,13 @@ class RunFolder:
         places = [place / url for place in (started, Path.cwd(), *self.path.absolute().parents) if place is not None]
         return str(next((place for place in places if place.exists()), places[0]))
 
+    def of_another_run(self) -> str | None:
+        """Return the run.dir of the configuration in this folder; None if it is this folder, or not given."""
+        named = self.setting("run", "dir")
+        if named is None or Path(self.from_here(named) or named).resolve() == self.path.resolve():
+            return None
+        return str(self.path / named)
+
     def result(self) -> Mapping[str, object] | None:
         """Return how the run ended (see docs/operations/run.md); None while it has not."""
         path = self.path / RESULT

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.wording import counted, done
+from elastic_train.system.wording import counted, done, updates_left_out
 from elastic_train.tasks.task import Exporting, ExportingSome, Finishing, Task
+from elastic_train.tracking.history_files import FOLDER
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
@@ -61,8 +62,8 @@ class TrainResult:
     `holes` are the unreadable row groups, `num_left_out` is the number of samples lost with them, `num_truncated` the
     number of rows cut to the task's length. `fast_steps` and `skipped_steps` are half-open ranges of steps, counted
     from 0: those whose rounding depended on the world, and those whose update was skipped because loss or gradient was
-    not finite. `ended_by` is 'last step' or 'early stopping', None if the job is not done; `improvement` is the state
-    of early stopping, e.g. the best value and its step, None without it.
+    not finite, or no sample had a target. `ended_by` is 'last step' or 'early stopping', None if the job is not done;
+    `improvement` is the state of early stopping, e.g. the best value and its step, None without it.
     """
 
     status: str
@@ -129,9 +130,15 @@ def last_line(session: Session, result: TrainResult) -> str:
     validated = None if config.data.validation is None else result.metrics.get("loss")
     kind, loss = ("loss", session.loss) if validated is None else ("validation loss", validated)
     shown = "" if loss is None else f", {kind} {loss:.4f}"
+    left_out = "" if not result.skipped_steps else f", {look_up_left_out(config.run.dir, result.skipped_steps)}"
     where = config.checkpoint_url + ("" if head is None else f" ({head.key})")
-    made = f"{counted(result.step, 'step')}{early}{shown}, weights in {where}"
+    made = f"{counted(result.step, 'step')}{early}{shown}{left_out}, weights in {where}"
     return done(made, export_command(config.run.dir, session.plan.task))
+
+
+def look_up_left_out(run: str, steps: Iterable[Sequence[int]]) -> str:
+    """Return how many updates were left out, and where their samples are named."""
+    return f"{updates_left_out(steps)} (see the lines with op nonfinite in {run}/{FOLDER})"
 
 
 def export_command(run: str, task: Task | None) -> str:

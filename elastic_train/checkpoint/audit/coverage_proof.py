@@ -25,7 +25,7 @@ from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_lengths import NAME, load_lengths
 from elastic_train.errors import ConfigError, CorruptError, DataError
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, updates_left_out
 
 Numbers = Mapping[str, int]
 _CHUNK = 1 << 20
@@ -104,7 +104,11 @@ def _check_steps(found: Audit, store: Store, head: CommitRecord) -> None:
     found.wrong += [f"steps: {problem}" for problem in problems]
     num_terms = len({interval.term for interval in head.intervals})
     if not problems:
-        found.proven.append(f"steps [0, {head.step}) were applied once each, by {counted(num_terms, 'term')} in turn")
+        left_out = updates_left_out(head.skipped_steps or ())
+        found.proven.append(
+            f"steps [0, {head.step}) were applied once each, by {counted(num_terms, 'term')} in turn"
+            + (f"; {left_out}" if left_out else "")
+        )
     ancestors = 0
     for key, record, why in records(store):
         if record is None:

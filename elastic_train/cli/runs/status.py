@@ -19,12 +19,13 @@ from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, Preempted, StorageError
+from elastic_train.runs.stopped.advice import ANEW, RESUME
 from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
 from elastic_train.system.process_identity import process_identity
 from elastic_train.system.wording import counted
 from elastic_train.tracking.history_files import newest_commit
 from elastic_train.tracking.run_folder import RunFolder
-from elastic_train.training.result import EARLY_STOPPING, export_command
+from elastic_train.training.result import EARLY_STOPPING, export_command, look_up_left_out
 from elastic_train.world.claims import TERMS, Claim, read_claim
 
 CODES = {
@@ -71,9 +72,14 @@ def status(run: str, overrides: Sequence[str] = (), *, is_why: bool = False, is_
         return code
     if not is_why:
         print_text(f"{found.state}: {found.why}")
-    if found.stopped is not None and (is_why or found.stopped.ended_with is not None):
+    if found.stopped is not None and (is_why or found.stopped.ended_with is not None or _waits(found)):
         print_text(in_words(found.stopped))
     return code
+
+
+def _waits(found: Status) -> bool:
+    """Return True for a run that is not done and needs no start: it is running, or its scheduler starts it."""
+    return found.state != "done" and found.stopped is not None and found.stopped.do == "nothing"
 
 
 def status_of(run: str, config: Config | None = None) -> Status:
@@ -95,6 +101,8 @@ def _cause_of(run: str, found: Status) -> Cause:
     cause = cause_of(run)
     if found.state != "unknown":
         cause = unless_members_live(cause, _store_of(run, may_be_new=True))
+    if found.state == "resumable" and found.step is None:
+        cause = replace(cause, advice=cause.advice.replace(RESUME, ANEW))
     if found.state == "failed" and cause.do == "start":
         return replace(cause, do="fix", advice=f"no commit can be read: {found.why}")
     if found.state == "unknown" and cause.do == "start":
@@ -127,7 +135,7 @@ def _status_of(run: str, config: Config | None) -> Status:
         return Status("unknown", None, f"its commits cannot be read: {error}")
     head = next((row.record for row in rows if "head" in row.marks), None)
     if isinstance(done, int) and (head is None or done >= head.step) and not is_longer:
-        return Status("done", done, f"all of its {done} steps are trained")
+        return Status("done", done, f"all of its {done} steps are trained{_left_out(run, result)}")
     if head is not None:
         return Status("resumable", head.step, f"training would continue from step {head.step} ({head.key})")
     if rows:
@@ -135,6 +143,12 @@ def _status_of(run: str, config: Config | None) -> Status:
     if "://" not in run and (named := newest_commit(run)) is not None:
         return Status("failed", None, f"{named}, its newest commit, is not in {store.url}: is that mounted?")
     return Status("resumable", None, f"no commits in {store.url} yet: training would begin with the first step")
+
+
+def _left_out(run: str, result: Mapping[str, object] | None) -> str:
+    """Return how many updates of a result were left out, with a separator; empty if none was."""
+    steps = (result or {}).get("skipped_steps")
+    return f"; {look_up_left_out(run, steps)}" if isinstance(steps, list) and steps else ""
 
 
 def _goes_further(config: Config, result: Mapping[str, object]) -> bool:

@@ -33,6 +33,7 @@ CODES: dict[Do, int] = {
 }
 """Exit code of `status --why` by remedy, for schedulers."""
 RESUME = "start it again: it resumes from the newest commit"
+ANEW = "start it again: nothing is committed, so it starts at step 0"
 LESS_MEMORY = (
     "let it need less memory (batch.micro_batch, parallel.recompute, data.num_workers), or give it more; then start it "
     "again"

@@ -34,6 +34,8 @@ SILENT_STEPS = 5
 """Silence in steps, as long as the longest of the last ones, after which a run counts as stopped."""
 MOST_SHOWN = 4
 """Number of evidence files to show."""
+MOST_PIDS = 16
+"""Number of running processes to show."""
 CLOCKS_DIFFER_S = 5.0
 """Seconds after an end by which a process on another machine must have started to count as a restart after it."""
 _KILLED = "was killed"
@@ -156,7 +158,7 @@ def _is_running(member: Line) -> bool:
 
 
 def _still_runs(running: Sequence[Line], traces: Traces, now: float) -> Cause:
-    of = ", ".join(f"{whole(member, 'pid')} (rank {whole(member, 'rank')})" for member in running[:MOST_SHOWN])
+    of = ", ".join(f"{whole(member, 'pid')} (rank {whole(member, 'rank')})" for member in running[:MOST_PIDS])
     what = (
         f"it is running: process {of} of {text(running[0], 'host')} is there, and the last step is {traces.step or 0}"
     )
@@ -186,11 +188,11 @@ def _without_a_word(traces: Traces, members: Sequence[Line], now: float) -> Caus
         going = f"it seems to be running: step {step} was applied {now - traces.since:.0f} s ago"
         return Cause(going, "nothing", "wait", step=step, at=traces.since)
     hosts = sorted({host for each in members if (host := text(each, "host"))})
-    how = f"{counted(len(hosts), 'machine')} ({', '.join(hosts)}) lost power, or all was killed at once"
+    (subject, others), how = _silent_end(members, hosts)
     if restarted := [text(each, "host") for each in members if has_restarted_here(each)]:
         how = f"{restarted[0]} has been restarted since"
     return Cause(
-        f"all of its processes ended without a word after step {step}, and so did their launchers: {how}",
+        f"{subject} ended without a word after step {step}{others}: {how}",
         "start",
         RESUME,
         hosts[0] if len(hosts) == 1 else None,
@@ -198,6 +200,17 @@ def _without_a_word(traces: Traces, members: Sequence[Line], now: float) -> Caus
         at=traces.since,
         evidence=tuple(map(str, traces.newest)),
     )
+
+
+def _silent_end(members: Sequence[Line], hosts: Sequence[str]) -> tuple[tuple[str, str], str]:
+    """Return who ended (subject, and the rest of the clause) and how, if no process has left a word."""
+    has_power = all(map(is_of_this_machine, members))
+    if len(members) == 1:
+        how = "it was killed (perhaps by the kernel for lack of memory, or by a second Ctrl-C)"
+        return ("its only process", ""), how if has_power else f"{how}, or {', '.join(hosts)} lost power"
+    place = f"{counted(len(hosts), 'machine')} ({', '.join(hosts)})"
+    how = f"all on {place} was killed at once" if has_power else f"{place} lost power, or all was killed at once"
+    return ("all of its processes", ", and so did their launchers"), how
 
 
 def in_words(cause: Cause) -> str:
@@ -330,7 +343,8 @@ def _before_a_step(traces: Traces) -> Cause:
             evidence=(str(path),),
         )
     return Cause(
-        "it has not taken a step, and no process has said why: it may have ended before it could write to its folder",
+        "it has not taken a step, and no process has recorded an error: it was asked to leave before its first step, "
+        "or was killed before it could write to its folder",
         "start",
-        "read the log of its launcher",
+        "start it again; if it ends again, read its log, or that of its launcher",
     )

@@ -131,6 +131,24 @@ def test_a_run_that_stopped_says_why_and_what_to_do(local_store: Store, capsys: 
     assert see.startswith(f"see: {folder}/history/failed-00000-")
 
 
+def test_a_project_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its configuration has the name of the one that a run writes."""
+    (tmp_path / "config.yaml").write_text("run: {dir: runs/first}\ndata: {train: nowhere}\n")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    with pytest.raises(SystemExit) as left:
+        main(["status", str(tmp_path)])
+    assert left.value.code == 2
+    assert f"its config.yaml is for the run in {tmp_path}/runs/first; name that" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text(f"run: {{dir: {tmp_path}}}\ndata: {{train: nowhere}}\n")
+    assert said(capsys, str(tmp_path))[0] == 75
+
+
+def test_updates_that_were_left_out_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "left out" not in str(said(capsys, finished(tmp_path / "own", skipped_steps=[]))[1]["why"])
+    found = said(capsys, finished(tmp_path / "own", skipped_steps=[[1, 2], [3, 5]]))[1]
+    assert "all of its 4 steps are trained; 3 updates were left out because" in str(found["why"])
+
+
 def test_a_run_that_is_done_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = said(capsys, finished(tmp_path / "own"), "--why")
     stopped = found["stopped"]
@@ -166,6 +184,8 @@ def test_a_run_whose_newest_commit_is_not_in_its_store_does_not_begin_anew(
     (folder / "history").mkdir(parents=True)
     (folder / "config.yaml").write_text(f"checkpoint: {{url: {tmp_path}/gone}}\n")
     assert said(capsys, str(folder))[0] == 75
+    note_failed(folder, exit_code=5, step=0, kind="Killed", why="was killed by SIGKILL", started_at=1.0)
+    assert "nothing is committed, so it starts at step 0" in str(said(capsys, str(folder))[1]["stopped"])
     (folder / "head.json").write_text(json.dumps({"commit": "commits/00000001-00000002.json", "step": 2}))
     code, found = said(capsys, str(folder))
     assert (code, found["state"]) == (65, "failed") and "is that mounted?" in str(found["why"])
@@ -185,6 +205,9 @@ def test_a_job_that_etcd_knows_members_of_waits(
     etcd.swap({keys.member("n1.0"): Put(encode(Member("n1.0", "b", "10.0.0.2", 1, 0)))}, {})
     code, found = said(capsys, str(folder), "--why")
     assert code == 0 and "it is waiting: etcd at 10.0.0.2:2379 knows 1 worker of 1 node" in str(found["stopped"])
+    with pytest.raises(SystemExit) as left:
+        main(["status", str(folder)])
+    assert left.value.code == 75 and "why: it is waiting: etcd at" in capsys.readouterr().out, "also without --why"
     local_store.create(term_key(10), json.dumps({**claim, "etcd": "127.0.0.1:2379"}).encode())
     assert said(capsys, str(folder), "--why")[0] == 75, "that is another etcd here"
 

@@ -257,8 +257,19 @@ def test_a_machine_that_fails_its_health_check_before_the_first_step_is_to_be_le
     )
 
 
-def test_of_a_folder_without_a_word_the_launchers_log_is_named(tmp_path: Path) -> None:
-    assert cause_of(tmp_path).advice == "read the log of its launcher"
+def test_a_run_that_ends_before_its_first_step_is_started_again(tmp_path: Path) -> None:
+    """Ctrl-C before a step leaves no word."""
+    cause = cause_of(tmp_path)
+    assert "asked to leave before its first step" in cause.sentence
+    assert cause.advice == "start it again; if it ends again, read its log, or that of its launcher"
+
+
+def test_a_single_process_that_was_killed_has_no_launcher(left: Left, tmp_path: Path) -> None:
+    run = left.anew(tmp_path / "new")
+    run.train(1, 2, ranks=(0,))
+    said = cause_of(run.folder, now=run.now + 9 * SILENT_S).sentence
+    assert said.startswith("its only process ended without a word after step 2: it was killed (perhaps by the kernel")
+    assert said.endswith("or a lost power") and "launcher" not in said
 
 
 @pytest.mark.parametrize(

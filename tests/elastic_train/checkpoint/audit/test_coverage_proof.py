@@ -137,6 +137,15 @@ def test_a_good_run_is_proven_at_any_step(tmp_path: Path, dataset: Manifest, ste
     assert (f"epoch {steps // 4}, the first" in in_words(found.proven)) == (steps % 4 > 0)
 
 
+def test_steps_without_an_update_are_named(tmp_path: Path, dataset: Manifest) -> None:
+    """Their samples count as applied, although the weights have not changed."""
+    record = Run(tmp_path, dataset).train(4, commit_at=(4,))
+    store = open_store(str(tmp_path / "other"))
+    store.create(record.key, replace(record, skipped_steps=((1, 2),)).encode())
+    said = audit(store, [dataset]).proven[0]
+    assert "applied once each" in said and "1 update was left out because the loss or gradient was not finite" in said
+
+
 def test_holes_are_excluded_from_the_proof_and_reported(tmp_path: Path, dataset: Manifest) -> None:
     """A hole that begins inside an epoch excludes only the samples that the epoch had not applied."""
     whole = Run(tmp_path, dataset)
