@@ -101,6 +101,7 @@ def launch(config: Path, *overrides: Overrides, flags: LaunchFlags = _NO_FLAGS) 
 
     checked = sources.load(config, environ=os.environ, arguments=overrides)  # report a mistake once, not by all ranks
     plan = options.resolve(config, overrides, flags, os.environ, options.count_gpus())
+    checked.check_num_ranks(plan.ranks)  # of this node; other nodes' surplus stands by
     return node.launch(plan, checked.anchored().run.dir)
 
 

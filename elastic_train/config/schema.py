@@ -40,6 +40,7 @@ from elastic_train.config.section import (
     folder,
     keys_of,
 )
+from elastic_train.errors import ConfigError
 from elastic_train.system.file_systems import STARTED_IN, absolute, working_folder
 from elastic_train.system.wording import counted, nearest
 
@@ -309,6 +310,16 @@ class Config(Section):
     def as_written(self) -> Config:
         """The configuration before its paths were made absolute, and before it was known what auto means."""
         return self._as_written or self
+
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Refuse more ranks than lanes."""
+        batch, cell = self.batch, self.parallel.cell
+        if num_ranks > cell.most_ranks(batch.num_lanes):
+            who = f"{num_ranks} ranks" if cell.crew == 1 else f"{num_ranks // cell.size} cells of ranks"
+            raise ConfigError(
+                f"{who}, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
+                f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"
+            )
 
     @property
     def checkpoint_url(self) -> str:

@@ -252,7 +252,7 @@ class Plan:
 
 def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests and check that they fit; raise ConfigError or DataError."""
-    check_world_size(config, int(os.environ.get("WORLD_SIZE", "1")))
+    config.check_num_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     if config.tracking.tensorboard:
         event_files.check_installed()
     if config.tracking.wandb is not None:
@@ -312,17 +312,6 @@ def check_same_sources(config: Config, sources: Sequence[Source], record: Commit
                 f"{source.manifest.digest[:12]}, then {known.manifest_digest[:12]}): restore the data it was trained "
                 "on, and the order of data.mixture, or start again in another run.dir"
             )
-
-
-def check_world_size(config: Config, world_size: int) -> None:
-    """Refuse a world with more ranks than lanes."""
-    batch, cell = config.batch, config.parallel.cell
-    if world_size > cell.most_ranks(batch.num_lanes):
-        who = f"{world_size} ranks" if cell.crew == 1 else f"{world_size // cell.size} cells of ranks"
-        raise ConfigError(
-            f"{who}, but only {batch.num_lanes} lanes (batch.global_batch {batch.global_batch} / "
-            f"batch.micro_batch {batch.micro_batch}): start fewer ranks, or make batch.micro_batch smaller"
-        )
 
 
 def check_can_be_in_cells(config: Config) -> None:

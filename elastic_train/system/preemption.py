@@ -96,7 +96,7 @@ class LeaveRequest:
     """
 
     name = ""
-    """Name of the first signal; empty if it was none."""
+    """Name of the first signal; empty if it was none, or a launcher's, which names the one that it received."""
     may_go: Callable[[], bool] = staticmethod(lambda: False)
     """Returns True while a request may raise LeaveNow, as nothing would be lost."""
     lost: Callable[[], str] = staticmethod(lambda: "nothing is lost")
@@ -156,7 +156,7 @@ class LeaveRequest:
         now_s = time.monotonic()
         is_first, self.is_set = not self.is_set, True
         if is_first:
-            self.since_s, self.name = now_s, signal.Signals(number).name
+            self.since_s, self.name = now_s, "" if self._grace_s is not None else signal.Signals(number).name
         if number in ORDERS:
             is_first_order = self._orders.since_s is None
             if self._orders.is_final(number, now_s):

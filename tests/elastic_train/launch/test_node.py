@@ -44,6 +44,14 @@ def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tupl
     return left.value.code, capsys.readouterr().err
 
 
+def test_more_ranks_than_lanes_are_refused_once_before_workers_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A node cannot use them; those of several nodes stand by."""
+    code, printed = ended(capsys, tmp_path, "--ranks", "8", "--batch.global-batch", "8", "--batch.micro-batch", "2")
+    assert code == 2 and printed.startswith("error: 8 ranks, but only 4 lanes") and printed.count("\n") == 1
+
+
 @pytest.mark.parametrize("recovery", ["live", "restart"])
 def test_a_missing_control_plane_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, recovery: str
@@ -87,10 +95,9 @@ def test_ctrl_c_ends_with_75_and_the_same_command_resumes(tmp_path: Path, rows: 
     eventually(lambda: applied(tmp_path / "run") > 1, "a step")
     job.send_signal(signal.SIGINT)
     assert job.wait(PATIENCE_S) == 75
-    said = re.findall(
-        r"asked to leave by SIGTERM; step \d+ is committed: the same command resumes from it", log.read_text()
-    )
-    assert len(said) == 1 and "Traceback" not in log.read_text()
+    said = re.findall(r"asked to leave; step \d+ is committed: the same command resumes from it", log.read_text())
+    assert len(said) == 1 and "asked to leave by SIGINT: the workers have" in log.read_text()
+    assert "Traceback" not in log.read_text() and "by SIGTERM" not in log.read_text()
     left.touch()
     assert run(command(config, "--ranks", "1")).code == 0
     restores = [line for line in history(tmp_path / "run") if line["op"] == "restore"]
