@@ -62,7 +62,8 @@ def synth(
     folder = Path(out)
     made_from = {"source": "synth", "rows": rows, "schema": schema, "seed": seed, "rows_per_group": rows_per_group}
     if origin.is_finished(folder, made_from, replace=replace):
-        return print_text(f"{out} already exists, with the same {rows:,} rows, schema and seed; nothing to do")
+        same = f"the same {counted(rows, 'row', ',')}, schema and seed"
+        return print_text(f"{out} already exists, with {same}; nothing to do")
     with origin.filled(folder, made_from) as partial:
         write(str(partial))
     return _report_synthetic(out, load_manifest(out))
@@ -155,7 +156,8 @@ def verify_(
         made = row_lengths.make_lengths(manifest, add_lengths or "", track=shown)
         if not json_:
             print_text(
-                f"{manifest.url}/{row_lengths.NAME}: lengths of {manifest.num_rows:,} rows, from '{made.column}'"
+                f"{manifest.url}/{row_lengths.NAME}: lengths of {counted(manifest.num_rows, 'row', ',')}, "
+                f"from '{made.column}'"
             )
     if add_checksums:
         for manifest in manifests:

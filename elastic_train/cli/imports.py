@@ -370,6 +370,6 @@ def report_written(manifest: Manifest) -> int:
     """Print the size and the digest of a new dataset."""
     labels = "" if manifest.label_counts is None else f"{counted(len(manifest.label_counts), 'label')}, "
     return print_text(
-        f"{manifest.url}: {manifest.num_rows:,} rows in {counted(len(manifest.files), 'file')}, "
+        f"{manifest.url}: {counted(manifest.num_rows, 'row', ',')} in {counted(len(manifest.files), 'file')}, "
         f"{labels}digest {manifest.digest[:12]}"
     )

@@ -102,7 +102,8 @@ def _read_yaml(path: Path, problems: list[str]) -> tuple[Tree, dict[str, int]]:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not valid UTF-8 ({error.reason}); save the file as UTF-8") from error
     except NOT_YAML as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+        why = str(error).replace('"<unicode string>"', path.name)
+        raise ConfigError(f"{path}: not valid YAML: {why}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping with keys such as 'run:', 'data:' and 'batch:'")
     lines: dict[str, int] = {}
@@ -313,7 +314,8 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     location = tuple(part for part in location if "[" not in str(part))  # which of several types was tried
     key = ".".join(str(part) for part in location)
     above = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
-    where = next((sources[name] for name in above if name in sources), path)
+    set_below = (source for name, source in sources.items() if name.startswith(f"{key}."))
+    where = next((sources[name] for name in above if name in sources), next(set_below, path))
     if where == path and key in lines:
         where = f"{path}:{lines[key]}"
     if item["type"] == "extra_forbidden":

@@ -58,9 +58,14 @@ POWERS_OF_TEN = frozenset(10**power for power in range(10))
 """The numbers at which an event that happens again and again is announced."""
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a count with its noun, such as '1 rank' and '2 ranks'."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return a count with its noun, such as '1 rank' and '2 ranks'; `form` is the number's format."""
+    return f"{number:{form}} {noun}" if number == 1 else f"{number:{form}} {noun}s"
+
+
+def a(noun: str) -> str:
+    """Return a noun with its indefinite article, such as 'a list' and 'an int'."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def updates_left_out(steps: Iterable[Sequence[int]]) -> str:

@@ -7,13 +7,12 @@ short micro-batches and token-weighted losses are exact.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import Collate, takes_draw
 from elastic_train.errors import ConfigError
+from elastic_train.system.imports import import_named
 from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which would delay every recovery
@@ -304,14 +304,7 @@ class Generating(Protocol):
 
 def load_task(config: TaskConfig) -> Task:
     """Import and build the configured task; raise ConfigError with the path or parameter, and the nearest name."""
-    module_name, _, class_name = config.path.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"task.path: '{config.path}' cannot be imported ({error}); write module:Class of a module "
-            "in the working folder or on PYTHONPATH"
-        ) from error
+    factory = cast(Callable[..., Task], import_named("task.path", config.path, "module:Class"))
     parameters = inspect.signature(factory).parameters
     known = list(parameters)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -201,7 +201,8 @@ class Rivals:
         return claim.run_id not in (None, "", self._own.run_id) and self._num_members(claim.run_id or "") > 0
 
     def _way_to_join(self, claim: Claim) -> str:
-        return f"its etcd (--endpoint {claim.etcd}) to be part of it, or " if claim.run_id == self._own.run_id else ""
+        is_joinable = claim.etcd and claim.run_id == self._own.run_id
+        return f"its etcd (--endpoint {claim.etcd}) to be part of it, or " if is_joinable else ""
 
     def _traces(self) -> set[tuple[str, int]]:
         """Return what changes while a job works here: claims, and sizes of histories."""

@@ -25,7 +25,6 @@ from torch import Tensor
 from elastic_train.config.schema import Config
 from elastic_train.config.section import Section
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.schedule import import_named
 from elastic_train.job.plan import Plan
 from elastic_train.job.units.compiled import CALLS, compiler_of
 from elastic_train.parallel.attention.choice import FINGERPRINT as ATTENTION
@@ -35,6 +34,7 @@ from elastic_train.parallel.devices.autotuned import TUNED, tuned_kernels
 from elastic_train.parallel.devices.switches import described
 from elastic_train.parallel.group import Group
 from elastic_train.system.extras import version_of
+from elastic_train.system.imports import import_named
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 

@@ -56,7 +56,7 @@ from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.system.extras import version_of
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.wording import counted, did_you_mean, json_fault, nearest
+from elastic_train.system.wording import a, counted, did_you_mean, json_fault, nearest
 
 _NAMES = (TOKENS.name, LABELS)
 _PREFERENCE_NAMES = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
@@ -336,7 +336,7 @@ def _parsed(line: bytes) -> dict[str, Any] | str:
 
 def _object(value: Any) -> dict[str, Any] | str:
     if not isinstance(value, dict):
-        return f"is a {type(value).__name__}, not an object"
+        return f"is {a(type(value).__name__)}, not an object"
     return _whole(value)  # type: ignore[no-any-return]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_train.errors import ConfigError
-from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.system.wording import a, did_you_mean, nearest
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
@@ -178,14 +178,14 @@ def _messages_of(value: Any, column: str) -> list[Message]:
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = _parsed(value, column)
     if not isinstance(value, list) or not value:
-        found = "has no message" if value == [] else f"is a {type(value).__name__}, not a list of messages"
+        found = "has no message" if value == [] else f"is {a(type(value).__name__)}, not a list of messages"
         raise UnfitError(f"'{column}' {found}; a message is {{role, content}}")
     return [_message_of(each, number) for number, each in enumerate(value, start=1)]
 
 
 def _message_of(given: Any, number: int) -> Message:
     if not isinstance(given, dict):
-        raise UnfitError(f"message {number} is a {type(given).__name__}, not {{role, content}}")
+        raise UnfitError(f"message {number} is {a(type(given).__name__)}, not {{role, content}}")
     given = {name: value for name, value in given.items() if value is not None}
     role = given.pop("role", None) or given.pop("from", None)
     if not isinstance(role, str) or not role:
@@ -210,7 +210,7 @@ def _text_of(content: Any, number: int) -> str:
             raise UnfitError(f"message {number} has parts that are not text, such as an image")
         return "".join(texts)
     if content is not None and not isinstance(content, str):
-        raise UnfitError(f"the content of message {number} is a {type(content).__name__}, not text")
+        raise UnfitError(f"the content of message {number} is {a(type(content).__name__)}, not text")
     return content or ""
 
 

@@ -21,7 +21,7 @@ from elastic_train.data.parquet.footer_index import NAME as FOOTERS
 from elastic_train.data.parquet.footer_index import load_footers, write_footers
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.wording import sdk_errors
+from elastic_train.system.wording import counted, sdk_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _wrong_with_tokenizer(manifest: Manifest, name: str) -> str | None:
 def _wrong_with_manifest(manifest: Manifest) -> str | None:
     num_rows = int(manifest.group_rows.sum())
     if num_rows != manifest.num_rows:
-        return f"names {manifest.num_rows:,} rows, but its row groups hold {num_rows:,}"
+        return f"names {counted(manifest.num_rows, 'row', ',')}, but its row groups hold {num_rows:,}"
     if manifest.coverage != CoverageSums.of_all(num_rows):
         return "its coverage sums are not those of its rows"
     if manifest.label_counts is not None and sum(manifest.label_counts) != num_rows:

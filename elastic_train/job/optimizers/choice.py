@@ -18,7 +18,7 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.muon import MuonWithAdamW
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer, rehearse, shows_no_cut
-from elastic_train.job.optimizers.schedule import import_named
+from elastic_train.system.imports import import_named
 from elastic_train.system.wording import did_you_mean, nearest
 
 SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]

@@ -7,7 +7,6 @@ warm-up to 1 at the schedule's end. A user's own function gets the step instead.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
+from elastic_train.system.imports import import_named
 
 OwnSchedule = Callable[[int, int], float]
 """Function of (step, number of steps), step counted from 0, that returns the learning-rate factor."""
@@ -156,19 +156,3 @@ def _read_within(source: int, limit_s: float) -> bytes:
             return content
         content += piece
     return b""
-
-
-def import_named(key: str, path: str) -> object:
-    """Return the object named by `module:name`, the value of `key`.
-
-    Raises ConfigError if it cannot be imported.
-    """
-    module, _, name = path.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{key}: '{path}' cannot be imported ({error}); write module:name of a module "
-            "in the working folder or on PYTHONPATH"
-        ) from error
-    return found

@@ -89,7 +89,7 @@ def test_files_of_ones_own_validate(tmp_path: Path, call: Call) -> None:
     held.write_text(path.read_text().partition("\n")[0])
     for kind in ("text", "rows"):
         done = call("import", kind, tmp_path / kind, path, "--validation", held)
-        assert (done.code, f"{tmp_path / kind}/validation: 1 rows in 1 file" in done.output) == (0, True), done.output
+        assert (done.code, f"{tmp_path / kind}/validation: 1 row in 1 file" in done.output) == (0, True), done.output
     (tmp_path / "b.csv").write_text("text,label\na,b\n")
     assert "default: ()" not in call("import", "rows", "--help").output
     wrong = call("import", "rows", tmp_path / "wrong", path, "--validation", tmp_path / "b.csv")
@@ -99,7 +99,7 @@ def test_files_of_ones_own_validate(tmp_path: Path, call: Call) -> None:
     turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is."}]
     chats.write_text(json.dumps({"messages": turns}) + "\n")
     done = call("import", "rows", tmp_path / "chats", chats, "--tokenizer", model, "--validation", chats)
-    assert (done.code, f"{tmp_path / 'chats'}/validation: 1 rows" in done.output) == (0, True), done.output
+    assert (done.code, f"{tmp_path / 'chats'}/validation: 1 row in" in done.output) == (0, True), done.output
 
 
 def test_synth_is_written_once(tmp_path: Path, call: Call) -> None:

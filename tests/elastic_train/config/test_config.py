@@ -91,6 +91,7 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         (GOOD, {}, ("epochs",), ["'epochs' is not an option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),
         (GOOD, {}, ("--nonsense", "1"), ["unknown key 'nonsense'; `elastic-train keys` lists all"]),
+        (GOOD, {}, ("--optimiser.lr", "1"), ["command line --optimiser.lr: unknown key 'optimiser'; did you mean"]),
         ([1], {}, (), ["must be a mapping"]),
         (GOOD, {}, ("--task.params.a", "[draft"), ["--task.params.a", "'[draft' is not valid YAML", "\"'[draft'\""]),
         (GOOD, {}, ("--task.params.a", "[draft] # 2"), ["'# 2' follows its end"]),
@@ -198,7 +199,7 @@ def test_an_unreadable_file_is_a_config_error(tmp_path):
         with pytest.raises(ConfigError, match=said):
             sources.load(tmp_path / name, environ={})
     (tmp_path / "bad.yaml").write_text("a: [1")
-    with pytest.raises(ConfigError, match=r"not valid YAML.*\n.*\n    a: \[1\n"):  # and the line is shown
+    with pytest.raises(ConfigError, match=r"not valid YAML.*\n  in bad.yaml, line .*\n    a: \[1\n"):  # which is shown
         sources.load(tmp_path / "bad.yaml", environ={})
     (tmp_path / "latin.yaml").write_bytes("run:\n  name: naïve\n".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.yaml:2: not valid UTF-8"):

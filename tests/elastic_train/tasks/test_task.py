@@ -36,6 +36,14 @@ def test_tasks_with_and_without_random_numbers(kind: type) -> None:
     assert isinstance(load_task(TaskConfig(path=f"{__name__}:{kind.__name__}")), kind)
 
 
+def test_a_module_without_the_task_is_named_by_its_file() -> None:
+    """Another module of this name may come earlier on PYTHONPATH."""
+    with pytest.raises(ConfigError, match=rf"has no attribute 'Mine'; it was imported from {re.escape(__file__)}\)"):
+        load_task(TaskConfig(path=f"{__name__}:Mine"))
+    with pytest.raises(ConfigError, match=r"cannot be imported \(No module named 'nowhere'\); write module:Class"):
+        load_task(TaskConfig(path="nowhere:Mine"))
+
+
 def test_a_collate_with_other_parameters_is_refused() -> None:
     """The message names the task, what its method takes, and what is expected."""
     message = r"task.path: '.*:Wrong': Wrong.collate\(rows.* cannot be called .*; expected collate\(rows, ids\)"

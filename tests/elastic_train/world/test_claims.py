@@ -16,7 +16,7 @@ from elastic_train.checkpoint import open_store
 from elastic_train.errors import FencedError, OtherJobError
 from elastic_train.system.process_identity import process_identity
 from elastic_train.world import claims
-from elastic_train.world.claims import Own, Rivals, read_claim, term_key
+from elastic_train.world.claims import Claim, Own, Rivals, read_claim, term_key
 from elastic_train.world.fencing import JoinedFence, StoreFence
 from rendezvous.process_table import stat_of
 from tests.conftest import PATIENCE_S
@@ -95,6 +95,13 @@ def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(claims, "PATIENCE_S", PATIENCE_S)
     answers = iter([2, 1, 0])
     assert fence_of(tmp_path, "second", num_members=lambda _: next(answers)).claim() == 2
+
+
+def test_a_second_process_in_a_folder_is_not_sent_to_an_etcd_that_is_not_there(tmp_path: Path) -> None:
+    """Single processes have no run id and no etcd."""
+    rivals = Rivals(open_store(str(tmp_path)), str(tmp_path), Own("", "", lambda: 0), 0, lambda run_id: 0)
+    assert rivals._way_to_join(Claim(term=1, run_id="", etcd="")) == ""
+    assert "--endpoint a:1" in rivals._way_to_join(Claim(term=1, run_id="", etcd="a:1"))
 
 
 def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def without(content: object, **more: object) -> dict[str, Any]:
         ({"messages": []}, "'messages' has no message; a message is {role, content}"),
         ({"messages": "Hi"}, "'messages' is a str, not a list of messages"),
         ({"messages": "[Hi"}, "'messages' is text that is not JSON"),
+        ({"messages": [5]}, "message 1 is an int, not {role, content}"),
         ({"messages": ["Hi"]}, "message 1 is a str, not {role, content}"),
         ({"messages": [{"content": "Hi"}]}, "message 1 has no role; its keys are content"),
         ({"messages": [HI]}, "it has no message by the assistant to learn from; its roles are user"),
