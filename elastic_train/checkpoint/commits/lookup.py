@@ -31,7 +31,8 @@ def open_run(run: str, *, may_be_new: bool = False) -> Store:
         raise ConfigError(f"{run} is no run's folder: it has neither {CONFIG} nor {COMMITS}; name a run.dir, or a URL")
     has_commits = (folder / COMMITS).is_dir()
     found = RunFolder(folder)
-    if not any((folder / name).exists() for name in _OF_A_RUN if name != CONFIG) and (named := found.of_another_run()):
+    own = [name for name in _OF_A_RUN if name not in (CONFIG, ATTEMPTS)]  # a project's dataset is in `data`
+    if not any((folder / name).exists() for name in own) and (named := found.of_another_run()):
         raise ConfigError(f"{run} is no run's folder: its {CONFIG} is for the run in {named}; name that")
     return open_store((not has_commits and found.from_here(found.setting("checkpoint", "url"))) or run)
 

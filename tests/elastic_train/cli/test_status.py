@@ -135,6 +135,7 @@ def test_a_project_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """Its configuration has the name of the one that a run writes."""
     (tmp_path / "config.yaml").write_text("run: {dir: runs/first}\ndata: {train: nowhere}\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "data" / "train").mkdir(parents=True)
     with pytest.raises(SystemExit) as left:
         main(["status", str(tmp_path)])
     assert left.value.code == 2
