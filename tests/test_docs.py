@@ -1,10 +1,11 @@
-"""The documentation names only existing files, modules, targets, commands, options and configuration keys."""
+"""The documentation names only what exists, and no page or message has a phrase of the list in `make check`."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -15,6 +16,7 @@ from elastic_train.config.schema import keys
 from tests.conftest import ROOT
 from tests.deploy.pages import PAGES as PAGES_OF_PLACES
 from tests.deploy.pages import commands
+from tests.release.words import EVERYWHERE, in_code, in_text
 
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
@@ -126,3 +128,22 @@ def test_what_is_wrong_is_found() -> None:
     assert list(unknown(train_app, ["launch", "CONFIG", "--rank", "2", "--batch.micro-batch", "8"])) == ["--rank"]
     assert list(unknown(train_app, ["ckpt", "list", "RUN"])) == ["list"]
     assert list(unknown(chaos_app, ["run", "soak", "--minute", "480", "--set", "batch.micro_batch=8"])) == ["--minute"]
+
+
+PATH = Path("elastic_train/a.py")
+
+
+def test_a_phrase_in_a_message_is_refused_with_its_line_and_what_to_write() -> None:
+    source = 'def f():\n    """Train on beside it."""\n    raise ValueError(\n        "rank 1 goes on"\n    )\n'
+    assert [*in_code(source, PATH)] == ["elastic_train/a.py:4: 'goes on': write continue, resume, run"]
+
+
+def test_phrases_that_are_refused_everywhere_are_found_in_docstrings_comments_and_pages() -> None:
+    found = [*in_code('"""Nodes that are let in."""\n\nX = 1  # it was mended\n', PATH)]
+    assert [line.partition(": write")[0] for line in found] == [f"{PATH}:1: 'let in'", f"{PATH}:3: 'mended'"]
+    [line] = in_text("ranks\nhave theirs\n", Path("docs/a.md"), 1, EVERYWHERE)
+    assert line == "docs/a.md:2: 'have theirs': write the noun: have their shards"
+
+
+def test_names_and_keys_are_no_messages() -> None:
+    assert [*in_code('BESIDE = "beside"\nbefalls_all = 1\n', PATH)] == []

@@ -1,17 +1,20 @@
-"""A storm: jobs over all layouts until there were enough faults, a line for each, and no job twice."""
+"""A storm: jobs over all layouts until there were enough faults, a line for each, and no job twice; and its end."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from chaos.errors import RunError, ScenarioError
 from chaos.judge.verdict import Verdict
+from chaos.real.leftovers import on_first_signal
 from chaos.real.storm import Storm, Tally, open_storm, run_storm
 from chaos.scenario.layouts import LAYOUTS
 from chaos.scenario.model import Scenario
@@ -106,3 +109,24 @@ def test_every_layout_is_a_soak_that_can_be_configured(name: str) -> None:
         scenario.config, environ={}, arguments=[as_argument(key, value) for key, value in scenario.set.items()]
     )
     assert scenario.nodes.ranks * scenario.nodes.count >= 2 * config.parallel.cell.size or name == "whole"
+
+
+def test_a_handler_set_during_cleanup_is_kept() -> None:
+    """A handler that ignores further signals during its cleanup stays in place."""
+    calls = list[str]()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with on_first_signal(lambda: calls.append("once")):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert calls == ["once"] and signal.getsignal(signal.SIGINT) is interrupt
+        with pytest.raises(KeyboardInterrupt), on_first_signal(lambda: calls.append("again")):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        assert calls == ["once", "again"] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

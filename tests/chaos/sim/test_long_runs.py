@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from chaos.errors import ScenarioError
-from chaos.sim.campaign import command
+from chaos.sim.campaign import command, pool
 from chaos.sim.campaign.command import Campaign, entry_of, open_ledger, run_campaign
 from chaos.sim.campaign.long_runs import Draw, nodes_of
 from chaos.sim.campaign.simulate import Case, Outcome, case_of, simulate
@@ -22,7 +24,7 @@ from chaos.sim.job.fault import SimFault
 from chaos.sim.job.job import Job
 from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -140,3 +142,23 @@ def test_an_interrupt_ends_a_ledger_and_runs_with_other_options_are_kept(
     tally = run_campaign(Campaign(range(60, 66), ledger=ledger), is_quiet=True)
     assert (len(tally.entries), tally.num_run) == (1, 1)
     assert [entry.options for entry in open_ledger(ledger).entries] == ["--nodes 7", ""]
+
+
+def test_a_long_seed_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one ends only after all others, which one process has to run meanwhile; yet it comes first."""
+    are_done = multiprocessing.get_context("fork").Event()
+
+    def simulate(seed: int) -> tuple[int, bool]:
+        if seed == 4:
+            are_done.set()
+        return seed, seed > 0 or are_done.wait(PATIENCE_S)
+
+    monkeypatch.setattr(pool, "simulate", simulate)
+    assert list(pool.simulate_each(range(5), lambda seed: seed, 2)) == [(seed, True) for seed in range(5)]  # type: ignore[arg-type, comparison-overlap]
+
+
+def test_a_process_that_dies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seed has no outcome, and the campaign must not simply look shorter."""
+    monkeypatch.setattr(pool, "simulate", lambda seed: os._exit(1) if seed == 2 else seed)
+    with pytest.raises(EOFError):
+        list(pool.simulate_each(range(4), lambda seed: seed, 2))  # type: ignore[arg-type]

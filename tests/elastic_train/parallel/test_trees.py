@@ -1,4 +1,4 @@
-"""A stage's chunks compute lanes in their own turns, and the sums equal those of lanes that run whole."""
+"""A stage's chunks compute lanes in their own turns, with the sums of whole lanes; summands' memory is reused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from elastic_train.core.lanes import contiguous
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.leaves import BufferPool
 from elastic_train.program.schedules import Pipeline, passes_of
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.memory_machine import in_memory
@@ -101,3 +102,24 @@ def test_a_sum_in_any_order_is_that_of_the_tree_but_for_rounding() -> None:
         assert found is not None
         for one, expected in zip(found, whole(), strict=True):
             assert one == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_memory_is_used_again_for_what_fits_into_it() -> None:
+    spare = BufferPool(2)
+    first = spare.take(torch.empty(8), torch.float32)
+    spare.give_back(first)
+    smaller = spare.take(torch.empty(5), torch.float32)
+    assert smaller.data_ptr() == first.data_ptr() and smaller.shape == (5,)
+    spare.give_back(smaller)  # all of it can be kept
+    assert spare.take(torch.empty(8), torch.float32).data_ptr() == first.data_ptr()
+
+
+def test_memory_of_another_kind_or_size_is_fresh() -> None:
+    spare = BufferPool(2)
+    kept = [torch.empty(8), torch.empty(8, dtype=torch.float64), torch.empty(64)]
+    for memory in kept:
+        spare.give_back(memory)
+    assert spare.take(torch.empty(64), torch.float32).data_ptr() != kept[2].data_ptr(), "two are kept"
+    assert spare.take(torch.empty(8), torch.float64).data_ptr() == kept[1].data_ptr()
+    spare.clear()
+    assert spare.take(torch.empty(8), torch.float32).data_ptr() != kept[0].data_ptr()

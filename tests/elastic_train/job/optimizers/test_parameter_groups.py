@@ -15,6 +15,7 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
+from elastic_train.job.optimizers.choice import precision_hazard
 from elastic_train.job.optimizers.parameter_groups import FirstStates, describe_groups
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import place_gradients
@@ -229,3 +230,25 @@ def test_first_states_of_two_parameters_share_no_memory() -> None:
     one, other = (first.of(0, torch.ones(3))[1] for _ in range(2))
     assert {"step", "exp_avg", "exp_avg_sq"} < set(one) == set(other)
     assert not {value.data_ptr() for value in one.values()} & {value.data_ptr() for value in other.values()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "lr", "is_lost"),
+    [
+        (torch.bfloat16, "adamw", 5e-6, True),
+        (torch.float16, "torch.optim:Adam", 1e-7, True),
+        (torch.bfloat16, "adamw", 1e-2, False),
+        (torch.float32, "adamw", 5e-6, False),
+        (torch.bfloat16, "sgd", 5e-6, False),
+    ],
+)
+def test_updates_below_the_precision_of_weights_are_warned_of(
+    dtype: torch.dtype, name: str, lr: float, is_lost: bool
+) -> None:
+    """The warning names type, key, value and fraction; frozen weights have no updates."""
+    weights = (torch.randn(300, 50, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype).requires_grad_()
+    frozen = torch.ones(9000, dtype=torch.bfloat16)
+    hazard = precision_hazard([weights, frozen], name, lr)
+    assert bool(hazard) == is_lost
+    if is_lost:
+        assert "16" in hazard and f"optimizer.lr, {lr:g}, rounds to nothing for 9" in hazard

@@ -7,14 +7,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import lane_additions
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
@@ -24,10 +28,14 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.resharding.peer_states import PeerState
 from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
+from elastic_train.job.sharded.held_tree import Held, cuts_of, spans_of
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
+from elastic_train.placement.grains import Layout, Listed, lay_out
+from elastic_train.placement.holdings import all_held, circle_of, sections_of
+from elastic_train.placement.seats import seats_of
 from elastic_train.world.equal_weights import check_same_weights
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.job.optimizers.odd_optimizers import CountingGroups
@@ -45,6 +53,7 @@ from tests.elastic_train.job.sharded.shard_jobs import (
     shards_of,
     train,
 )
+from tests.elastic_train.placement.laws import models
 from tests.memory_machine import in_memory
 
 STEPS = 2
@@ -305,3 +314,45 @@ def test_trained_weights_that_commits_do_not_hold_are_refused_in_shares() -> Non
     left_out.append("0.bias")
     with pytest.raises(ConfigError, match=r"such as '0.bias'"):
         build_state(model, OptimizerConfig(), 9, "cpu", is_fp16=False, parallel=ParallelConfig(shards="parameters"))
+
+
+worlds = st.tuples(st.integers(1, 20), st.integers(1, 30))
+
+
+@given(models(), worlds)
+def test_writers_cut_every_tensor_into_its_elements_once(listed: list[Listed], world: tuple[int, int]) -> None:
+    """This holds for any number of writers and of sections at whose ends memory is cut."""
+    layout, written = _written(listed, world)
+    for tensor, by_writer in zip(layout.tensors, cuts_of(layout, written), strict=True):
+        assert len(by_writer) == len(written)
+        spans = sorted(span for spans in by_writer for span in spans)
+        ends = [0, *(hi for _, hi in spans)]
+        assert [lo for lo, _ in spans] == ends[:-1] and ends[-1] == tensor.numel
+
+
+@given(models(), worlds)
+def test_a_span_joins_grains_of_one_section_and_no_others(listed: list[Listed], world: tuple[int, int]) -> None:
+    """A writer thus has as few spans as contiguous pieces of memory."""
+    layout, written = _written(listed, world)
+    for held in written:
+        for tensor, spans in spans_of(layout, held).items():
+            expected = list[tuple[int, int]]()
+            for grain in _grains_of(layout, tensor, held.grains):
+                lo, hi = int(layout.lo[grain]), int(layout.hi[grain])
+                is_next = bool(expected) and expected[-1][1] == lo
+                if is_next and held.sections[grain] == held.sections[grain - 1]:
+                    lo = expected.pop()[0]
+                expected.append((lo, hi))
+            assert spans == expected
+
+
+def _written(listed: list[Listed], world: tuple[int, int]) -> tuple[Layout, list[Held]]:
+    """Return a layout, and the elements that each rank of a world holds if all are held once."""
+    layout, (num_ranks, num_sections) = lay_out(listed), world
+    circle = circle_of(layout)
+    sections = sections_of(circle, num_sections)
+    return layout, [Held(grains, sections) for grains in all_held(circle, seats_of([()] * num_ranks, 1))]
+
+
+def _grains_of(layout: Layout, tensor: int, held: Int64s) -> list[int]:
+    return np.intersect1d(held, np.array(layout.tensors[tensor].grains, dtype=np.int64)).tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections import deque
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from elastic_train.errors import ConfigError
-from elastic_train.job.units.recompute import Recompute, comparing_blocks, recompute_blocks
+from elastic_train.job.units.recompute import Recompute, comparing_blocks, recompute_blocks, same_bits
 
 
 class Block(nn.Module):
@@ -191,3 +192,14 @@ def test_blocks_keep_their_input_alone() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"recompute does not work with Linear, which has no blocks, since .*: set"):
         recompute_blocks(nn.Linear(2, 2), "units")
+
+
+def test_bits_are_compared_of_every_shape() -> None:
+    """Torch cannot view the strides of an empty numpy tensor as bytes."""
+
+    def empty() -> Tensor:
+        return torch.from_numpy(np.nonzero(np.zeros((2, 3)))[0])
+
+    assert same_bits(empty(), empty()) and not same_bits(empty(), torch.zeros(1, dtype=torch.int64))
+    nan = torch.tensor([[math.nan, 0.0]] * 2)
+    assert same_bits(nan.T, nan.T.clone()) and not same_bits(nan, torch.tensor([[math.nan, -0.0]] * 2))

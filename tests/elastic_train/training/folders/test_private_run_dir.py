@@ -1,4 +1,4 @@
-"""Nodes with another run.dir or validation set than the job's are rejected, and the first node continues."""
+"""Nodes with another run.dir, configuration or run id than the job's are rejected, and the first node continues."""
 
 from __future__ import annotations
 
@@ -37,29 +37,35 @@ def launch(folder: Path, etcd: EtcdServer, config: str, run: str) -> ForkedWorke
     return launch_alone(folder, etcd, config, run, "--run.dir", str(folder / run))
 
 
-def test_nodes_with_another_store_or_validation_set_are_turned_away(
+def test_nodes_that_are_not_of_the_job_are_turned_away(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """They exit with 2 and say why, and the first node loses no step; also when they return alone.
 
-    A node with its own store does not join, so the world does not change. One with a copy of the store has the job's
-    marker: it exits in its first world, and alone names the missing steps.
+    A node with its own store or with another run id does not join, so the world does not change. One with a copy of the
+    store has the job's marker: it exits in its first world, and alone names the missing steps. So does one with another
+    configuration or validation set.
     """
     config = write_config(tmp_path, rows, ENDLESS, lane_ms=10.0)
     first = launch(tmp_path, etcd, config, "a")
     until_whole(tmp_path / "a", 1)
     assert launch(tmp_path, etcd, config, "own").wait(PATIENCE_S) == 2
     assert "is not where this job keeps its commits" in (tmp_path / "own.log").read_text()
+    here = ["--run.dir", str(tmp_path / "a")]
+    assert launch_alone(tmp_path, etcd, config, "twin", *here, "--id", "twin").wait(PATIENCE_S) == 2
+    said = (tmp_path / "twin.log").read_text()
+    assert f"the job of run id {tmp_path.name!r}" in said and "is at work here" in said
     assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
     eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
     with contextlib.suppress(shutil.Error):  # files may be deleted during the copy
         shutil.copytree(tmp_path / "a", tmp_path / "copy")
     assert launch(tmp_path, etcd, config, "copy").wait(PATIENCE_S) == 2
     assert "so it is a copy or an old view of that folder" in (tmp_path / "copy.log").read_text()
-    rest = ["--run.dir", str(tmp_path / "a"), "--data.validation", str(write_rows(tmp_path / "rows", 101, seed=3))]
-    assert launch_alone(tmp_path, etcd, config, "other", *rest).wait(PATIENCE_S) == 2
-    [said] = [line for line in (tmp_path / "other.log").read_text().splitlines() if line.startswith("error: ")]
-    assert said.startswith("error: the validation set's digest is ") and said.endswith("all nodes must have the same")
+    rest = ["--optimizer.clip_norm", "0.5", "--data.validation", str(write_rows(tmp_path / "rows", 101, seed=3))]
+    assert launch_alone(tmp_path, etcd, config, "other", *here, *rest).wait(PATIENCE_S) == 2
+    said = (tmp_path / "other.log").read_text()
+    for why in ("optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes", "the validation set's digest is "):
+        assert why in said, said
     eventually(lambda: newest(tmp_path / "a") > newest(tmp_path / "copy"), "a newer commit")
     first.send_signal(signal.SIGTERM)  # SIGTERM, as a killed node's lease would have to expire first
     assert first.wait(PATIENCE_S) == 75

@@ -322,17 +322,3 @@ def test_survivors_below_the_minimum_commit_and_leave(tmp_path: Path, rows: Path
     last = max(int(str(line["step"])) for line in left.of("step"))
     assert left.commits[-1].fields is not None and left.commits[-1].fields["step"] == last
     assert "exitcode  : 77" in (tmp_path / "node.log").read_text()
-
-
-def test_a_node_with_another_configuration_is_not_let_in(tmp_path: Path, rows: Path, etcd: EtcdServer) -> None:
-    """It exits at once and names the differing keys; the others form another world in the same processes."""
-    config = write_config(tmp_path, rows, ENDLESS)
-    launch(tmp_path, etcd, config, ranks=2)
-    term, pids = until_whole(tmp_path / "run", 2)
-    other = launch(tmp_path, etcd, config, ranks=1, ELASTIC_TRAIN__OPTIMIZER__CLIP_NORM="0.5")
-    assert other.wait(280) == 1  # torchrun's exit code
-    log = (tmp_path / "node.log").read_text()
-    assert "optimizer.clip_norm is 0.5 here and 1.0 on rank 0" in log and "exitcode  : 2" in log
-    _, left = until_whole(tmp_path / "run", 2, above=term)
-    assert sorted(left.values()) == sorted(pids.values())
-    assert {line["world"] for line in collect(tmp_path / "run").of("step")} == {2}

@@ -1,7 +1,8 @@
-"""A rank's memory by category: each byte is counted once, and the peak is reported as well."""
+"""A rank's memory by category: each byte is counted once, the peak is reported, and when it is measured."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,18 @@ from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
+from elastic_train.insight.page import Facts
 from elastic_train.job.build import build_state
 from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.state import AppliedState, StepFacts
-from elastic_train.parallel.gradient_sum import GradientSum, make_sum, place_gradients
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, make_sum, place_gradients
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import num_elements
-from elastic_train.training.memory.meter import Meter, held_by, storages
+from elastic_train.tracking.history import History
+from elastic_train.training.memory.meter import MemoryWatch, Meter, held_by, storages
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
+from tests.elastic_train.tracking.unqueued import Unqueued
 from tests.memory_machine import in_memory
 
 CPU = torch.device("cpu")
@@ -173,3 +177,34 @@ def test_what_is_shared_out_is_divided_by_the_ranks() -> None:
             copies = 1 if part in divided else size
             assert sum(taken) == pytest.approx(copies * num_bytes, abs=SMALL * size), (shards, part)
             assert copies == 1 or max(taken) - min(taken) <= SMALL, (shards, part)
+
+
+class Watched:
+    """The memory watch of a rank that holds a tensor, its page, and its log lines."""
+
+    def __init__(self, folder: Path, every_steps: int) -> None:
+        self.page, self._folder = Facts(), folder
+        self.held: list[OfPart] = [("weights", torch.zeros(25))]
+        history = History(Unqueued(), folder, 3, 2)
+        self.watch = MemoryWatch(Meter(torch.device("cpu")), lambda: self.held, history, every_steps, self.page)
+
+    def lines(self) -> list[dict[str, object]]:
+        paths = (self._folder / "history").glob("00000003-00002-*.jsonl")
+        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_memory_is_looked_at_after_the_first_step_and_every_so_many(tmp_path: Path) -> None:
+    """A world's end adds a line if steps were applied since, so that the last line covers all of them."""
+    watched = Watched(tmp_path, every_steps=3)
+    watched.watch.say()
+    for step in range(11, 17):
+        watched.watch.step(step)
+    watched.held.append(("sums", torch.zeros(50)))
+    watched.watch.say()
+    watched.watch.say()
+    lines = watched.lines()
+    assert [(line["op"], line["step"]) for line in lines] == [("memory", 11), ("memory", 14), ("memory", 16)]
+    first, _, last = (facts_of(line) for line in lines)
+    assert first is not None and last is not None and first.device == "cpu"
+    assert (first.parts["weights"], first.parts["sums"], last.parts["sums"]) == (100, 0, 200)
+    assert watched.page.memory == last
