@@ -18,7 +18,7 @@ from elastic_train.errors import CommitError, ConfigError
 from elastic_train.tracking.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
 from tests.elastic_train.checkpoint.commit_samples import facts as some_facts
-from tests.elastic_train.tracking.unqueued import Unqueued
+from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
 
 
 def run(*arguments: str) -> int:
@@ -182,21 +182,9 @@ def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.
     (commit,) = commit_steps(local_store, 9)
     for term in (1, 2):
         history = History(Unqueued(), local_store.url, term=term, rank=0)
-        resumed: dict[str, object] = {"steps_lost": 3 if term == 2 else 0}
-        history.restore(
-            step=1,
-            epoch=0,
-            offset=1,
-            commit=None,
-            given_by=None,
-            applied_by=None,
-            seconds=0.1,
-            skipped=[],
-            resumed=resumed,
-        )
+        add_restore(history, 1, 3 if term == 2 else 0)
         for number in range(6):
-            key = {"key": "k", "digest": "d", "parent": None, "weights_sha256": "w", "created_at": 1.0}
-            history.commit(step=number, **key, seconds=40.0, stall_s=2.0 if term == 2 else 9.0)  # type: ignore[arg-type]
+            add_commit(history, number, 40.0, 2.0 if term == 2 else 9.0)
         history.step(step=2, epoch=0, lo=1, hi=2, lanes=range(4), num_samples=4, world=1, loss=0.5)
         history.close()
     facts = run_json(capsys, "plan", local_store.url)

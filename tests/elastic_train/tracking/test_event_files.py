@@ -10,30 +10,17 @@ from typing import Any
 import pytest
 
 from elastic_train.cli.main import main
-from elastic_train.core.lineage import Interval
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
-from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.destinations.event_files import FOLDER, SENT, EventFiles, sync_event_files
 from elastic_train.tracking.tracker import Tracker
 from tests.conftest import start
+from tests.elastic_train.tracking.unqueued import start_term
 from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
 
 
 def term(folder: Path, number: int, *, lo: int = 0, tensorboard: bool = True) -> Tracker:
-    intervals = (Interval(1, 0, lo),) if lo else ()
-    return Tracker.start(
-        files=BackgroundFiles(),
-        run_dir=folder,
-        term=number,
-        config={},
-        mlflow_uri=None,
-        experiment="e",
-        run_name="run",
-        intervals=intervals,
-        settled=lo,
-        others=[EventFiles(folder)] if tensorboard else [],
-    )
+    return start_term(folder, number, lo, [EventFiles(folder)] if tensorboard else [])
 
 
 def found(folder: Path, metric: str = "train/loss") -> list[tuple[int, float]]:

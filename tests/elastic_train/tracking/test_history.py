@@ -22,7 +22,7 @@ from elastic_train.tracking.history_files import (
     restore_line,
     stagnation,
 )
-from tests.elastic_train.tracking.unqueued import Unqueued
+from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
 
 
 def read_history(run_dir: Path) -> list[dict[str, object]]:
@@ -37,27 +37,14 @@ def step(history: History, number: int, world: int = 2) -> None:
 
 def begin(history: History) -> None:
     history.form(world=2, cause="lost", joined_at=None, sealed_at=1.0, started_at=2.0)
-    told: dict[str, object] = {"steps_lost": 1}
-    history.restore(
-        step=4,
-        epoch=0,
-        offset=4,
-        commit="c",
-        given_by=None,
-        applied_by=None,
-        seconds=0.1,
-        skipped=[("d", "torn")],
-        resumed=told,
-    )
+    add_restore(history, 4, 1)
 
 
 def write_all(run_dir: Path) -> None:
     history = History(Unqueued(), run_dir, term=3, rank=1)
     begin(history)
     step(history, 5)
-    history.commit(
-        step=5, key="k", digest="d", parent=None, weights_sha256="w", created_at=1.5, seconds=0.2, stall_s=0.01
-    )
+    add_commit(history, 5)
     history.rollback(from_step=5, to_step=4)
     history.end(status="done", step=5, weights_sha256="w", coverage=CoverageSums(4, 1, 2))
     history.close()
@@ -107,16 +94,7 @@ def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after:
     for number in range(1, 200):
         step(history, number)
     for _ in range(num_after):
-        history.commit(
-            step=199,
-            key="k" * 40,
-            digest="d",
-            parent=None,
-            weights_sha256="w",
-            created_at=1.5,
-            seconds=0.2,
-            stall_s=0.01,
-        )
+        add_commit(history, 199)
     found = last_applied(tmp_path, before_term=2)
     assert found is not None
     assert found.step == 199

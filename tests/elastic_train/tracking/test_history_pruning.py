@@ -17,7 +17,7 @@ from elastic_train.tracking import history
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import FOLDER, last_applied, term_of
 from elastic_train.tracking.history_pruning import EVERY_TERMS, LOCK, SUMMARY, prune, summary_of
-from tests.elastic_train.tracking.unqueued import Unqueued
+from tests.elastic_train.tracking.unqueued import Unqueued, add_restore
 
 KEPT = 12
 NUM_TERMS = 30
@@ -38,18 +38,7 @@ def write_terms(run_dir: Path, terms: range) -> None:
     """Write two ranks' histories of each term; every third term has lost steps at its start."""
     for term, rank in itertools.product(terms, range(2)):
         lines = History(Unqueued(), run_dir, term, rank)
-        resumed: dict[str, object] = {"steps_lost": 2 if term % 3 == 0 else 0}
-        lines.restore(
-            step=term,
-            epoch=0,
-            offset=0,
-            commit=None,
-            given_by=None,
-            applied_by=None,
-            seconds=0.1,
-            skipped=[],
-            resumed=resumed,
-        )
+        add_restore(lines, term, 2 if term % 3 == 0 else 0)
         for step in range(term % 5):
             lines.step(step=term + step, epoch=0, lo=0, hi=1, lanes=range(4), num_samples=4, world=2, loss=0.5)
         lines.close()

@@ -14,34 +14,23 @@ from typing import Any
 import pytest
 
 from elastic_train.config.sources import load
-from elastic_train.core.lineage import Interval
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
-from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.destinations import weights_and_biases
 from elastic_train.tracking.destinations.destination import LostValuesError
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.tracker import Tracker
 from tests.conftest import PATIENCE_S
+from tests.elastic_train.tracking.unqueued import start_term
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
 BLOCK, HEADER = 32768, 7
 
 
 def term(folder: Path, number: int, *, lo: int = 0) -> Tracker:
-    return Tracker.start(
-        files=BackgroundFiles(),
-        run_dir=folder,
-        term=number,
-        config={},
-        mlflow_uri=None,
-        experiment="e",
-        run_name="run",
-        intervals=(Interval(1, 0, lo),) if lo else (),
-        settled=lo,
-        others=[WeightsAndBiases(folder, {"optimizer": {"lr": 0.5}}, "offline", "project", "run")],
-    )
+    to = WeightsAndBiases(folder, {"optimizer": {"lr": 0.5}}, "offline", "project", "run")
+    return start_term(folder, number, lo, [to])
 
 
 def records(path: Path) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import FOLDER, lines_of
 from elastic_train.training.opening import saves
-from tests.elastic_train.tracking.unqueued import Unqueued
+from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
 
 stalls = st.floats(1e-3, 100)
 mtbfs = st.floats(60, 1e8)
@@ -193,18 +193,7 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
     """Planned ends lose no step and do not count, nor do later terms, other ranks and unfinished histories."""
     for term, rank, lost in [(1, 0, None), (2, 0, 3), (2, 1, None), (3, 0, 0), (4, 0, 1), (7, 0, 5)]:
         history = History(Unqueued(), tmp_path, term, rank)
-        resumed: dict[str, object] | None = None if lost is None else {"steps_lost": lost}
-        history.restore(
-            step=4,
-            epoch=0,
-            offset=4,
-            commit="c",
-            given_by=None,
-            applied_by=None,
-            seconds=0.1,
-            skipped=[],
-            resumed=resumed,
-        )
+        add_restore(history, 4, lost)
         history.step(step=5, epoch=0, lo=5, hi=6, lanes=range(4), num_samples=4, world=2, loss=0.5)
         history.close()
     History(Unqueued(), tmp_path, 5, 0).close()
@@ -222,16 +211,7 @@ def test_the_newest_saves_are_measured(tmp_path: Path) -> None:
     for term, rank, costs in [(1, 0, [(1.0, 0.1)]), (2, 0, [(3.0, 0.3), (4.0, 5.0)]), (2, 1, [(9.0, 0.9)])]:
         history = History(Unqueued(), tmp_path, term, rank)
         for publish_s, stall_s in costs:
-            history.commit(
-                step=1,
-                key="k",
-                digest="d",
-                parent=None,
-                weights_sha256="w",
-                created_at=0.0,
-                seconds=publish_s,
-                stall_s=stall_s,
-            )
+            add_commit(history, 1, publish_s, stall_s)
         history.close()
     assert measured_saves(tmp_path, 2) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0)]
     assert measured_saves(tmp_path, 9) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0), SaveCost(0.1, 1.0)]
