@@ -68,11 +68,16 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases; a world of one rank is not shrunk, but its rank is replaced."""
+    """Yield cases in which any three of mode, copies, size and change come together.
+
+    A world of one rank is not shrunk, but its rank is replaced.
+    """
     modes: tuple[Mode, ...] = ("none", *MODES)
-    for shards, copies, size in itertools.product(modes, COPIES, SIZES):
-        yield from (Case(shards, copies, size, change) for change in (*POINTS, "join", "shrink"))
-        yield from (Case(shards, copies, size, "resume", then) for then in modes if then != shards)
+    for (row, shards), (column, size) in itertools.product(enumerate(modes), enumerate(SIZES)):
+        changes: list[tuple[str, Mode | None]] = [(change, None) for change in (*POINTS, "join", "shrink")]
+        changes += [("resume", then) for then in modes if then != shards]
+        for number, (change, then) in enumerate(changes):
+            yield Case(shards, COPIES[(row + column + number) % len(COPIES)], size, change, then)
 
 
 def live_through(case: Case, folder: Path) -> set[str]:

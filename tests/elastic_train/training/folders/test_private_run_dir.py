@@ -52,8 +52,9 @@ def test_nodes_that_are_not_of_the_job_are_turned_away(
     assert launch(tmp_path, etcd, config, "own").wait(PATIENCE_S) == 2
     assert "is not where this job keeps its commits" in (tmp_path / "own.log").read_text()
     here = ["--run.dir", str(tmp_path / "a")]
-    assert launch_alone(tmp_path, etcd, config, "twin", *here, "--id", "twin").wait(PATIENCE_S) == 2
-    said = (tmp_path / "twin.log").read_text()
+    (tmp_path / "twin").mkdir()  # its name is the other run id
+    assert launch_alone(tmp_path / "twin", etcd, config, "node", *here).wait(PATIENCE_S) == 2
+    said = (tmp_path / "twin" / "node.log").read_text()
     assert f"the job of run id {tmp_path.name!r}" in said and "is at work here" in said
     assert {line["term"] for line in history(tmp_path / "a") if line["op"] == "form"} == {1}
     eventually(lambda: any((tmp_path / "a").glob("commits/*.json")), "a commit")
