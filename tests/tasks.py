@@ -88,11 +88,14 @@ class SlowHere(PacedClassifier):
 
 
 class FailsOnce(TextClassifier):
-    """Fails once, at the n-th loss of a process: creates `marker`, then raises or sends itself the signal `how`."""
+    """Fails once, at the n-th loss of a process: creates `marker`, then raises or sends itself the signal `how`.
 
-    def __init__(self, marker: str, after: int, how: str = "raise", **params: object) -> None:
+    It raises when the file `once` is there: a save in the background may take longer than the steps after it.
+    """
+
+    def __init__(self, marker: str, after: int, how: str = "raise", once: str = "/", **params: object) -> None:
         super().__init__(**params)  # type: ignore[arg-type]
-        self.marker, self.after, self.how = Path(marker), after, how
+        self.marker, self.after, self.how, self.once = Path(marker), after, how, Path(once)
         self.is_armed = not self.marker.exists()
         self.num_losses = 0
 
@@ -101,6 +104,8 @@ class FailsOnce(TextClassifier):
         if self.is_armed and self.num_losses == self.after:
             self.marker.touch()
             if self.how == "raise":
+                while not self.once.exists():
+                    time.sleep(0.01)
                 raise RuntimeError("planted failure")
             os.kill(os.getpid(), getattr(signal, self.how))
         return super().loss(model, batch)

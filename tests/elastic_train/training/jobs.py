@@ -60,8 +60,9 @@ def config(folder: Path, rows: Path, tree: dict[str, object], **changes: object)
 
 
 def failing(folder: Path, after: int, how: str = "raise") -> dict[str, object]:
-    """Return the classifier's configuration with a task that fails once."""
-    params = {**PARAMS, "marker": str(folder / "failed"), "after": after, "how": how}
+    """Return the classifier's configuration with a task that fails once; raises when its first commit is there."""
+    commit = folder / "run" / "commits" / "00000001-000000000007.json"
+    params = {**PARAMS, "marker": str(folder / "failed"), "after": after, "how": how, "once": str(commit)}
     return {**CLASSIFIER, "task": {"path": "tests.tasks:FailsOnce", "params": params}}
 
 
