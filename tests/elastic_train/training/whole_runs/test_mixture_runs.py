@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 import elastic_train as et
+from chaos.judge.checker import judge
+from chaos.judge.evidence.applied import lineage_of
+from chaos.judge.evidence.run_files import collect
 from elastic_train.checkpoint.audit.coverage_proof import audit
 from elastic_train.tracking.metric_log import final_metrics
+from tests import memory_live
 from tests.conftest import start as start_processes
 from tests.conftest import write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
-from tests.memory_job import AT_SECOND_COMMIT, start
+from tests.memory_job import AT_SECOND_COMMIT, Loss, start
 
 pytestmark = pytest.mark.slow
 
@@ -115,3 +119,24 @@ def test_a_sample_that_is_repeated_ends_training_where_its_source_is_passed(
     assert "the samples of source 'few' were not applied once in each of its 1 epochs" in done.output
     head = et.discover(et.open_store(str(tmp_path / "run"))).head
     assert head is None or head.step * 24 * 3 // 10 <= FEW_ROWS
+
+
+def test_a_lost_rank_costs_no_sample_of_any_source(tmp_path: Path, rows: Path) -> None:
+    """The survivor continues at its position in each source; the judge confirms the count of every sample."""
+    fewer = write_rows(tmp_path / "few", 29, seed=3)
+    mixture = [{"source": str(rows / "train"), "weight": 3}, {"source": str(fewer), "weight": 2}]
+    tree = {**WITNESS, "data": {"mixture": mixture}, "epochs": 2, "tracking": {"mlflow_uri": None}}
+    succeed(start([config(tmp_path / "alone", rows, tree)]))
+    done = memory_live.start([config(tmp_path, rows, tree)], num_ranks=2, losses=[Loss(1, 12, "backward")])
+    assert sorted(done.codes) == [-9, 0, 0], done.output
+    run = collect(tmp_path / "run")
+    assert max(applied.term for applied in lineage_of(run)) > 1, done.output
+    keys = ("weights_sha256", "coverage", "sources", "step")
+    assert {key: result(tmp_path)[key] for key in keys} == {key: result(tmp_path / "alone")[key] for key in keys}
+    big, small = result(tmp_path)["sources"]  # type: ignore[misc]
+    counts = np.load(tmp_path / "run" / "witness.npy")
+    assert set(counts[:NUM_ROWS]) <= {2, 3} and counts[:NUM_ROWS].sum() == big["applied"]
+    assert counts[NUM_ROWS:].min() >= small["epochs"] >= 15 and counts[NUM_ROWS:].sum() == small["applied"]
+    truths = {each.invariant: each for each in judge(run, collect(tmp_path / "alone" / "run"))}
+    for invariant in ("coverage", "sums", "witness", "agreement", "partition", "finished"):
+        assert truths[invariant].truth == "true", truths[invariant]

@@ -15,9 +15,10 @@ from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.errors import ConfigError
 from elastic_train.inference.opening import open_trained
 from elastic_train.inference.predicting import evaluate_trained
+from tests import memory_live
 from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import CLASSIFIER, average_of, config, failing, history, result, succeed
-from tests.memory_job import start
+from tests.memory_job import Loss, start
 
 pytestmark = pytest.mark.slow
 
@@ -105,3 +106,14 @@ def test_a_run_without_an_average_has_none_to_export(tmp_path: Path, rows: Path,
     store = open_store(str(alone / "run"))
     with pytest.raises(ConfigError, match=r"holds no average of the weights: the run has no optimizer\.ema_decay"):
         export(store, find(store, None), tmp_path / "weights.pt", "torch", "ema")
+
+
+def test_a_validation_that_a_lost_rank_ends_is_done_again(tmp_path: Path, rows: Path, stopped: Path) -> None:
+    """The survivors, whose weights and averages are sharded, repeat the validation before they train on."""
+    job = [config(tmp_path, rows, {**CLASSIFIER, **RECIPE}), "--parallel.shards", "parameters"]
+    done = memory_live.start(job, num_ranks=3, losses=[Loss(1, 2, "validate")])
+    assert sorted(done.codes) == [-9, 0, 0, 0], done.output
+    assert "early stopping after step" in done.output and result(tmp_path)["term"] != 1
+    for key in ("step", "ended_by", "improvement", "weights_sha256", "metrics"):
+        assert result(tmp_path)[key] == result(stopped)[key], key
+    assert average_of(tmp_path) == average_of(stopped)

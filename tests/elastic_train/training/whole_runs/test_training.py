@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import elastic_train as et
 from tests.conftest import PATIENCE_S, ROOT, begin, run_source
+from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
 from tests.memory_job import start
 
@@ -44,6 +46,23 @@ def test_every_sample_counts_once_an_epoch(tmp_path: Path, rows: Path, shards: s
     succeed(start([config(tmp_path, rows, WITNESS), "--parallel.shards", shards], num_ranks=3))
     counts = np.load(tmp_path / "run" / "witness.npy")
     assert Counter(counts.tolist()) == {3: 331}
+
+
+@pytest.mark.parametrize(("how", "num_ranks"), [("repeat", None), ("drop", 2)])
+def test_an_epoch_whose_samples_were_not_applied_once_each_is_the_last(
+    tmp_path: Path, rows: Path, how: str, num_ranks: int | None
+) -> None:
+    """The error has the expected and actual sums, the exit code prevents restarts, no commit has the epoch's end."""
+    task = {"path": "tests.tasks:Miscounts", "params": {**PARAMS, "how": how}}
+    path = config(tmp_path, rows, {**CLASSIFIER, "task": task}, checkpoint={"every": "1 steps"})
+    done = start_processes([path], num_ranks=num_ranks)
+    assert done.code == 65, done.output
+    num_rows = et.load_manifest(str(rows / "train")).num_rows
+    assert "the samples of epoch 0 were not applied once each" in done.output
+    assert f"{num_rows:,} (sums " in done.output.partition("are expected")[0]
+    head = et.discover(et.open_store(str(tmp_path / "run"))).head
+    assert head is None or head.cursor.epoch == 0
+    assert not (tmp_path / "run" / "result.json").exists()
 
 
 BESIDE = """
