@@ -13,9 +13,10 @@ from chaos.sim.job.shape import Shape
 
 SEEDS = 120
 LIKELY: Mapping[str, int] = {
-    "any-branch-counts": 3,
+    "any-branch-counts": 7,
     "applied-and-pending": 4,
     "applies-too-soon": 9,
+    "column-behind": 2,
     "commit-before": 2,
     "device-not-freed": 6,
     "drops-what-may-be-applied": 37,
@@ -24,12 +25,13 @@ LIKELY: Mapping[str, int] = {
     "gathers-an-old-share": 20,
     "given-by-a-dead-branch": 3,
     "head-by-listing": 5,
-    "highest-term-wins": 4,
+    "highest-term-wins": 52,
     "hole-found-again": 32,
     "neighbours-part": 15,
     "no-fence": 13,
     "pending-dropped": 22,
     "seated-too-soon": 105,
+    "sealed-behind-the-end": 3,
     "sent-unsettled": 7,
     "skipped-barrier": 86,
     "stale-lanes": 5,
