@@ -23,9 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.figures import Effort, measure_chosen
 from benchmarks.ranks import Meeting, Sides, compared, run
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes, parts_of
+from elastic_train.core.accounting import CoverageSums, SampleAccount
+from elastic_train.core.lanes import contiguous, lane_seed, owned_lanes, parts_of, tree_sum
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
@@ -33,8 +32,8 @@ from elastic_train.job.state import StepFacts
 from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
 from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
+from elastic_train.training.step_sums import gather_tables
 
 SIZES = {"1M": 1_000_000, "25M": 25_000_000}
 EXCHANGES = [("1M", 2, 8), ("1M", 4, 8), ("25M", 2, 8), ("25M", 3, 12), ("25M", 4, 8)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from elastic_train.checkpoint.interval.young_daly import SaveCost, optimum, waste
+from elastic_train.checkpoint.interval.cadence import SaveCost, optimum, waste
 
 TARGET = Path(__file__).parent.parent / "docs" / "waste.svg"
 COST = SaveCost(stall_s=1.3, publish_s=24.0)

@@ -223,14 +223,7 @@ def sim(
         return command.run_one(cases.load(case), json_, f"elastic-chaos sim --case {case}")
     if plant is not None:
         return command.run_planted(named(plant), json_)
-    for name, value in (
-        ("--hours", hours),
-        ("--faults-per-hour", faults_per_hour),
-        ("--step-s", step_s),
-        ("--processes", processes),
-    ):
-        if value is not None and value <= 0:
-            raise ScenarioError(f"{name} {value:g}: give more than 0")
+    _check_positive(hours=hours, faults_per_hour=faults_per_hour, step_s=step_s, processes=processes)
     if stages and not cells:
         raise ScenarioError("--stages needs --cells")
     of_nodes = None if nodes is None else long_runs.nodes_of(nodes)
@@ -240,6 +233,12 @@ def sim(
         return command.run_one(draw.case(seed), json_, again)
     campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or num_cores(), ledger)
     return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
+
+
+def _check_positive(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and value <= 0:
+            raise ScenarioError(f"--{name.replace('_', '-')} {value:g}: give more than 0")
 
 
 @app.command

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from elastic_train.checkpoint import CommitRecord, discover, holding, open_store, read_state
     from elastic_train.config.schema import Config
     from elastic_train.config.sources import load_config
-    from elastic_train.core.coverage import CoverageSums
+    from elastic_train.core.accounting import CoverageSums
     from elastic_train.core.lanes import owned_lanes
     from elastic_train.core.order import Cursor, Order
     from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
@@ -71,7 +71,7 @@ _NAMES_OF = {
     "checkpoint": ("CommitRecord", "discover", "holding", "open_store", "read_state"),
     "config.schema": ("Config",),
     "config.sources": ("load_config",),
-    "core.coverage": ("CoverageSums",),
+    "core.accounting": ("CoverageSums",),
     "core.lanes": ("owned_lanes",),
     "core.order": ("Cursor", "Order"),
     "data.dataset.manifest": ("Manifest", "build_manifest", "load_manifest"),

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.utils._python_dispatch import _disable_current_modes as unseen  # network copies are no operations
 
-from elastic_train.parallel.devices.device import Device
-from elastic_train.parallel.devices.device_group import DeviceGroup, OnDevice
+from elastic_train.parallel.devices.device import Device, DeviceGroup, OnDevice
 from elastic_train.parallel.group import Group
 from rendezvous.waiting import Call
 from tests.conftest import PATIENCE_S

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
 from elastic_train.job.state import AppliedState, StepFacts

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from benchmarks.figures import Effort
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.length_buckets import LengthBuckets
-from elastic_train.core.order import Order
+from elastic_train.core.order import LengthBuckets, Order
 
 NUM_ROWS, ROWS_PER_GROUP, NUM_LANES, MICRO_BATCH, NUM_RANKS = 400_000, 2000, 64, 8, 8
 WINDOWS = (16, 64, 256)

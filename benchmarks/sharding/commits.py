@@ -34,8 +34,7 @@ from elastic_train.checkpoint import (
     read_state,
 )
 from elastic_train.checkpoint.format.layout import State, plan_attempt
-from elastic_train.checkpoint.format.pieces import Pieces
-from elastic_train.checkpoint.format.state_tree import leaves_of
+from elastic_train.checkpoint.format.state_tree import Pieces, leaves_of
 from elastic_train.world.fencing import StoreFence
 
 RANKS_TO_SAVE = 2

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
-from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states
-from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, roll_forward
 from elastic_train.job.resharding.reshard import take_first_seat, take_state
-from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.state import AppliedState, StepFacts, norm_of
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
@@ -140,7 +137,7 @@ class Job:
     def step(self, before_update: Callable[[], object] = lambda: None) -> None:
         """Take one step like the training loop; `before_update` waits for a save."""
         measured = self.compute(before_update=before_update)
-        self.apply(gradient_norm.norm_of(self.group.all_gather(measured), self.state.shards.table))
+        self.apply(norm_of(self.group.all_gather(measured), self.state.shards.table))
         self.state.shards.share.refresh(self.group)
 
     def compute(

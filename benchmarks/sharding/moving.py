@@ -11,8 +11,7 @@ import torch
 from benchmarks.figures import Effort
 from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states
-from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, roll_forward
 from elastic_train.job.resharding.reshard import take_state
 from elastic_train.parallel.group import Group
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.figures import Effort
-from elastic_train.job.sharded.held_tree import Held, cuts_of
+from elastic_train.job.sharded.held_tree import Held, written_of
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, grains_in_each, num_elements, runs_of
 from elastic_train.placement.recut import Recut, plan_recut
@@ -117,6 +117,6 @@ def _work_out(columns: Sequence[Column], had: Sequence[Seat | None], seats: Sequ
         others = Seating(*column, seats, 0) if len(columns) > 1 else seating
         max(grains.size for grains in others.trained)
         owned = others.owned_by(range(len(seats)))
-        cuts_of(column.layout, [Held(grains, others.sections_of(rank)) for rank, grains in enumerate(owned)])
+        written_of(column.layout, [Held(grains, others.sections_of(rank)) for rank, grains in enumerate(owned)])
         others.are_sole_holders([False] * len(seats))
     return plan

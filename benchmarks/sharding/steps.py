@@ -10,8 +10,7 @@ from functools import wraps
 from benchmarks.figures import Effort
 from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, SMALL, Job, Mode, live_bytes
-from elastic_train.core.lanes import Part
-from elastic_train.placement.deal import Counter
+from elastic_train.core.lanes import Counter, Part
 
 WORLDS = ((2, 1), (2, 2), (4, 1), (4, 2))
 NUM_LANES = (8, 12, 16)

@@ -40,7 +40,7 @@ from chaos.scenario.soak import Drawn, kinds_of
 from chaos.services.surroundings import FREEZING, Surroundings, surroundings
 from elastic_train.config.schema import Config
 from elastic_train.config.sources import as_argument
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
 from elastic_train.data.dataset import run_order

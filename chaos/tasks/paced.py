@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from chaos.tasks.orders import Orders
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.task import Batch, LaneLoss
 

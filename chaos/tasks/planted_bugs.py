@@ -20,9 +20,9 @@ from elastic_train.health.precheck import Proof
 from elastic_train.job.state import AppliedState, StepFacts, TrainProgress
 from elastic_train.parallel import exchange
 from elastic_train.parallel.point_to_point import PointToPoint
-from elastic_train.training import commits, turns
+from elastic_train.training import commits, step
 from elastic_train.training.session import Session
-from elastic_train.training.turns import ForwardOutput
+from elastic_train.training.step import ForwardOutput
 from rendezvous.etcd import connection
 
 
@@ -55,7 +55,7 @@ def wrong_tree() -> None:
 
 def rank_seeded_dropout() -> None:
     """Seed the random numbers of a forward pass by rank instead of by lane."""
-    forward, rank = turns._forward, [0]
+    forward, rank = step._forward, [0]
 
     def run_on_rank(session: Session, batch: LaneBatch, chunk: int, given: Tensor | None) -> ForwardOutput:
         rank[0] = session.world.group.rank
@@ -64,8 +64,8 @@ def rank_seeded_dropout() -> None:
     def seed_of_rank(seed: int, number: int, lane: int) -> int:
         return lanes.lane_seed(seed, number, rank[0])
 
-    turns._forward = run_on_rank
-    vars(turns)["lane_seed"] = seed_of_rank
+    step._forward = run_on_rank
+    vars(step)["lane_seed"] = seed_of_rank
 
 
 def moments_not_handed_over() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.resharding import reshard
 from elastic_train.job.sample_streams import Feed

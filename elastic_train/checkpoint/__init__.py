@@ -1,7 +1,6 @@
 """Commits: published checkpoints, their stores, and how they are written, found, read and kept."""
 
-from elastic_train.checkpoint.commits.pins_and_holds import holding
-from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.pruning import prune, sweep
 from elastic_train.checkpoint.commits.reader import (
     Discovery,
     discover,
@@ -10,8 +9,7 @@ from elastic_train.checkpoint.commits.reader import (
     verify,
 )
 from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
-from elastic_train.checkpoint.commits.retention_policies import Retention
-from elastic_train.checkpoint.commits.sweeping import sweep
+from elastic_train.checkpoint.commits.retention_policies import Retention, holding
 from elastic_train.checkpoint.commits.writer import CommitWriter, FenceNotUpdated
 from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.saving.save_thread import SaveOutcome

@@ -12,16 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_train.checkpoint.commits import listing, pins_and_holds
+from elastic_train.checkpoint.commits import lookup, retention_policies
 from elastic_train.checkpoint.commits.lookup import best_metric, find, name_to_key, open_run
-from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.pruning import drop_unfinished, prune, sweep
 from elastic_train.checkpoint.commits.reader import (
     records,
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
-from elastic_train.checkpoint.commits.sweeping import drop_unfinished, sweep
+from elastic_train.checkpoint.interval.cadence import SaveCost
 from elastic_train.checkpoint.interval.measured import Measured, Outlook, forecast, measure
-from elastic_train.checkpoint.interval.young_daly import SaveCost
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
 from elastic_train.errors import CommitError, ConfigError, StorageError
@@ -57,7 +56,7 @@ def ls(
         return _show(open_run(run), commit, verifies=verify, is_json=json_)
     store = open_run(run)
     metric = Best.parse(best or best_metric(run, store))
-    found = listing.survey_store(store, metric, is_thorough=verify)
+    found = lookup.survey_store(store, metric, is_thorough=verify)
     rows = [row.fields(metric.metric, time.time()) for row in found.rows]
     code = CommitError.exit_code if verify and rows and not any(row["is_valid"] for row in rows) else 0
     if json_:
@@ -87,7 +86,7 @@ def _show(store: Store, commit: str, *, verifies: bool, is_json: bool) -> int:
     fields = json.loads(record.encode())
     fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
-    wrong = listing.wrong_with(store, record) if verifies else None
+    wrong = lookup.wrong_with(store, record) if verifies else None
     if verifies:
         fields["wrong"] = wrong
     code = CommitError.exit_code if wrong else 0
@@ -155,10 +154,10 @@ def pin(run: str, commit: str, *, remove: Flag = False, json_: Json = False) -> 
     store = open_run(run)
     if remove:
         key = name_to_key(store, commit)
-        pins_and_holds.unpin(store, key)
+        retention_policies.unpin(store, key)
         return print_json({"unpinned": key}) if json_ else print_text(f"{key} is no longer pinned")
     record = find(store, commit)
-    pins_and_holds.pin(store, record.key)
+    retention_policies.pin(store, record.key)
     return print_json({"pinned": record.key}) if json_ else print_text(f"{record.key} is pinned")
 
 

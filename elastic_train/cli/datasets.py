@@ -172,28 +172,27 @@ def verify_(
         for manifest in manifests
         for verdict in _verdicts(manifest, images, max_megapixels)
     ]
-    if json_:
-        print_json(
-            [
-                {"path": path, "wrong": verdict.wrong, "damage": [asdict(part) for part in verdict.damage]}
-                for path, verdict in found
-            ]
-        )
-    else:
-        table = Table("file", "verdict")
-        for path, verdict in found:
-            table.add_row(path, Text(verdict.wrong, "red") if verdict.wrong else Text("whole", "green"))
-        Console(markup=False).print(table)
-        for manifest in manifests:
-            if not verify.has_checksums(manifest):
-                print_text(
-                    f"{manifest.url}: has no checksums of row groups, so training cannot detect damaged data; add them "
-                    f"with `elastic-train data verify {manifest.url} --add-checksums`"
-                )
+    _print_verdicts(manifests, found, json_=json_)
     bad = [f"{path} {verdict.wrong}" for path, verdict in found if verdict.wrong]
     if bad and not json_:
         raise DataError("; ".join(bad))
     return DataError.exit_code if bad else 0
+
+
+def _print_verdicts(manifests: Sequence[Manifest], found: Sequence[tuple[str, verify.Verdict]], *, json_: bool) -> None:
+    if json_:
+        rows = [(path, one.wrong, [asdict(part) for part in one.damage]) for path, one in found]
+        print_json([{"path": path, "wrong": wrong, "damage": damage} for path, wrong, damage in rows])
+        return
+    table = Table("file", "verdict")
+    for path, verdict in found:
+        table.add_row(path, Text(verdict.wrong, "red") if verdict.wrong else Text("whole", "green"))
+    Console(markup=False).print(table)
+    for manifest in (one for one in manifests if not verify.has_checksums(one)):
+        print_text(
+            f"{manifest.url}: has no checksums of row groups, so training cannot detect damaged data; add them with "
+            f"`elastic-train data verify {manifest.url} --add-checksums`"
+        )
 
 
 def _verdicts(manifest: Manifest, images: str | None, most: float) -> Sequence[verify.Verdict]:

@@ -57,8 +57,8 @@ def export(
 
     check_new(target)
     train = [find_dataset(run, each) for each in train or ()]
-    from elastic_train.checkpoint.commits.export import export as export_file
     from elastic_train.checkpoint.commits.lookup import open_run
+    from elastic_train.checkpoint.commits.weights import export as export_file
     from elastic_train.inference.exporting import export_folder
 
     store, record = open_run(run), _chosen(run, commit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -78,14 +79,7 @@ def plan(
     from elastic_train.planning.search import Job, wrong_figure
 
     cluster = parse_cluster(on)
-    least = {
-        "pp": (1 if pp is None else pp, 1),
-        "ep": (1 if ep is None else ep, 1),
-        "spares": (spares, 0),
-        "price": (price, 0),
-    }
-    wrong = [f"--{name} must be at least {low}, not {value}" for name, (value, low) in least.items() if value < low]
-    wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
+    wrong = _wrong_numbers({"pp": (pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}, mtbf_h)
     if wrong := [*wrong, *wrong_figure(by)]:
         raise ConfigError(*wrong)
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
@@ -98,14 +92,25 @@ def plan(
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)
     report = make_report(job, layout, by, with_cells=cells or layout.cell > 1)
+    return _print_plan(report, read.refused, html, json_=json_)
+
+
+def _wrong_numbers(least: Mapping[str, tuple[float | None, int]], mtbf_h: float) -> list[str]:
+    """Return a line for each option below its least value; None is not given."""
+    given = [(name, value, low) for name, (value, low) in least.items() if value is not None]
+    wrong = [f"--{name} must be at least {low}, not {value}" for name, value, low in given if value < low]
+    return wrong + ([] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"])
+
+
+def _print_plan(report: Report, refused: Sequence[str], html: Path | None, *, json_: bool) -> int:
     if html is not None:
         from elastic_train.planning.page import render
 
         write_atomically(html, render(report))
     if json_:
-        return print_json({**report.as_json(), "refused": list(read.refused)})
+        return print_json({**report.as_json(), "refused": list(refused)})
     show(report)
-    for reason in read.refused:
+    for reason in refused:
         print_text(f"The trainer refuses this: {reason}")
     return print_text(f"written to {html}") if html is not None else 0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
+T = TypeVar("T")
 UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 
@@ -37,3 +39,18 @@ def ranges_of(ids: Int64s) -> Ranges:
         else:
             ranges.append((id_, id_ + 1))
     return tuple(ranges)
+
+
+def filled(items: Iterable[T], size_of: Callable[[T], int], room: int) -> Iterator[list[T]]:
+    """Yield groups of adjacent items, each as large as the room allows, or a single item."""
+    some: list[T] = []
+    left = room
+    for item in items:
+        size = size_of(item)
+        if some and size > left:
+            yield some
+            some, left = [], room
+        some.append(item)
+        left -= size
+    if some:
+        yield some

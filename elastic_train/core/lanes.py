@@ -11,12 +11,14 @@ With context parallelism, each part of a lane's tokens is a leaf (`leaf_of`): a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from elastic_train.core.keyed_random import derive
 
+T = TypeVar("T")
 _RANDOMNESS = 3
 
 
@@ -153,3 +155,37 @@ def lane_additions(num_lanes: int) -> tuple[tuple[int, int], ...]:
 def lane_seed(seed: int, step: int, lane: int) -> int:
     """Return the seed of a lane's random numbers in one step, below 2^63; the rank plays no role."""
     return derive(seed, _RANDOMNESS, step, lane) >> 1
+
+
+def tree_sum(values: Sequence[float]) -> float:
+    """Add the lanes' values along the tree."""
+    sums = list(values)
+    for left, right in lane_additions(len(sums)):
+        sums[left] += sums[right]
+    return sums[0]
+
+
+class Counter(Generic[T]):
+    """Sums of whole subtrees of one holder's share, as a binary counter; `add` may change its first argument.
+
+    Leaves may come in any order; in ascending order there are at most 1 + log2 L sums.
+    """
+
+    def __init__(self, num_lanes: int, add: Callable[[T, T], T]) -> None:
+        self._num_lanes, self._add = num_lanes, add
+        self._sums: dict[Part, T] = {}
+
+    @property
+    def parts(self) -> dict[Part, T]:
+        """The sums so far, by subtree, in lane order."""
+        return {part: self._sums[part] for part in sorted(self._sums, key=lambda part: part.lo)}
+
+    def push(self, part: Part, total: T) -> None:
+        """Add the sum of one subtree, none of whose lanes were pushed before."""
+        part = settle(part, self._num_lanes)
+        while part.sibling in self._sums:
+            other = self._sums.pop(part.sibling)
+            total = self._add(other, total) if part.index % 2 else self._add(total, other)
+            part = settle(part.parent, self._num_lanes)
+        assert part not in self._sums, f"{part} is there already"
+        self._sums[part] = total

@@ -14,8 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from elastic_train.checkpoint.commits.weights import CommitWeights, Weights
-from elastic_train.checkpoint.format.safetensors_file import write_safetensors
-from elastic_train.checkpoint.format.stored_tensors import Kind
+from elastic_train.checkpoint.format.stored_tensors import Kind, write_safetensors
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Opened, open_commit
 from elastic_train.system.atomic_files import draft_of, publish

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from elastic_train.insight.events import MEANINGS
+from elastic_train.insight.detection import MEANINGS
 from elastic_train.insight.gpus import Gpus
 from elastic_train.insight.memory import REST, MemoryFacts
 from elastic_train.insight.phases import PHASES, RankFacts

@@ -3,6 +3,9 @@
 Marks divide a rank's time completely: the time since the last mark, less the time waiting for peers, belongs to the
 phase that the next mark names. The phases of a row therefore add up to the seconds between two rows. Results are not
 affected, and a mark costs less than a microsecond.
+
+Sums over a window are of one world, so its rows are of the same ranks; a run's summary has means over ranks, and may
+span worlds.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
 
 Phase = Literal["data", "to_device", "forward", "backward", "wait", "exchange", "optimizer", "save", "rest"]
 PHASES: tuple[Phase, ...] = (
@@ -154,3 +159,63 @@ def slowest(
         ratios |= {rank: times[rank] / median for rank in group if median > 0}
     rank = max(ratios, key=ratios.__getitem__, default=None)
     return None if rank is None or ratios[rank] < SLOW_RATIO else (rank, ratios[rank])
+
+
+Summary = Mapping[str, object]
+
+
+class PhaseWindow:
+    """Sums of the rows of one world's ranks."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._sums = np.zeros((0, len(RankFacts._fields)))
+
+    def add(self, ranks: Sequence[RankFacts]) -> None:
+        rows = np.array(ranks)
+        self._sums = rows if self.num_steps == 0 else self._sums + rows
+        self.num_steps += 1
+
+    def by_rank(self) -> list[RankFacts]:
+        """Return each rank's totals, with the mean of round trips."""
+        sums = self._sums.copy()
+        sums[:, -1] /= max(1, self.num_steps)
+        return [RankFacts._make(row) for row in sums.tolist()]
+
+    def mean(self) -> dict[str, float]:
+        """Return the mean of every phase over ranks and steps, in seconds, and of hidden exchange."""
+        if self.num_steps == 0:
+            return {}
+        means = (self._sums.mean(axis=0) / self.num_steps).tolist()
+        return dict(zip((*PHASES, "hidden"), means, strict=False))
+
+
+class PhaseTotals:
+    """Totals of an average rank over all steps that a process has seen."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._sums = np.zeros(len(RankFacts._fields))
+
+    def add(self, window: PhaseWindow) -> None:
+        if window.num_steps:
+            self._sums += np.array(window.by_rank()).mean(axis=0)
+            self.num_steps += window.num_steps
+
+    def summary(self) -> Summary | None:
+        """Return the summary for result.json; None before the first step.
+
+        Shares are of a step's time, and add up to 1 over phases; `bytes` are given to collectives per step.
+        """
+        if self.num_steps == 0:
+            return None
+        per_step = dict(zip(RankFacts._fields, (self._sums / self.num_steps).tolist(), strict=True))
+        total_s = sum(per_step[f"{phase}_s"] for phase in PHASES)
+        return {
+            "steps": self.num_steps,
+            "step_s": total_s,
+            "seconds": {phase: per_step[f"{phase}_s"] for phase in PHASES},
+            "share": {phase: per_step[f"{phase}_s"] / total_s if total_s else 0.0 for phase in PHASES},
+            "hidden_s": per_step["hidden_s"],
+            "bytes": round(per_step["exchanged_bytes"]),
+        }

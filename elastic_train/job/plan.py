@@ -18,9 +18,9 @@ from elastic_train.checkpoint import CommitRecord, Retention
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import judged_by, parse_best
 from elastic_train.config.schema import IDENTITY, Config
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.keyed_random import derive
-from elastic_train.core.mixture.dealing import Mixture, RunOrder
+from elastic_train.core.mixture import Mixture, RunOrder
 from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
@@ -32,8 +32,7 @@ from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cu
 from elastic_train.job.cells.cut_model import all_weights
 from elastic_train.job.model_layout import check_model, make_gradients_dense
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.recipe_changes import Recipe, say_end_of_rates
-from elastic_train.job.optimizers.schedule import check_schedule
+from elastic_train.job.optimizers.schedule import Recipe, check_schedule, say_end_of_rates
 from elastic_train.job.plan_facts import (
     config_of,
     describe_changes,

@@ -14,7 +14,7 @@ from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import read
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Mesh
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture
 from elastic_train.data.dataset.training_sources import Source
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.job.optimizers.choice import choose

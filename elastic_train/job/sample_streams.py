@@ -13,9 +13,9 @@ from torch import Tensor
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.keyed_random import SampleRandom
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, Order
-from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.lane_batch import SampleRules, takes_draw

@@ -1,16 +1,19 @@
 """The applied state: everything an optimizer step changes, as one unit that moves from step s to s+1.
 
-Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and transferred together.
+Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and transferred together. The
+norm of a step's gradient comes from each rank's sums of squares per grain (`placement.norm`), so it depends neither on
+how tensors are cut nor on the thread count.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,18 +21,18 @@ from torch.optim.lr_scheduler import LambdaLR
 from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.arrays import Ranges
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
+from elastic_train.core.arrays import Int64s, Ranges
 from elastic_train.core.lineage import Interval, extend
 from elastic_train.core.order import Cursor
-from elastic_train.job import gradient_norm
-from elastic_train.job.commit_pieces import CommitPieces
-from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes
+from elastic_train.errors import WeightsDifferError
+from elastic_train.job.optimizers.schedule import Recipe, read_recipe, say_changes
 from elastic_train.job.sharded.share import SharedScaler
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state_shards import CommitPieces, Place, StateShards
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.placement.grains import Layout
+from elastic_train.placement.norm import clip_factor, total_norm
+from elastic_train.placement.table import Parts, Table
 
 _RECIPE = "recipe"
 """Attribute of the scheduler that stores the recipe."""
@@ -180,7 +183,7 @@ class AppliedState:
         Call it once per step, before `apply`. The device has finished all gradients when it returns.
         """
         self.scaler.unscale_(self.optimizer)
-        return gradient_norm.measured(self.shards.table, self.shards.share.measure())
+        return contribution_of(self.shards.table, self.shards.share.measure())
 
     def hold(self, facts: StepFacts, measured: Tensor) -> None:
         """Keep the step whose gradients are in place until the next world decides: peers may have applied it."""
@@ -212,7 +215,7 @@ class AppliedState:
         be the cause. A step without target and gradient is skipped, too.
         """
         if self.config.clip_norm is not None:
-            gradient_norm.clip(self.optimizer, self.config.clip_norm, float(norm))
+            clip(self.optimizer, self.config.clip_norm, float(norm))
         has_norm = bool(norm.isfinite())
         is_finite = math.isfinite(facts.loss) and (has_norm or self.scaler.is_own_overflow())
         is_empty = not facts.has_target and float(norm) == 0.0
@@ -252,3 +255,82 @@ class AppliedState:
         """Store a recipe, with its schedule, in future commits."""
         self.recipe = recipe
         vars(self.scheduler)[_RECIPE] = recipe.to_text()  # torch's scheduler saves its attributes
+
+
+def contribution_of(table: Table, squares: Tensor) -> Tensor:
+    """Return this rank's contribution to the norm from its grains' squares: float64, of equal shape on all ranks."""
+    if table.has_all_gradients:
+        return torch.tensor(total_norm(squares.numpy()), dtype=torch.float64)
+    return padded(squares, max(grains.size for of_part in table.updated for _, grains in of_part))
+
+
+def padded(squares: Tensor, size: int) -> Tensor:
+    """Return squares padded with zeros to `size` numbers, at least one."""
+    row = torch.zeros(max(1, size), dtype=torch.float64)
+    row[: squares.numel()] = squares
+    return row
+
+
+def known_alone(table: Table, measured: Tensor) -> Tensor | None:
+    """Return the norm if this rank's measurement determines it, else None."""
+    return measured if table.has_all_gradients else None
+
+
+def norm_of(gathered: Tensor, table: Table) -> Tensor:
+    """Return the norm from all ranks' measurements, by rank: a float64 on the CPU.
+
+    Raises WeightsDifferError if ranks measured different values for the same gradient.
+    """
+    if table.has_all_gradients:
+        _check_same(gathered)
+        return gathered[0]
+    return norm_of_rows(gathered, table.parts, table.updated)
+
+
+def norm_of_rows(gathered: Tensor, parts: Parts, holders: Sequence[Iterable[tuple[int, Int64s]]]) -> Tensor:
+    """Return the norm from the rows of ranks that together hold all trained grains.
+
+    `holders` has, for each model part, pairs of a rank and the grains that its row begins with.
+    """
+    return torch.tensor(total_norm(parts.squares_of(gathered.numpy(), holders)), dtype=torch.float64)
+
+
+def clip(optimizer: Optimizer, limit: float, norm: float) -> None:
+    """Scale the reduced gradients of what this rank updates so that their norm, now `norm`, is at most `limit`."""
+    if (factor := clip_factor(norm, limit)) != 1.0:
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _check_same(gathered: Tensor) -> None:
+    """Raise WeightsDifferError unless all ranks measured the same norm; all NaN norms are equal."""
+    norms = gathered.flatten().nan_to_num(nan=-1.0, posinf=math.inf)
+    if not bool((norms == norms[0]).all()):
+        who, _ = name_others(norms.view(torch.int64).tolist(), "gradients")
+        raise WeightsDifferError(
+            f"{who}, by the norm of the sum over all ranks: memory or a connection is damaged, or a device computes "
+            "wrongly. The step is not applied: all ranks end, and the next start continues from the last commit"
+        )
+
+
+def name_others(sums: Sequence[int], what: str = "weights", ranks: Sequence[int] | None = None) -> tuple[str, int]:
+    """Describe the ranks whose `what` differs from the majority's, by checksum, and return one rank of the majority.
+
+    The checksums are of `ranks`, by default all ranks. Without a majority, the text says that none is known to be
+    right.
+    """
+    ranks = ranks or range(len(sums))
+    alike: dict[int, list[int]] = {}
+    for rank, value in zip(ranks, sums, strict=True):
+        alike.setdefault(value, []).append(rank)
+    most = max(alike.values(), key=len)
+    if 2 * len(most) > len(sums):
+        others = [rank for rank in ranks if rank not in most]
+        return f"ranks {others} hold other {what} than the {len(most)} others", most[0]
+    if len(sums) == 2:
+        return f"ranks {ranks[0]} and {ranks[1]} hold different {what}, and nothing says which of them is right", ranks[
+            0
+        ]
+    sets = " and ".join(str(ranks) for ranks in alike.values())
+    return f"ranks {sets} hold different {what}, and no majority says which are right", ranks[0]

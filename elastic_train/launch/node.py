@@ -8,11 +8,13 @@ starts an etcd: for a job of one node, or on the first node of a scheduler's job
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import tempfile
 import time
+from typing import TYPE_CHECKING
 
 from elastic_train.errors import ElasticTrainError, Preempted, TooFewNodesError, translated
 from elastic_train.launch import departure
@@ -20,6 +22,9 @@ from elastic_train.launch.exit_codes import exit_code, outstayed
 from elastic_train.launch.job_etcd import JobEtcd, job_etcd
 from elastic_train.launch.options import Launch
 from elastic_train.system.preemption import GRACE_VARIABLE, tell
+
+if TYPE_CHECKING:
+    from rendezvous.torchelastic.bound_agent import BoundAgent
 
 LAST_WORDS_S = 2.0
 """Seconds for workers that must end at once to report what is lost."""
@@ -70,6 +75,22 @@ def say(text: str) -> None:
         sys.stderr.flush()
 
 
+def _asked_to_leave(grace_s: float, number: int) -> BaseException:
+    """Say that a signal asks the workers to leave; return the exception that ends the agent."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    name = signal.Signals(number).name
+    again = ", Ctrl-C again ends them at once" if number == signal.SIGINT else ""
+    tell(f"asked to leave by {name}: the workers have {grace_s:g} s to commit{again}")
+    return SignalException(f"asked to leave by {name}", signal.SIGTERM)
+
+
+def _end_workers(agent: BoundAgent, number: int) -> str:
+    """End the workers at once; return what is lost."""
+    is_heard = agent.end_at_once(number, LAST_WORDS_S)
+    return "its workers have said above what is lost" if is_heard else "steps since the newest commit are lost"
+
+
 def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -107,20 +128,8 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
             logs = DefaultLogsSpecs(log_dir=folder)
             agent = make_agent(spec, logs_specs=logs, start_method="spawn", shutdown_timeout=int(plan.grace_s))
             assert isinstance(agent, BoundAgent), "our handlers have our agents"
-
-            def leave(number: int) -> SignalException:
-                name = signal.Signals(number).name
-                again = ", Ctrl-C again ends them at once" if number == signal.SIGINT else ""
-                tell(f"asked to leave by {name}: the workers have {plan.grace_s:g} s to commit{again}")
-                return SignalException(f"asked to leave by {name}", signal.SIGTERM)
-
-            def end_workers(number: int) -> str:
-                is_heard = agent.end_at_once(number, LAST_WORDS_S)
-                return (
-                    "its workers have said above what is lost" if is_heard else "steps since the newest commit are lost"
-                )
-
-            with departure.raising(leave, end_workers):
+            end_workers = functools.partial(_end_workers, agent)
+            with departure.raising(functools.partial(_asked_to_leave, plan.grace_s), end_workers):
                 try:
                     has_failed = agent.run().is_failed()
                 except SignalException:

@@ -23,8 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from elastic_train.errors import ConfigError, HungError, PeerLostError
 from elastic_train.parallel.connections import Connections, gloo_options
-from elastic_train.parallel.devices.device import Device
-from elastic_train.parallel.devices.device_group import ABORT_S, DeviceGroup, OnDevice, abort_all
+from elastic_train.parallel.devices.device import ABORT_S, Device, DeviceGroup, OnDevice, abort_all
 from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, ThroughHost, Traffic, Work
 from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp

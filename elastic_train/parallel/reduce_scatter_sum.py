@@ -1,6 +1,6 @@
 """The gradient sum with sharded gradients (ZeRO-2): each unit of a leaf is reduce-scattered as soon as it is computed.
 
-In a turn, a group's ranks run neighbouring lanes (`placement.deal`). During the backward pass each rank sends, unit by
+In a turn, a group's ranks run neighbouring lanes (`placement.seats`). During the backward pass each rank sends, unit by
 unit, the others the shards of its leaf that they sum, and drops the rest. They add what they receive along the tree,
 with at most 1 + log2 L partial sums of a shard per run of leaves. After all leaves, ranks of different groups with the
 same shard exchange their sums, and each finishes the same tree. If several ranks of a group hold the same shard, one
@@ -28,15 +28,22 @@ import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.lanes import Lanes, Part
-from elastic_train.parallel.buckets import Filling
+from elastic_train.core.lanes import Counter, Lanes, Part, parts_of
+from elastic_train.parallel.buckets import (
+    BufferPool,
+    Filling,
+    FlatGradient,
+    Leaf,
+    Leaves,
+    Units,
+    Wire,
+    forget_gradients,
+)
 from elastic_train.parallel.exchange import add_up, messages_of, messages_of_sums, move
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import BufferPool, FlatGradient, Leaf, Leaves, Units, Wire, forget_gradients
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
-from elastic_train.placement.deal import Counter, subtrees_of
 from elastic_train.placement.holdings import Run, by_flat
 from elastic_train.placement.seating import Move, Seating, by_flats
 from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
@@ -119,7 +126,7 @@ class _Course:
         if group not in self._subtrees:
             pairs = zip(seats, self.tree.leaves, strict=True)
             leaves = sorted(leaf for seat, of_rank in pairs if seat.group == group for leaf in of_rank)
-            self._subtrees[group] = subtrees_of(leaves, self.num_leaves)
+            self._subtrees[group] = parts_of(tuple(leaves), self.num_leaves)
         return self._subtrees[group]
 
 

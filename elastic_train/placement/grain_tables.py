@@ -7,15 +7,14 @@ copied. The arrangement depends on the lengths alone. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
-from elastic_train.core.arrays import Int64s
+from elastic_train.core.arrays import Int64s, filled
 
-T = TypeVar("T")
 Lengths = tuple[int, ...]
 """Lengths of a vector's grains, in order; they fill it."""
 _ROWS_OF_RUN = 64
@@ -126,8 +125,8 @@ def batches_of(vectors: Sequence[Lengths], room: int, room_of_rows: int) -> tupl
         first += len(lengths)
     pieces.sort(key=lambda piece: piece.unit)
     runs.sort(key=lambda run: (-run.length, run.num))
-    scattered = [_scattered(some) for some in _filled(pieces, [piece.numel for piece in pieces], room_of_rows)]
-    copied = [_copied(some) for some in _filled(runs, [run.numel for run in runs], room)]
+    scattered = [_scattered(some) for some in filled(pieces, lambda piece: piece.numel, room_of_rows)]
+    copied = [_copied(some) for some in filled(runs, lambda run: run.numel, room)]
     return (*scattered, *copied)
 
 
@@ -137,7 +136,7 @@ def _split(vector: int, lengths: Int64s, first: int, room: int, room_of_rows: in
     changes = np.flatnonzero(np.diff(lengths)) + 1
     unit = int(np.gcd.reduce(lengths))
     if len(changes) >= _FEW_RUNS and int(lengths.sum()) // unit <= _ROWS_OF_RUN * len(changes):
-        parts = _filled(range(len(lengths)), lengths.tolist(), room_of_rows)
+        parts = filled(range(len(lengths)), lengths.tolist().__getitem__, room_of_rows)
         return [
             _Piece(vector, int(starts[some[0]]), first + some[0], lengths[some[0] : some[-1] + 1], unit)
             for some in parts
@@ -148,20 +147,6 @@ def _split(vector: int, lengths: Int64s, first: int, room: int, room_of_rows: in
         most = max(1, room // length)
         found += [Run(vector, int(starts[at]), min(most, hi - at), length, first + at) for at in range(lo, hi, most)]
     return found
-
-
-def _filled(items: Sequence[T], sizes: Sequence[int], room: int) -> Iterator[list[T]]:
-    """Yield groups of adjacent items, each as large as the room allows, or a single item."""
-    some: list[T] = []
-    left = room
-    for item, size in zip(items, sizes, strict=True):
-        if some and size > left:
-            yield some
-            some, left = [], room
-        some.append(item)
-        left -= size
-    if some:
-        yield some
 
 
 def _widths_of(lengths: Int64s) -> dict[int, int]:

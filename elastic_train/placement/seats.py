@@ -1,9 +1,14 @@
-"""Assign seats: each rank's group, and the arcs of the circle that it holds there.
+"""Assign seats (each rank's group, and the arcs of the circle that it holds there), and lanes by seat.
 
 A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
 following world keeps the groups and bases (`arcs`) as long as copies stay as far apart, no group is much smaller than
 in a new cut, and keeping them moves less. The result depends only on the ranks' paths and earlier holdings, so every
 rank computes the same.
+
+A group computes a run of lanes in proportion to its ranks. In each turn its ranks compute neighbouring lanes, in slot
+order. So leaves reach a holder in lane order, and it keeps at most 1 + log2 L subtree sums of its share. If each rank
+took a run of lanes instead, it would keep that many for every rank. After all lanes, the holders of a grain in
+different groups exchange their sums, and each finishes the same tree.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from elastic_train.core.lanes import Assignment
 from elastic_train.placement.arcs import Arc, arcs_of, in_parts, kept_part, length, overlap
 from elastic_train.placement.domains import Groups, Path, are_apart, cut_groups
 
@@ -278,3 +284,46 @@ def _moved(seats: Sequence[Seat], had: Sequence[Seat | None]) -> Fraction:
     arcs, num_parts = in_parts([*(seat.arcs for seat in seats), *(old.arcs if old else () for old in had)])
     pairs = zip(arcs[: len(seats)], arcs[len(seats) :], strict=True)
     return Fraction(sum(length(now) - overlap(now, before) for now, before in pairs), num_parts)
+
+
+def group_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> range:
+    """Return the lanes of a seat's group; the groups' lanes are disjoint, in order, and cover all lanes.
+
+    A group's number of lanes is proportional to its ranks, so that a small group does not need more turns.
+    """
+    return _lanes_of(seat.place - seat.slot, seat.size, num_ranks, num_lanes)
+
+
+def deal_lanes(seat: Seat, num_ranks: int, num_lanes: int) -> list[range]:
+    """Return the lanes of every turn of a seat's group; slot s computes the turn's lane s, if there is one.
+
+    A slot without a lane in a turn still sends the shards that others need, and adds received ones.
+    """
+    lanes = group_lanes(seat, num_ranks, num_lanes)
+    return [lanes[lo : lo + seat.size] for lo in range(0, len(lanes), seat.size)]
+
+
+def lanes_by_owner(seats: Sequence[Seat], num_lanes: int, context: int = 1, expert: int = 1) -> Assignment:
+    """Return every owner's lanes, one per turn of its group until none are left.
+
+    `seats` are those of all ranks with one part of the state. Each cell has `context` of them, which compute the same
+    lanes for different tokens, and `expert` owners. Cells whose ranks are in the same groups are assigned lanes
+    together.
+    """
+    num_cells, first = len(seats) // context, 0
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for cell in sorted(range(num_cells), key=lambda cell: seats[cell * context].place):
+        of_cell = seats[cell * context : (cell + 1) * context]
+        groups.setdefault(tuple(seat.group for seat in of_cell), []).append(cell)
+    found: dict[int, range] = {}
+    for cells in groups.values():
+        owners = [cell * expert + place for cell in cells for place in range(expert)]
+        lanes = _lanes_of(first, len(owners), num_cells * expert, num_lanes)
+        found |= {owner: lanes[slot :: len(owners)] for slot, owner in enumerate(owners)}
+        first += len(owners)
+    return tuple(found[owner] for owner in range(num_cells * expert))
+
+
+def _lanes_of(first: int, size: int, num: int, num_lanes: int) -> range:
+    """Return the lanes of `size` neighbours, from number `first`, among `num` that share all lanes."""
+    return range(first * num_lanes // num, (first + size) * num_lanes // num)

@@ -7,16 +7,25 @@ gradients, is constant. Leaves' memory is reused by units of the same size and k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from operator import add
 from typing import Literal, NamedTuple
 
-from elastic_train.program.schedules import Exchange, Pipeline
-from elastic_train.program.step_program import Action, Open, by_unit, step_program
-from elastic_train.program.unit_turn import REST, Begin, End, Enter, Free, UnitAction, gathering_turn, reducing_turn
+from elastic_train.program.schedules import Action, Close, Direction, Exchange, Open, Pass, Pipeline, step_program
+from elastic_train.program.unit_turn import (
+    REST,
+    Begin,
+    End,
+    Enter,
+    Free,
+    UnitAction,
+    gathering_turn,
+    places,
+    reducing_turn,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +154,49 @@ def _effect_of(program: RankProgram, chunk: int, actions: Sequence[UnitAction], 
             most, at = now, action
         now = now.plus(ends)
     return _Effect(now, most, at, tuple(sorted(sizes)))
+
+
+def by_unit(
+    actions: Iterable[Action], num_blocks: int, turn_of: Callable[[Open], tuple[UnitAction, ...]]
+) -> Iterator[tuple[Action, tuple[UnitAction, ...]]]:
+    """Yield each action of a step with its unit actions; equal ones share one tuple.
+
+    Each chunk has `num_blocks` blocks; a pass reaches all of them. `turn_of` returns the unit actions of a leaf. A
+    forward pass reaches the rest of the model first, a backward pass last. A unit's gradients are sent once the
+    backward pass has left it.
+    """
+    known = dict[tuple[Direction | None, int, int], tuple[tuple[UnitAction, ...], int]]()
+    turn: tuple[UnitAction, ...] = ()
+    turns, at = {id(turn): turn}, 0
+    for action in actions:
+        done: tuple[UnitAction, ...] = ()
+        if isinstance(action, Open):
+            turn, at = turn_of(action), 0
+            turns[id(turn)] = turn  # keeps the tuple alive, so that its id is not reused
+        elif isinstance(action, Pass | Close):
+            key = action.direction if isinstance(action, Pass) else None, id(turn), at
+            if key not in known:
+                known[key] = (turn[at:], len(turn)) if key[0] is None else _in_pass(key[0], num_blocks, turn, at)
+            done, at = known[key]
+            turn, at = ((), 0) if isinstance(action, Close) else (turn, at)
+        yield action, done
+
+
+def _in_pass(
+    direction: Direction, num_blocks: int, turn: tuple[UnitAction, ...], at: int
+) -> tuple[tuple[UnitAction, ...], int]:
+    """Return a pass's unit actions, from action `at` of the turn on, and the index after them."""
+    done, listed, units = list[UnitAction](), places(turn), [REST, *range(num_blocks)]
+    for unit in units if direction == "forward" else units[::-1]:
+        enter = Enter(direction, unit)
+        while at < len(turn) and (turn[at] != enter if enter in listed else _has_left(enter, turn[at])):
+            done.append(turn[at])
+            at += 1
+        at += enter in listed
+        done.append(enter)
+    return tuple(done), at
+
+
+def _has_left(enter: Enter, due: UnitAction) -> bool:
+    """Return True if a pass that enters a unit has left the one whose gradients are due."""
+    return enter.direction == "backward" and isinstance(due, Begin | End) and due.unit > enter.unit

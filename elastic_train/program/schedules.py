@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order of a stage's passes, and its sends and receives between them.
+"""Pipeline schedules, and step programs: the order of a stage's passes, exchanges and leaves.
 
 GPipe (Huang et al. 2019) runs all forward passes, then all backward passes. 1F1B (Narayanan et al. 2021, section 2.2)
 starts the first backward pass as early as possible, so stage s of S has at most S - s live lanes. In the interleaved
@@ -9,6 +9,11 @@ lanes, in which gradients are added, so bits do not depend on the schedule.
 A timetable gives each stage's pass at each tick. A pass's result is sent after its tick, and the receiving stage takes
 it in the same tick, whenever it needs it. So no order of events deadlocks, even if an exchange ended only when each of
 its messages had been received.
+
+A program refers to turns by number; the rank maps them to lanes. A rank without a lane in a turn runs the same actions
+and takes part in the exchanges for others' lanes. A leaf begins before the weights it needs are gathered, and ends when
+all its gradients are added locally or sent. In a model with one stage, it spans both passes; in a pipeline, lanes
+overlap and weights stay for the step, so it spans only the backward pass.
 """
 
 from __future__ import annotations
@@ -152,3 +157,53 @@ def _ahead(pipeline: Pipeline, stage: int, longest: int) -> int:
 def bubble(pipeline: Pipeline) -> float:
     """Return the idle fraction of a step, if all passes take equally long."""
     return 1 - 2 * pipeline.num_lanes * pipeline.num_chunks / len(timetable(pipeline))
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A turn's leaf of a chunk begins: its gradients are zero, and its weights are gathered from here on."""
+
+    number: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A turn's leaf of a chunk ends: its gradients have been added or sent."""
+
+    number: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AddExperts:
+    """Add the gradients that a turn's lanes gave to this rank's experts of a chunk."""
+
+    number: int
+    chunk: int = 0
+
+
+Action = Pass | Exchange | Open | Close | AddExperts
+
+
+@lru_cache(64)
+def step_program(pipeline: Pipeline, stage: int, *, has_experts: bool = False) -> tuple[Action, ...]:
+    """Return a rank's actions in a step with as many turns as the pipeline has lanes."""
+    return tuple(_with_leaves(pipeline, stage, has_experts=has_experts))
+
+
+def _with_leaves(pipeline: Pipeline, stage: int, *, has_experts: bool) -> Iterator[Action]:
+    first = "forward" if pipeline.num_stages == 1 else "backward"
+    if pipeline.num_stages == 1:
+        pipeline = pipeline._replace(kind="1f1b")  # no lane waits for other stages
+    for action in schedule(pipeline, stage):
+        if isinstance(action, Exchange):
+            yield action
+            continue
+        if action.direction == first:
+            yield Open(action.number, action.chunk)
+        yield action
+        if action.direction == "backward":
+            yield Close(action.number, action.chunk)
+            if has_experts:
+                yield AddExperts(action.number, action.chunk)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from elastic_train.errors import ConfigError
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
-from elastic_train.tracking.history_files import FOLDER, histories, term_of
-from elastic_train.tracking.history_pruning import summary_of
+from elastic_train.tracking.history_files import FOLDER, histories, summary_of, term_of
 from elastic_train.tracking.run_folder import CONFIG, existing_folder
 
 

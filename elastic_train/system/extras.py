@@ -1,4 +1,4 @@
-"""Packages: installed versions, those that need an optional extra, and the command that installs a missing one.
+"""Packages: installed versions, those that need an optional extra, how to install one, and imports by `module:name`.
 
 The base installation trains, reads data and sends metrics. Other code imports its packages within `needed_for`, so that
 importing this project, and `--help`, need no extra.
@@ -7,6 +7,8 @@ importing this project, and `--help`, need no extra.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -57,3 +59,21 @@ def install_command(error: BaseException | None) -> str | None:
             return f"pip install 'elastic-train[{extra}]'" if extra else None
         error = error.__cause__
     return None
+
+
+def import_named(key: str, path: str, form: str = "module:name") -> object:
+    """Return the object named by `module:name`, the value of `key`; `form` is how it should be written.
+
+    Raises ConfigError if it cannot be imported; it names the module's file, which may be another than was meant.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        file = getattr(sys.modules.get(module), "__file__", None) if isinstance(error, AttributeError) else None
+        where = f"; it was imported from {file}" if file else ""
+        raise ConfigError(
+            f"{key}: '{path}' cannot be imported ({error}{where}); write {form} of a module in the working folder or "
+            "on PYTHONPATH"
+        ) from error
+    return found

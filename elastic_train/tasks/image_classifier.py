@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.arrow.numbers import plain_name
 from elastic_train.data.dataset.encoded_images import (
     MOST_MEGAPIXELS,

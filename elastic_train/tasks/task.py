@@ -20,7 +20,7 @@ from elastic_train.config.schema import TaskConfig
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import Collate, takes_draw
 from elastic_train.errors import ConfigError
-from elastic_train.system.imports import import_named
+from elastic_train.system.extras import import_named
 from elastic_train.system.wording import did_you_mean, nearest
 
 if TYPE_CHECKING:  # torchmetrics takes over a second to import, which would delay every recovery

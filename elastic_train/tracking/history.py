@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Ranges
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.system.process_identity import process_identity, process_usage, slurm_job
 from elastic_train.tracking.background_files import ANSWER_S, BackgroundFiles
 from elastic_train.tracking.history_files import (
@@ -29,9 +29,9 @@ from elastic_train.tracking.history_files import (
     last_applied,
     newest_commit,
     num_ended,
+    prune,
     stagnation,
 )
-from elastic_train.tracking.history_pruning import prune
 from rendezvous.agent.worker_end import has_noted_end, note_end_in
 from rendezvous.context import live_context
 

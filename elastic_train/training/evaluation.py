@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from elastic_train.core.lanes import tree_sum
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.job.cells.stage import Stage
@@ -25,9 +26,9 @@ from elastic_train.job.state_shards import StateShards
 from elastic_train.job.units.generators import seed_validated
 from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.step_tables import gather_tables, tree_sum
 from elastic_train.tasks.preparing import check_states, value_of
 from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, weight_of
+from elastic_train.training.step_sums import gather_tables
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 from elastic_train.core.accounting import check_epoch
 from elastic_train.core.arrays import ranges_of
-from elastic_train.core.mixture.account import check_passes
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture, check_passes
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import NoProgressError
 from elastic_train.job.state import StepFacts, add_sources
@@ -25,11 +24,9 @@ from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
 
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
+"""Seconds without further requests to leave before some ranks leave the others, and how often to check."""
 MOST_NONFINITE = 10
 """Consecutive non-finite steps that end training with `on_nonfinite: fail`."""
-"""Seconds without further requests to leave before some ranks leave the others, and how often to check."""
-
-
 HEARD_S = 0.1
 """Seconds until all ranks have the result of a collective that one rank has."""
 

@@ -1,4 +1,9 @@
-"""Open a session: enter a world, bring the state to its furthest step, and bind the gradients, in this order."""
+"""Open a session: enter a world, bring the state to its furthest step, and bind the gradients, in this order.
+
+A sample that kills its process, or a device that computes wrongly, ends every world at the same step. Processes die
+with their knowledge, so a job whose worlds get no further is known from the histories in `run.dir`. It ends with an
+exit code that says not to restart it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,13 @@ from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
+from elastic_train.errors import NoProgressError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.auditing.auditor import Auditor
 from elastic_train.job.cells.stage import Context, Stage, context_of, stage_of
 from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.optimizers.choice import precision_hazard
-from elastic_train.job.optimizers.recipe_changes import say_end_of_rates
+from elastic_train.job.optimizers.schedule import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests, redundancy_of
 from elastic_train.job.resharding.reshard import take_place
@@ -28,8 +34,8 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
 from elastic_train.parallel.attention.choice import current
 from elastic_train.parallel.buffer_mean import BufferMean
-from elastic_train.parallel.devices.autotuned import describe_tuning
 from elastic_train.parallel.devices.device import device_times_of, nccl_hazard
+from elastic_train.parallel.devices.switches import describe_tuning
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 from elastic_train.system.file_systems import hazards
@@ -40,11 +46,17 @@ from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
 from elastic_train.training.opening.changes import say_changes, versions_of
 from elastic_train.training.opening.inspection import inspect_rows
-from elastic_train.training.opening.observers import open_memory_watch, open_tracer, open_watch, start_tracker
-from elastic_train.training.opening.saves import open_cadence, open_saves
+from elastic_train.training.opening.resources import (
+    open_cadence,
+    open_memory_watch,
+    open_saves,
+    open_tracer,
+    open_watch,
+    start_tracker,
+)
 from elastic_train.training.session import Process, Session
+from elastic_train.world.agreement import agree
 from elastic_train.world.forming import Formed
-from elastic_train.world.no_progress import check_progress
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import restore
 from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
@@ -349,3 +361,38 @@ def make_repeatable(config: Config) -> None:
         # Filling fresh memory costs time, and nothing here reads uninitialized memory.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+
+
+MOST_COUNTED = 100
+
+
+def check_progress(world: World, plan: Plan) -> Stagnation:
+    """Return, on every rank, the number of consecutive worlds that got no further, and their step.
+
+    Raises NoProgressError, on every rank, if there are too many.
+    """
+    num_terms, step = agree(world.group, lambda: _check(world, plan))
+    return Stagnation(num_terms, step)
+
+
+def _check(world: World, plan: Plan) -> tuple[int, int]:
+    limit = plan.config.give_up_after_worlds
+    found = world.history.stagnation(limit or MOST_COUNTED)
+    if limit is None or found.num_terms < limit or 2 * world.history.num_ended(limit) < limit - 1:
+        return found.num_terms, found.step  # processes that outlive their worlds count for themselves
+    world.history.no_progress(step=found.step)
+    raise NoProgressError(
+        f"the last {limit} worlds, up to term {world.term - 1}, got no further than step {found.step}: the processes' "
+        f"logs say how they ended; a signal at every try points to {_suspect(plan, found)} or to a device. "
+        f"Starting again tries {limit} worlds more; give_up_after sets how many"
+    )
+
+
+def _suspect(plan: Plan, found: Stagnation) -> str:
+    """Name the data that may contain a sample that kills its process."""
+    if 2 * found.num_in_validation <= found.num_terms:
+        return "the samples of the next step"
+    times = f"{found.num_in_validation} of {found.num_terms}"
+    return (
+        f"the samples of the validation set {plan.config.data.validation} ({times} worlds ended while they validated)"
+    )

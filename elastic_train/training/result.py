@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_train.checkpoint.commits.record import FORMAT, Improvement, is_exhausted
-from elastic_train.core.accounting import Hole
+from elastic_train.core.accounting import CoverageSums, Hole
 from elastic_train.core.arrays import Ranges
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture
 from elastic_train.errors import ResultError
 from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan

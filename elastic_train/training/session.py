@@ -22,8 +22,7 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import ConfigError, DataError, StorageError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
-from elastic_train.insight.phases import StepClock, slowest
-from elastic_train.insight.totals import PhaseTotals
+from elastic_train.insight.phases import PhaseTotals, StepClock, slowest
 from elastic_train.insight.tracing import Tracer
 from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.auditing.auditor import Auditor, WrongGradient
@@ -45,7 +44,7 @@ from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
 from elastic_train.training.evaluation import evaluate
-from elastic_train.training.memory.meter import MemoryWatch, Meter
+from elastic_train.training.memory import MemoryWatch, Meter
 from elastic_train.training.step_sums import StepSums
 from elastic_train.training.watch import Watch
 from elastic_train.world.forming import Worlds
@@ -74,7 +73,7 @@ class Inspected(NamedTuple):
     num_cut: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Process:
     """State that a process keeps across its worlds."""
 

@@ -38,12 +38,9 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import MOST_BYTES, UnformedWorlds, note_unfit
 from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
-from elastic_train.training.memory.meter import Meter, held_by
-from elastic_train.training.memory.out_of_memory import Moment, note_out_of_memory, record_allocations
+from elastic_train.training.memory import Meter, Moment, held_by, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
-from elastic_train.training.opening.observers import open_page
-from elastic_train.training.opening.saves import commit_alone
-from elastic_train.training.opening.utilisation import count, peak_of
+from elastic_train.training.opening.resources import commit_alone, count, open_page, peak_of
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.agreement import heard, say_why
@@ -135,7 +132,6 @@ def _train_on(
 ) -> Ended:
     """Train in one world after another, with a watchdog; at the end, flush the run's files."""
     config, files = plan.config, BackgroundFiles()
-    switches = KeptSwitches(state.model)
     worlds = open_worlds(
         config,
         plan.device,
@@ -145,22 +141,6 @@ def _train_on(
         lambda: state.step,
         UnformedWorlds(files, config.run.dir, MOST_BYTES),
     )
-    # The choice of attention kernels depends on it.
-    learns = config.compile is True or config.parallel.shards == "parameters" or plan.device.type == "cuda"
-    peak, counted = peak_of(plan), list[Utilisation | None]()
-    is_warmed_up = worlds.is_live or learns or peak is not None
-    if is_warmed_up:
-        watchdog.warm_up()
-        try:
-            with leave.droppable():
-                warm_up(plan, state, lambda batch: counted.append(count(plan, state, batch, peak)))
-        except StepDropped:
-            raise LeaveNow from None
-    if proof is not None:
-        _prove(proof, files, config, leave)
-    use = StoreHealth(plan.config.checkpoint_url)
-    utilisation = counted[0] if counted else None
-    page = open_page(config, utilisation)
     process = Process(
         plan,
         state,
@@ -168,14 +148,15 @@ def _train_on(
         leave,
         watchdog,
         started_at,
-        use,
+        StoreHealth(config.checkpoint_url),
         meter,
         files=files,
-        page=page,
-        utilisation=utilisation,
-        switches=switches,
-        done={FIRST_LOSS} if is_warmed_up else set(),
+        switches=KeptSwitches(state.model),
     )
+    _warm_up(process)
+    if proof is not None:
+        _prove(proof, files, config, leave)
+    process.page = page = open_page(config, process.utilisation)
     try:
         return _train_through(process)
     except LeaveNow:
@@ -185,6 +166,24 @@ def _train_on(
         if page is not None:
             page.close()
         process.files.flush(WRITE_TIMEOUT_S)
+
+
+def _warm_up(process: Process) -> None:
+    """Do a first step's one-time work, and count a sample's FLOPs, if peers would wait or bits depend on it."""
+    plan, state = process.plan, process.state
+    # The choice of attention kernels depends on it.
+    learns = plan.config.compile is True or plan.config.parallel.shards == "parameters" or plan.device.type == "cuda"
+    peak, counted = peak_of(plan), list[Utilisation | None]()
+    if not (process.worlds.is_live or learns or peak is not None):
+        return
+    process.watchdog.warm_up()
+    try:
+        with process.leave.droppable():
+            warm_up(plan, state, lambda batch: counted.append(count(plan, state, batch, peak)))
+    except StepDropped:
+        raise LeaveNow from None
+    process.utilisation = counted[0] if counted else None
+    process.done.add(FIRST_LOSS)
 
 
 def _prove(proof: Proof, files: BackgroundFiles, config: Config, leave: LeaveRequest) -> None:

@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic_train.insight.detection import Detector
-from elastic_train.insight.events import Event, EventLines, Kind
-from elastic_train.insight.phases import PHASES
-from elastic_train.insight.totals import PhaseTotals, PhaseWindow
+from elastic_train.config.monitoring import EventKind as Kind
+from elastic_train.insight.detection import Detector, Event, EventLines
+from elastic_train.insight.phases import PHASES, PhaseTotals, PhaseWindow
 from elastic_train.job.auditing.auditor import WrongGradient
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.step_sums import StepSums

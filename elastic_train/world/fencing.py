@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from elastic_train.checkpoint.commits.pruning import tombstones
 from elastic_train.checkpoint.commits.reader import commit_keys
-from elastic_train.checkpoint.commits.sweeping import tombstones
 from elastic_train.checkpoint.commits.writer import FenceNotUpdated
 from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of

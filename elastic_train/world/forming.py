@@ -3,6 +3,12 @@
 In `restart` mode, and without launcher, a process trains in one world, and a fault ends the process; the launcher
 starts another. In `live` mode the process outlives its worlds: it asks for the next one after a fault, or to let others
 in.
+
+A process gives up after too many consecutive worlds in which it applied no step, including those that did not form: it
+counts for itself, because a world that does not form leaves no history. Networks recover, so the count must also last
+for some time. A step that is lost again with the only holders of a part of the state does not count: worlds that keep
+restarting from one commit must get beyond all earlier ones, or to a new commit. Faults that kill processes are counted
+from the histories (`training.open_session`), as far as one folder has them.
 """
 
 from __future__ import annotations
@@ -20,14 +26,13 @@ import torch
 
 from elastic_train.config.schema import Config
 from elastic_train.core.lineage import place_of
-from elastic_train.errors import ConfigError, PeerLostError, Preempted, StorageError, translated
+from elastic_train.errors import ConfigError, NoProgressError, PeerLostError, Preempted, StorageError, translated
 from elastic_train.parallel.devices.device import device_of
 from elastic_train.parallel.group import Group, connect
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.system.wording import counted
 from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.world import one_store
-from elastic_train.world.standstill import Standstill
 from rendezvous.context import LiveContext, RendezvousContext, context, live_context
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.live_member import LiveMember, LiveWorld
@@ -42,6 +47,38 @@ ETCD_PAUSE_S = 0.5
 DOMAIN = "ELASTIC_TRAIN_DOMAIN"
 """Environment variable that names a node's failure domain, e.g. its rack."""
 log = logging.getLogger(__name__)
+
+
+class Standstill:
+    """Counts worlds without a step; `reached` returns this process's last applied step."""
+
+    def __init__(self, most: int | None, least_s: float, reached: Callable[[], int]) -> None:
+        self._most, self._least_s, self._reached = most, least_s, reached
+        self._furthest, self._committed, self._num, self._since_s = reached(), 0, 0, 0.0
+
+    def note(self, why: str, committed: int = 0) -> None:
+        """Count a world that has ended, or has not formed; progress resets the count.
+
+        Progress means more than ever before, in steps or in the step of the newest commit, `committed`. Raises
+        NoProgressError after `most` worlds in a row if `least_s` seconds have passed since the first.
+        """
+        step, now = self._reached(), time.monotonic()
+        if step > self._furthest or committed > self._committed:
+            self._furthest, self._committed = max(step, self._furthest), max(committed, self._committed)
+            self._num = 0
+            return
+        if self._num == 0:
+            self._since_s = now
+        self._num += 1
+        lasted_s = now - self._since_s
+        if self._most is None or self._num < self._most or lasted_s < self._least_s:
+            return
+        raise NoProgressError(
+            f"{self._num} worlds in a row, for {lasted_s:.0f} s, did not get beyond step {self._furthest}; "
+            f"the last one: {why}. "
+            "Check that every node reaches the others on all ports, and the nodes' logs for what ended their "
+            "processes; give_up_after sets how long to try"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from elastic_train.checkpoint.stores.store import Store, create_once, read
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import group_of, ranges_of
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError

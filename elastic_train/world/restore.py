@@ -21,8 +21,7 @@ from elastic_train.core.lineage import Interval, cut, parted_at, place_of
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished
-from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
 from elastic_train.job.resharding.reshard import is_first, take_first_seat, take_state
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards

@@ -30,11 +30,9 @@ from elastic_train.job.units.compiled import CALLS, compiler_of
 from elastic_train.parallel.attention.choice import FINGERPRINT as ATTENTION
 from elastic_train.parallel.attention.choice import adopt, current, fingerprint
 from elastic_train.parallel.attention.kernels import machine_of
-from elastic_train.parallel.devices.autotuned import TUNED, tuned_kernels
-from elastic_train.parallel.devices.switches import described
+from elastic_train.parallel.devices.switches import TUNED, described, tuned_kernels
 from elastic_train.parallel.group import Group
-from elastic_train.system.extras import version_of
-from elastic_train.system.imports import import_named
+from elastic_train.system.extras import import_named, version_of
 from elastic_train.tasks.task_source import source_of
 from rendezvous.membership.records import Job
 

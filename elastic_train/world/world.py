@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastic_train.checkpoint import Store, open_store, sweep
-from elastic_train.checkpoint.commits.sweeping import drop_unfinished
-from elastic_train.checkpoint.saving.store_health import StoreHealth
-from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.commits.pruning import drop_unfinished
+from elastic_train.checkpoint.saving.store_health import StoreHealth, StoreKeeper
+from elastic_train.checkpoint.stores.store import DeadlineStore
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Axis, Cell, Mesh
@@ -184,16 +183,7 @@ def enter_world(
         raise
     use.last_term = term
     location = use.location = location_of(config.checkpoint_url)
-    history = History(files, config.run.dir, term, group.rank, MOST_BYTES)
-    history.form(
-        world=group.size,
-        cause=launched.cause if launched else "start",
-        joined_at=launched.joined_at if launched else None,
-        sealed_at=launched.sealed_at if launched else None,
-        started_at=started_at,
-    )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        history.prune(max(MOST_TERMS, config.give_up_after_worlds or 0))
+    history = _open_history(config, formed, files, term, started_at)
     if group.rank == 0:
         try:
             sweep(store, term)
@@ -212,6 +202,21 @@ def enter_world(
     keeper = StoreKeeper(save_store, keys, location, files, texts)
     at = time.time()
     return World(group, term, store, fence, history, progress, launched, at, save_store, word, writes, keeper, text)
+
+
+def _open_history(config: Config, formed: Formed, files: BackgroundFiles, term: int, started_at: float) -> History:
+    """Return this rank's history of a term, which begins with how the world formed."""
+    launched, history = formed.launched, History(files, config.run.dir, term, formed.group.rank, MOST_BYTES)
+    history.form(
+        world=formed.group.size,
+        cause=launched.cause if launched else "start",
+        joined_at=launched.joined_at if launched else None,
+        sealed_at=launched.sealed_at if launched else None,
+        started_at=started_at,
+    )
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        history.prune(max(MOST_TERMS, config.give_up_after_worlds or 0))
+    return history
 
 
 def form_cells(world: World, parallel: ParallelConfig) -> World:

@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from chaos.judge.evidence.run_files import seal_of
 from chaos.judge.invariants.written.records import identity_of
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Order
 
 ROWS, LANES, MICRO_BATCH, EPOCHS, EVERY, KEPT = 101, 6, 4, 6, 5, 3

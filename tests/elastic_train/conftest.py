@@ -11,9 +11,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.stores.store import DeadlineStore, Store
 from tests.conftest import assert_slow
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from elastic_train.parallel.attention.flex import causal_attention
+from elastic_train.parallel.attention.kernels import causal_attention
 from tests.gpu.conftest import DEVICE
 from tests.gpu.test_training import hash_of
 

@@ -15,7 +15,8 @@ import yaml
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_train.job import gradient_norm
+from elastic_train.job import state as state_module
+from elastic_train.job.state import clip
 from elastic_train.training.run import run
 from tests.conftest import run as run_module
 from tests.conftest import run_ranks, start, write_rows
@@ -23,7 +24,7 @@ from tests.conftest import run_ranks, start, write_rows
 FOLDER = Path(__file__).parent
 TASK = "elastic_train.tasks.text_classifier:TextClassifier"
 LANGUAGE_MODEL = "elastic_train.tasks.causal_lm:CausalLM"
-CLIP = gradient_norm.clip
+CLIP = clip
 Clip = Callable[[Optimizer, float, float], None]
 PARAMS = {"max_tokens": 24, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 4200}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}
@@ -119,7 +120,7 @@ def clip_as_before(optimizer: Optimizer, limit: float, norm: float) -> None:
 
 
 def train_with(rank: int, size: int, config: str, clip: Clip) -> None:
-    with patch.object(gradient_norm, "clip", clip):
+    with patch.object(state_module, "clip", clip):
         assert run(Path(config), []) == 0
 
 
@@ -183,7 +184,7 @@ def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
 def test_the_orders_of_mixtures_agree(sources: list[list[int]], weights: list[str], lanes: int) -> None:
     """Source, epoch and lane of each place, and the end of the job."""
     ours = importlib.import_module("elastic_train.core.order")
-    dealing = importlib.import_module("elastic_train.core.mixture.dealing")
+    dealing = importlib.import_module("elastic_train.core.mixture")
     from elastic_train.config.datasets import shares_of
     from tests.oracle import mixture
 

@@ -35,7 +35,7 @@ AREAS = {
     "elastic_train/checkpoint/commits": "*.py",
     "elastic_train/world": "fencing.py claims.py agreement.py forming.py",
     "elastic_train/parallel": "exchange.py gradient_sum.py reduce_scatter_sum.py buckets.py",
-    "elastic_train/job": "gradient_norm.py commit_pieces.py state_shards.py resharding/*.py",
+    "elastic_train/job": "state.py state_shards.py resharding/*.py",
     "elastic_train/program": "*.py",
     "elastic_train/placement": "*.py",
 }

@@ -11,7 +11,7 @@ from chaos.sim.job.surroundings import Surroundings
 from chaos.sim.machine.kernel import Killed, Process
 from chaos.sim.machine.stdlib import host_of
 from chaos.sim.modelled.state import ModelledState
-from elastic_train.checkpoint.saving.abandonment import LEAST_S
+from elastic_train.checkpoint.saving.save_thread import LEAST_S
 from elastic_train.job.state import AppliedState
 from elastic_train.system.preemption import LeaveRequest
 from rendezvous.context import LiveContext

@@ -21,14 +21,11 @@ from elastic_train.checkpoint.format.layout import (
     Part,
     State,
 )
-from elastic_train.checkpoint.format.pieces import Pieces
-from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.state_tree import Pieces, StatePath
 from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
-from elastic_train.checkpoint.stores.checked_file import open_checked
-from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.hashing_sink import HashingSink
-from elastic_train.checkpoint.stores.store import Store, no_listener
+from elastic_train.checkpoint.stores.checksums import HashingSink, open_checked
+from elastic_train.checkpoint.stores.store import FileRecord, Store, no_listener
 from elastic_train.placement.grains import CutDims
 
 

@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
-from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, PlainSlot, Planner, Slot, State, _cut_at
-from elastic_train.checkpoint.format.pieces import Pieces, Span, moved
-from elastic_train.checkpoint.format.state_tree import StatePath, survey
-from elastic_train.checkpoint.format.torch_frame import frame_of
+from elastic_train.checkpoint.format.layout import (
+    AttemptPlan,
+    Leaves,
+    Part,
+    PlainSlot,
+    Planner,
+    Slot,
+    State,
+    _cut_at,
+    frame_of,
+)
+from elastic_train.checkpoint.format.state_tree import Pieces, Span, StatePath, moved, survey
 from elastic_train.checkpoint.format.weights_digest import GrainRun, GrainRunHash, tensor_digest
 from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along, strides_of
 from elastic_train.placement.norm import in_memory_order

@@ -20,8 +20,8 @@ from chaos.sim.modelled.training_data import ModelledFeed
 from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.config.schema import Config
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import Order
 from elastic_train.job.state import AppliedState
 

@@ -24,7 +24,7 @@ from elastic_train.job.optimizers.rehearsal import MakeOptimizer
 from elastic_train.job.resharding import reshard
 from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.job.sharded.held_tree import Cuts, Held, cuts_of
+from elastic_train.job.sharded.held_tree import Held, Written, written_of
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
@@ -46,7 +46,7 @@ class SameShares:
 
     def __init__(self, *, is_planted: bool) -> None:
         """`is_planted` is True if a bug replaces some of the product's code."""
-        self._owned, self._cuts = Known(), Known()
+        self._owned, self._written = Known(), Known()
         kinds = dict[tuple[LaidOut, ...], int]()
         self._kind_of = memory_of(lambda layout: kinds.setdefault(layout.tensors, len(kinds)), NUM_LAYOUTS)
         self._slots = Known() if is_planted else _SLOTS
@@ -73,13 +73,13 @@ class SameShares:
         key = spans.tobytes(), _bytes_of(holdings), None if owners is None else tuple(owners)
         return self._owned(key, lambda: owned_of(holdings, spans, owners))
 
-    def cuts_of(self, layout: Layout, written: Sequence[Held]) -> Cuts:
+    def written_of(self, layout: Layout, written: Sequence[Held]) -> Written:
         key = (
             self._kind_of(layout),
             _bytes_of([one.grains for one in written]),
             _bytes_of([one.sections for one in written]),
         )
-        return self._cuts(key, lambda: cuts_of(layout, written))
+        return self._written(key, lambda: written_of(layout, written))
 
 
 def _bytes_of(arrays: Sequence[Int64s]) -> tuple[bytes, ...]:
@@ -131,15 +131,8 @@ class RealSum(SampleCounts):
     def __init__(self, state: AppliedState, owners: SimGroup, column: Group, num_lanes: int) -> None:
         model = state.model
         assert isinstance(model, TinyModel), "the one real model that is simulated"
-        super().__init__(len(model.counts), owners)
-        self._model, self._sum = model, state.shards.sum_of(owners, num_lanes, column=column)
-
-    def begin(self) -> None:
-        super().begin()
-        self._sum.begin()
-
-    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
-        return self._sum.turn(leaf, tree)
+        super().__init__(len(model.counts), owners, state.shards.sum_of(owners, num_lanes, column=column))
+        self._model = model
 
     def add(self, ids: Int64s) -> None:
         super().add(ids)
@@ -147,7 +140,7 @@ class RealSum(SampleCounts):
 
     def finish(self, divisor: float) -> None:
         self._model.gradient = self.counted()
-        self._sum.finish(divisor)
+        super().finish(divisor)
 
 
 class CountedBuffers:

@@ -21,13 +21,11 @@ from chaos.sim.modelled.training import CUT_DIMS, WORDS, Weights
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.job import gradient_norm
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.cells.state_parts import Cuts
-from elastic_train.job.commit_pieces import CommitPieces
+from elastic_train.job.sharded.held_tree import Cuts
 from elastic_train.job.sharded.share import Share
-from elastic_train.job.state import Pending, StepFacts, TrainProgress
-from elastic_train.job.state_shards import Place, StateShards
+from elastic_train.job.state import Pending, StepFacts, TrainProgress, contribution_of
+from elastic_train.job.state_shards import CommitPieces, Place, StateShards
 from elastic_train.parallel.gradient_sum import OfPart
 from elastic_train.placement.grains import Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column
@@ -165,7 +163,7 @@ class ModelledState:
         return Place(self.reached.step, self.reached.term)
 
     def measure(self) -> Tensor:
-        return gradient_norm.measured(self.shards.table, self.shards.share.measure())
+        return contribution_of(self.shards.table, self.shards.share.measure())
 
     def hold(self, facts: StepFacts, measured: Tensor) -> None:
         self.pending = Pending(facts, measured)

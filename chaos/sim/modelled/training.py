@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from chaos.sim.machine.rank_group import SimGroup
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.keyed_random import derive, mix64
 from elastic_train.core.lanes import contiguous
-from elastic_train.parallel.gradient_sum import make_sum
+from elastic_train.parallel.gradient_sum import GradientSum, make_sum
 
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
@@ -86,14 +86,23 @@ class Weights:
 
 
 class SampleCounts:
-    """The lanes' samples, and the sum of their hashes."""
+    """The lanes' samples, and the sum of their hashes; `product` is the product's own sum over the lanes, if any."""
 
-    def __init__(self, num_rows: int, group: SimGroup) -> None:
-        self._num_rows, self._group = num_rows, group
+    def __init__(self, num_rows: int, group: SimGroup, product: GradientSum | None = None) -> None:
+        self._num_rows, self._group, self._sum = num_rows, group, product
         self._ids: list[Int64s] = []
 
     def begin(self) -> None:
         self._ids = []
+        if self._sum is not None:
+            self._sum.begin()
+
+    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._sum is None else self._sum.turn(leaf, tree)
+
+    def finish(self, divisor: float) -> None:
+        if self._sum is not None:
+            self._sum.finish(divisor)
 
     def add(self, ids: Int64s) -> None:
         self._ids.append(ids)
@@ -111,15 +120,13 @@ class SampleCounts:
 class ModelledSum(SampleCounts):
     """Stand-in for `GradientSum`, of samples only."""
 
-    def __init__(self, weights: Weights, group: SimGroup) -> None:
-        super().__init__(len(weights.counts), group)
+    def __init__(self, weights: Weights, group: SimGroup, product: GradientSum | None = None) -> None:
+        super().__init__(len(weights.counts), group, product)
         self._weights = weights
-
-    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def finish(self, divisor: float) -> None:
         self._weights.gradient = self.counted()
+        super().finish(divisor)
 
 
 class VectorSum(ModelledSum):
@@ -129,16 +136,9 @@ class VectorSum(ModelledSum):
     """
 
     def __init__(self, weights: Weights, group: SimGroup, num_lanes: int) -> None:
-        super().__init__(weights, group)
         self._flat = torch.zeros(VECTOR)
-        self._sum = make_sum("canonical", [self._flat], group, contiguous(group.size, num_lanes))
-
-    def begin(self) -> None:
-        super().begin()
-        self._sum.begin()
-
-    def turn(self, leaf: int | None, tree: int = 0) -> contextlib.AbstractContextManager[None]:
-        return self._sum.turn(leaf, tree)
+        leaves = contiguous(group.size, num_lanes)
+        super().__init__(weights, group, make_sum("canonical", [self._flat], group, leaves))
 
     def add(self, ids: Int64s) -> None:
         super().add(ids)
@@ -146,7 +146,6 @@ class VectorSum(ModelledSum):
 
     def finish(self, divisor: float) -> None:
         super().finish(divisor)
-        self._sum.finish(divisor)
         assert self._weights.gradient is not None, "summed just now"
         bits = zlib.crc32(self._flat.numpy().tobytes())
         self._weights.gradient = replace(self._weights.gradient, bits=bits)

@@ -20,9 +20,11 @@ from elastic_train.checkpoint.audit.coverage_proof import (
     Audit,
     Numbers,
     applied_ids,
+    differing,
+    expected_times,
+    mixture_of,
     order_of,
 )
-from elastic_train.checkpoint.audit.mixture_proof import differing, expected_times, mixture_of
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest

@@ -1,25 +1,31 @@
-"""Retention: delete commits that no policy wants.
+"""Retention and sweeping: delete commits that no policy wants, and attempts that never became a commit.
 
 A record is deleted before its files, so at any time there are only complete commits and abandoned attempts. Never
 deleted: the newest intact commit, pinned commits, and held ones.
+
+A sweep makes sure that an attempt never becomes a commit.
+
+The writer of such an attempt may be frozen, and publish it when it wakes; the sweeping process may freeze as well,
+between a look and its deletion. So a sweep first claims the record's name, by the same conditional create as its
+writer's: one of them wins, and only losing attempts are deleted. The name stays claimed, by a tombstone of a few bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_train.checkpoint.commits.pins_and_holds import held, pinned
 from elastic_train.checkpoint.commits.reader import (
     commit_keys,
     damage_of,
     readable,
 )
-from elastic_train.checkpoint.commits.record import CommitRecord
-from elastic_train.checkpoint.commits.retention_policies import Candidate, Retention
-from elastic_train.checkpoint.stores.store import Entry, Store
-from elastic_train.core.lineage import place_of
+from elastic_train.checkpoint.commits.record import VOID, CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Candidate, Retention, held, pinned
+from elastic_train.checkpoint.stores.store import Entry, KeepsUnfinished, Store, create_once
+from elastic_train.core.lineage import ATTEMPTS, COMMITS, commit_key, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +86,79 @@ def delete_all(store: Store, entries: list[Entry]) -> int:
     for entry in entries:
         store.delete(entry.key)
     return sum(entry.size for entry in entries)
+
+
+SAFE_AGE_S = 6 * 3600.0
+Place = tuple[int, int]
+
+
+def sweep(
+    store: Store, term: int, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
+) -> Pruned:
+    """Delete attempts without a record that nobody should finish: of a term below `term`, or old ones.
+
+    An attempt of the newest term is old if nothing in it changed for `safe_age_s` seconds; a writer still at work on it
+    is fenced when it publishes. A rehearsal deletes nothing.
+    """
+    attempts = _attempts(store)
+    recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay
+    moment = time.time() if now is None else now
+    lost: dict[str, list[Entry]] = {}
+    for attempt, entries in attempts.items():
+        place = place_of_attempt(attempt)
+        if place is None or place in recorded or not _is_over(place, entries, term, moment - safe_age_s):
+            continue
+        if is_rehearsal or create_once(store, commit_key(*place), VOID):
+            lost[attempt] = entries
+    # A reader creates a hold, then looks for the record: with the names claimed, no hold can succeed any more.
+    spared = {place_of(key) for key in held(store, now)}
+    swept = [attempt for attempt in lost if place_of_attempt(attempt) not in spared]
+    measure = _size if is_rehearsal else delete_all
+    return Pruned((), tuple(swept), sum(measure(store, lost[attempt]) for attempt in swept))
+
+
+def drop_unfinished(
+    store: Store, *, now: float | None = None, safe_age_s: float = SAFE_AGE_S, is_rehearsal: bool = False
+) -> list[str]:
+    """Abort uploads of attempt files that were begun over `safe_age_s` seconds ago; return their keys.
+
+    A killed process leaves them in S3, where they cost money and appear in no listing of objects. Raise StorageError if
+    the store cannot list them. A rehearsal aborts nothing.
+    """
+    if not isinstance(store, KeepsUnfinished):
+        return []
+    moment = time.time() if now is None else now
+    return list(store.drop_unfinished(ATTEMPTS, moment - safe_age_s, is_rehearsal=is_rehearsal))
+
+
+def tombstones(store: Store, below_term: int) -> list[str]:
+    """Return the names claimed by sweeps in terms below `below_term`, and below a term that has committed since."""
+    entries = [(place, entry) for entry in store.list(COMMITS) if (place := place_of(entry.key))]
+    committed = max((term for (term, _), entry in entries if entry.size != len(VOID)), default=0)
+    below = min(below_term, committed)
+    return [entry.key for (term, _), entry in entries if entry.size == len(VOID) and term < below]
+
+
+def _is_over(place: Place, entries: list[Entry], term: int, safe_until: float) -> bool:
+    touched = [entry.modified_at for entry in entries if entry.modified_at is not None]
+    return place[0] < term or bool(touched and max(touched) < safe_until)
+
+
+def _size(store: Store, entries: list[Entry]) -> int:
+    return sum(entry.size for entry in entries)
+
+
+def _attempts(store: Store) -> dict[str, list[Entry]]:
+    """Return the entries of every attempt's folder, data/step-<step>/<term>-<unique>."""
+    attempts: dict[str, list[Entry]] = {}
+    for entry in store.list(ATTEMPTS):
+        attempts.setdefault("/".join(entry.key.split("/")[:3]), []).append(entry)
+    return attempts
+
+
+def place_of_attempt(attempt: str) -> Place | None:
+    """Return the (term, step) of an attempt's folder; None if it is not one of ours."""
+    _, step, name = attempt.split("/") if attempt.count("/") == 2 else ("", "", "")
+    term = name.partition("-")[0]
+    number = step.removeprefix("step-")
+    return (int(term), int(number)) if term.isdecimal() and number.isdecimal() else None

@@ -22,9 +22,9 @@ from elastic_train.checkpoint.commits.record import VOID, CommitRecord, decode
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of
-from elastic_train.checkpoint.stores.checked_file import find_damage
-from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.checkpoint.stores.checksums import find_damage
 from elastic_train.checkpoint.stores.store import (
+    FileRecord,
     KeyMissing,
     Store,
     Unreadable,

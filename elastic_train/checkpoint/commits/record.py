@@ -18,13 +18,12 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.checkpoint.stores.store import FileRecord
 from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
-from elastic_train.core.accounting import SampleAccount
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.arrays import Ranges
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.lineage import Interval, commit_key
-from elastic_train.core.mixture.account import SourceFacts
+from elastic_train.core.mixture import SourceFacts
 from elastic_train.core.order import Cursor
 from elastic_train.errors import CommitError
 from elastic_train.system.extras import version_of

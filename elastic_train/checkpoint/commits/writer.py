@@ -39,8 +39,8 @@ from elastic_train.checkpoint.format.layout import (
     State,
     leaves_by_path,
 )
-from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
+    FileRecord,
     Store,
     Uncertain,
     create_once,

@@ -19,8 +19,7 @@ from functools import partial
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, Slot
-from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.layout import AttemptPlan, Leaves, Part, Slot, bytes_of
 from elastic_train.checkpoint.format.weights_digest import (
     GrainRun,
     GrainRunHash,
@@ -28,9 +27,8 @@ from elastic_train.checkpoint.format.weights_digest import (
     join_runs,
     tensor_digest,
 )
-from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.hashing_sink import HashingSink, HashingThread
-from elastic_train.checkpoint.stores.store import Store, no_listener
+from elastic_train.checkpoint.stores.checksums import HashingSink, HashingThread
+from elastic_train.checkpoint.stores.store import FileRecord, Store, no_listener
 from elastic_train.placement.grains import bounds_of
 from rendezvous.waiting import Call
 

@@ -23,12 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from elastic_train.checkpoint.format.dcp import METADATA
-from elastic_train.checkpoint.format.pieces import Pieces, Span, boxes, moved, moved_back, span_of
-from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.torch_frame import bytes_of, frame_of
-from elastic_train.checkpoint.stores.checked_file import CheckedFile, open_checked
-from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES, FileRecord
-from elastic_train.checkpoint.stores.store import Store, read
+from elastic_train.checkpoint.format.layout import bytes_of, frame_of
+from elastic_train.checkpoint.format.state_tree import Pieces, Span, StatePath, boxes, moved, moved_back, span_of
+from elastic_train.checkpoint.stores.checksums import CheckedFile, open_checked
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES, FileRecord, Store, read
 from elastic_train.errors import CommitError, ConfigError
 
 _NUM_READERS = 2

@@ -14,7 +14,7 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.layout import bytes_of
 from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along, digests_of, join_grains
 from elastic_train.placement.norm import in_memory_order
 

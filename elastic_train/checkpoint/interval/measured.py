@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import records
-from elastic_train.checkpoint.interval.young_daly import (
+from elastic_train.checkpoint.interval.cadence import (
     NUM_MEASURED,
     Choice,
     Faults,
@@ -19,8 +19,7 @@ from elastic_train.checkpoint.interval.young_daly import (
     typical,
     waste,
 )
-from elastic_train.tracking.history_files import histories, lines_of
-from elastic_train.tracking.history_pruning import summarised
+from elastic_train.tracking.history_files import histories, lines_of, summarised
 
 
 @dataclass(frozen=True, slots=True)

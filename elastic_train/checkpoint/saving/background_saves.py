@@ -22,8 +22,7 @@ from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter, Draft, attempt_folder
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.saving.abandonment import LOOK_EVERY_S, AdaptiveTimeout
-from elastic_train.checkpoint.saving.save_thread import SaveInFlight, SaveOutcome
+from elastic_train.checkpoint.saving.save_thread import LOOK_EVERY_S, AdaptiveTimeout, SaveInFlight, SaveOutcome
 from elastic_train.checkpoint.saving.staging import Snapshot, Staging, staged_bytes
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.lineage import Interval
@@ -70,7 +69,7 @@ class Saves:
         term: int,
         role: Role,
         memory: SaveMemory,
-        tidy: Callable[[CommitRecord], None] = lambda commit: None,
+        tidy: Callable[[CommitRecord], object] = lambda commit: None,
     ) -> None:
         self._store, self._commits, self._term, self._role = store, commits, term, role
         self._memory, self._tidy = memory, tidy

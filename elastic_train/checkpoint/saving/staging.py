@@ -22,9 +22,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint.format.layout import Leaves, Part
+from elastic_train.checkpoint.format.layout import Leaves, Part, bytes_of
 from elastic_train.checkpoint.format.state_tree import StatePath
-from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import StorageError
 from elastic_train.parallel.devices.host_memory import pinned
 from elastic_train.system.huge_pages import on_huge_pages

@@ -21,10 +21,10 @@ from typing import Any, BinaryIO, Protocol, cast
 from fsspec.core import url_to_fs
 from fsspec.spec import AbstractBufferedFile
 
-from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.store import (
     CHANGES,
     Entry,
+    FileRecord,
     KeyMissing,
     KeyTaken,
     NotAllowed,

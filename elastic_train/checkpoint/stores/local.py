@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from elastic_train.checkpoint.stores.checksums import FileRecord
 from elastic_train.checkpoint.stores.disk import Disk, RealDisk
 from elastic_train.checkpoint.stores.store import (
     CHANGES,
     Entry,
+    FileRecord,
     KeyMissing,
     KeyTaken,
     NotAllowed,

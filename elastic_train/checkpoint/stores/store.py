@@ -9,18 +9,81 @@ StorageError
 
 Invariant: a key is whole or absent. `create` is durable when it returns and succeeds for one caller only; a file of
 `write` appears, durable, when its context ends without an error.
+
+A commit records a file's checksums.
+
+A file has one digest over the whole, and a CRC-32 per block of 1 MiB, so that parts can be checked alone. The digest is
+BLAKE3, a cryptographic hash in a quarter of SHA-256's time; older commits have SHA-256, as the field's name says. The
+CRC-32 is zlib's, computed by ISA-L in a sixth of the time.
+
+A `DeadlineStore` answers or raises, and reports progress.
+
+A file system whose server is away, or a frozen disk, does not answer, and a call that hangs there cannot be ended, not
+even by killing the process. So short calls run on abandonable threads; long ones, reading and writing files, report
+every piece: a watchdog sees when progress stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Protocol, Self, runtime_checkable
+from typing import BinaryIO, Protocol, Self, TypeVar, cast, runtime_checkable
 
-from elastic_train.checkpoint.stores.checksums import FileRecord
+from blake3 import blake3
+
 from elastic_train.errors import StorageError
+from rendezvous.waiting import GivenUp, begin
+
+BLOCK_BYTES = 1 << 20
+
+
+class Hash(Protocol):
+    """An incremental hash, like hashlib's."""
+
+    def update(self, content: bytes | memoryview, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+HASHES: Mapping[str, Callable[[], Hash]] = {"blake3": blake3, "sha256": hashlib.sha256}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Record of one file: size in bytes, digest, and the CRC-32 of every block of `BLOCK_BYTES`.
+
+    The last block may be shorter. The digest is `sha256` in commits of format 1, `blake3` in later ones.
+    """
+
+    size: int
+    blocks: tuple[int, ...]
+    blake3: str | None = None
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != -(-self.size // BLOCK_BYTES):
+            raise ValueError(f"{len(self.blocks)} block checksums for {self.size} bytes")
+        if (self.blake3 is None) == (self.sha256 is None):
+            raise ValueError("a file has one digest")
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the digest's hash, as in HASHES."""
+        return "sha256" if self.blake3 is None else "blake3"
+
+    @property
+    def digest(self) -> str:
+        return str(getattr(self, self.algorithm))
+
+    def is_digest_of(self, content: bytes) -> bool:
+        """Return True if a complete file's bytes have this digest."""
+        digest = HASHES[self.algorithm]()
+        digest.update(content)
+        return digest.hexdigest() == self.digest
 
 
 class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the caller expects
@@ -175,3 +238,79 @@ def _is_content(store: Store, key: str, content: bytes) -> bool:
         return read(store, key) == content
     except StorageError as error:
         raise Uncertain(f"{store.url}/{key}: exists, and cannot be read to see who created it: {error}") from error
+
+
+T = TypeVar("T")
+ANSWER_S = 20.0
+"""Deadline in seconds, far above any working disk or object store, even a slow one."""
+
+
+class DeadlineStore:
+    """A store whose short calls raise StorageError after `ANSWER_S` seconds without an answer.
+
+    `on_progress` is called for every answer and piece of a file, on the thread that got it.
+    """
+
+    def __init__(self, store: Store, on_progress: Callable[[], None]) -> None:
+        self._store, self._on_progress = store, on_progress
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def create(self, key: str, content: bytes) -> None:
+        """Create a key; raise Uncertain without an answer, since the key may still appear."""
+        self._ask(f"create {key}", lambda: self._store.create(key, content), Uncertain)
+
+    @contextlib.contextmanager
+    def write(self, key: str) -> Iterator[Sink]:
+        with self._store.write(key) as sink:
+            self._on_progress()
+            yield _ReportingSink(sink, self._on_progress)
+        self._on_progress()
+
+    def open(self, key: str) -> BinaryIO:
+        file = self._ask(f"open {key}", lambda: self._store.open(key))
+        return cast(BinaryIO, ReadFile(file, lambda: _reporting(self._on_progress)))
+
+    def list(self, prefix: str) -> list[Entry]:
+        return self._ask(f"list {prefix}", lambda: self._store.list(prefix))
+
+    def delete(self, key: str) -> None:
+        self._ask(f"delete {key}", lambda: self._store.delete(key))
+
+    def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
+        store = self._store
+        if not isinstance(store, KeepsUnfinished):
+            return []
+        what = f"abort unfinished uploads below {prefix}"
+        return self._ask(what, lambda: store.drop_unfinished(prefix, before, is_rehearsal=is_rehearsal))
+
+    def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
+        return DeadlineStore(self._store.near(files, self._on_progress), self._on_progress)
+
+    def _ask(self, what: str, act: Callable[[], T], error: type[StorageError] = StorageError) -> T:
+        try:
+            return begin(f"store: {what}", act).result(ANSWER_S)
+        except GivenUp:
+            raise error(
+                f"{self.url}: cannot {what}: no answer in {ANSWER_S:.0f} s; is the storage reachable?"
+            ) from None
+        finally:
+            self._on_progress()
+
+
+class _ReportingSink:
+    def __init__(self, sink: Sink, on_progress: Callable[[], None]) -> None:
+        self._sink, self._on_progress = sink, on_progress
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        num_bytes = self._sink.write(content)
+        self._on_progress()
+        return num_bytes
+
+
+@contextlib.contextmanager
+def _reporting(on_progress: Callable[[], None]) -> Iterator[None]:
+    yield
+    on_progress()

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from elastic_train.checkpoint.commits.listing import survey_store
-from elastic_train.checkpoint.commits.lookup import open_run
+from elastic_train.checkpoint.commits.lookup import open_run, survey_store
 from elastic_train.checkpoint.commits.retention_policies import Best
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
-from elastic_train.checkpoint.stores.store import Store
+from elastic_train.checkpoint.stores.store import DeadlineStore, Store
 from elastic_train.cli.output import print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config

@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Int64s, group_of
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.core.order import first_ids
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.dataset.schemas import IMAGE_SUFFIXES, ROW_SUFFIXES

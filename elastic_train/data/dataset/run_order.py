@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_train.config.schema import Config
-from elastic_train.core.length_buckets import Arrangement, LengthBuckets
-from elastic_train.core.mixture.dealing import Mixture, RunOrder
-from elastic_train.core.order import Order
+from elastic_train.core.mixture import Mixture, RunOrder
+from elastic_train.core.order import Arrangement, LengthBuckets, Order
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.dataset.training_sources import Source

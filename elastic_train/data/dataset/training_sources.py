@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from elastic_train.config.datasets import DataConfig, names_of
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.errors import DataError
 

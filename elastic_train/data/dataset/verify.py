@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import fsspec
 import pyarrow.parquet as pq
 
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
 from elastic_train.data.parquet.chunks import all_chunks, chunks_of, digest
 from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_train.core.arrays import Int64s, group_of
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.arrow.lists import lengths_of, truncate_lists
 from elastic_train.data.arrow.rows import Joined, Rows, groups_of

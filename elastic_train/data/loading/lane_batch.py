@@ -13,7 +13,7 @@ import pyarrow as pa
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.arrow.rows import Rows
 from elastic_train.errors import UnreadableError
 

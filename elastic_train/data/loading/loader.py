@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator, Mapping
 
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate, LaneBatch, SampleRules, takes_draw
 from elastic_train.data.loading.loader_state import LoaderStates, check_place

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 
-from elastic_train.core.mixture.dealing import Mixture, RunOrder
+from elastic_train.core.mixture import Mixture, RunOrder
 from elastic_train.core.order import VERSION, Cursor
 from elastic_train.errors import ConfigError
 

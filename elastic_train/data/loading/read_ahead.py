@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, NeededBlock, Samples
 from elastic_train.data.arrow.rows import Joined, Rows
 from elastic_train.data.dataset.row_groups import num_decoders

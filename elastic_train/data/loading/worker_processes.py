@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from elastic_train.core.mixture.dealing import RunOrder
+from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.batch_builder import builder_of
 from elastic_train.data.loading.lane_batch import Collate, LaneBatch, SampleRules

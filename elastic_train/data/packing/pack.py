@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer

@@ -11,6 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 
+from elastic_train.core.lanes import tree_sum
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.job.cells.cell_plan import CellPlan
@@ -18,17 +19,11 @@ from elastic_train.job.cells.cut_model import along_axis
 from elastic_train.job.units.generators import seed_host_generators, seed_validated
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import Gathering, LoneGroup
-from elastic_train.parallel.cells.pipeline import Passes, run_program
-from elastic_train.parallel.cells.stage_links import Links, StageLinks
+from elastic_train.parallel.cells.pipeline import Links, Passes, StageLinks, run_program
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.step_tables import tree_sum
-from elastic_train.program.schedules import Kind, Pass, Pipeline, Scheduled, schedule
-from elastic_train.program.step_program import Action, step_program
+from elastic_train.program.schedules import Action, Kind, Pass, Pipeline, Scheduled, schedule, step_program
 from elastic_train.tasks.placements import ContextPart, Piece, Running, loss_of, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss, Task
-
-LossAndWeight = tuple[float, float]
-"""Loss sum and weight of a lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +76,6 @@ class Stage:
         assert isinstance(self.task, Running), "it was checked"
         part = None if context is None else context.part
         return run_piece(self.task, self.model, batch, Piece(self.plan.pieces[number], given, part, is_last))
-
-    def add_up(self, found: Mapping[int, LossAndWeight]) -> Mapping[int, LossAndWeight]:
-        """Return lanes' losses and weights, summed over the context-parallel ranks."""
-        return found if self.context is None else self.context.add_up(found)
 
     def losses(self, batches: Iterable[LaneBatch], device: torch.device) -> Iterator[tuple[LaneBatch, LaneLoss | None]]:
         """Run forward passes only; yield each lane's loss on the last stage, None on the others.

@@ -11,15 +11,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from elastic_train.config.combinations import refused
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
-from elastic_train.job.optimizers.muon import MuonWithAdamW
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer, rehearse, shows_no_cut
-from elastic_train.system.imports import import_named
+from elastic_train.system.extras import import_named
 from elastic_train.system.wording import did_you_mean, nearest
+
+Groups = Sequence[dict[str, Any]]
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon and AdamW in one optimizer; each parameter group's `use_muon` chooses.
+
+    `adamw` and `muon` are their own keyword arguments. Muon's updates are scaled to the size of AdamW's unless `muon`
+    says otherwise, so that one learning rate and one weight decay suit both.
+    """
+
+    def __init__(
+        self, groups: Groups, lr: float, weight_decay: float, *, adamw: dict[str, Any], muon: dict[str, Any]
+    ) -> None:
+        both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        parts = {is_muon: [group for group in groups if group["use_muon"] is is_muon] for is_muon in (True, False)}
+        self._parts: dict[bool, Optimizer] = {}
+        if parts[True]:
+            self._parts[True] = torch.optim.Muon(parts[True], **both, **{"adjust_lr_fn": "match_rms_adamw", **muon})
+        if parts[False]:
+            self._parts[False] = AdamW(parts[False], **both, **adamw)
+        super().__init__(groups, {})  # the parts have already filled in these groups' settings
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all groups from their gradients."""
+        assert closure is None, "gradients are in place"
+        for is_muon, part in self._parts.items():  # restoring a state replaces the groups
+            part.param_groups = [group for group in self.param_groups if group["use_muon"] is is_muon]
+            part.state = self.state
+            part.step()
+        return None
+
 
 SettingsOf = Callable[[nn.Parameter], Mapping[str, object]]
 _NAMED = {"adamw": "AdamW", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}

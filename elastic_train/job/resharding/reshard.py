@@ -8,10 +8,15 @@ leaves every shard with its old holders, its new holders, or both.
 All ranks of a cell have the same seat number, each in its own column. So they compute the same lanes if these are
 assigned by seat, and each knows the holders in all columns. If several ranks of a cell hold the same part (context
 parallelism), those with the same tokens share a seat. Columns reshard independently, to the step that all agreed on.
+
+A tree's structure is unpickled only after its SHA-256 matches. Its tensors come in chunks, each with a CRC-32, as
+resharded data does: that detects damage by memory or a connection, and SHA-256 would be slower than the link.
 """
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,12 +26,12 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
 from elastic_train.checkpoint.format.weights_digest import checksum
-from elastic_train.core.arrays import Int64s
+from elastic_train.core.arrays import Int64s, filled
 from elastic_train.core.mesh import Mesh, ranks_by_part
 from elastic_train.errors import PeerLostError
 from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, by_column
-from elastic_train.job.resharding.tree_transfer import give_tree, take_tree
 from elastic_train.job.sharded.held_tree import HeldRun, Retained, run_around
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, TrainProgress
@@ -52,6 +57,7 @@ class Taken(NamedTuple):
 
 
 _NOTHING: Int64s = np.empty(0, dtype=np.int64)
+CHUNK_BYTES = 16 << 20
 
 
 def take_place(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
@@ -277,3 +283,77 @@ def _exchange_alike(
         elif giver is not None and taker == column.rank:
             given = take_tree(column, giver)
     return given
+
+
+def give_tree(group: Group, tree: State, reached: TrainProgress, taker: int) -> None:
+    """Send a nested state and its progress to one rank, which calls `take_tree`."""
+    leaves = dict(leaves_of(tree))
+    tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    shapes = [(path, tensor.shape, tensor.dtype) for path, tensor in tensors.items()]
+    plain = {path: leaf for path, leaf in leaves.items() if path not in tensors}
+    head = pickle.dumps((shapes, plain, survey(tree), reached))
+    group.transfer(torch.tensor([len(head)]), to=taker)
+    group.transfer(_as_tensor(hashlib.sha256(head).digest()), to=taker)
+    group.transfer(_as_tensor(head), to=taker)
+    reach("hand-over")
+    sums = []
+    for chunk in _chunks(list(tensors.values())):
+        sums.append(checksum(chunk))
+        group.transfer(chunk, to=taker)
+    group.transfer(torch.tensor([len(sums), *sums]), to=taker)
+
+
+def take_tree(group: Group, giver: int) -> tuple[State, TrainProgress]:
+    """Receive a nested state and its progress from one rank; raise PeerLostError if it arrives damaged."""
+    length = torch.empty(1, dtype=torch.int64)
+    group.transfer(length, source=giver)
+    sent, head = (
+        torch.empty(hashlib.sha256().digest_size, dtype=torch.uint8),
+        torch.empty(int(length), dtype=torch.uint8),
+    )
+    group.transfer(sent, source=giver)
+    group.transfer(head, source=giver)
+    _check_tree(sent.numpy().tobytes() == hashlib.sha256(head.numpy().data).digest(), giver)
+    shapes, plain, (int_keyed, empty), reached = pickle.loads(head.numpy().tobytes())
+    tensors = {path: torch.empty(shape, dtype=dtype) for path, shape, dtype in shapes}
+    sums = []
+    for chunk in _chunks(list(tensors.values()), is_filling=True):
+        group.transfer(chunk, source=giver)
+        sums.append(checksum(chunk))
+    expected = torch.empty(1 + len(sums), dtype=torch.int64)
+    group.transfer(expected, source=giver)
+    _check_tree(expected.tolist() == [len(sums), *sums], giver)
+    received: State = {}
+    fill(received, {**plain, **tensors}, int_keyed, empty)
+    return received, reached
+
+
+def _check_tree(is_as_sent: bool, giver: int) -> None:
+    if not is_as_sent:
+        raise PeerLostError(f"the state that rank {giver} handed over arrived damaged")
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _chunks(tensors: Sequence[Tensor], *, is_filling: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors' bytes, on the CPU, in chunks of at most CHUNK_BYTES; small tensors share a chunk.
+
+    All chunks use the same memory, to avoid page faults: a chunk is valid until the next one. With `is_filling`, yield
+    empty chunks and copy what the caller writes into them back to the tensors.
+    """
+    room = torch.empty(min(CHUNK_BYTES, sum(tensor.nbytes for tensor in tensors)), dtype=torch.uint8)
+    flats = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
+    every = (piece for flat in flats for piece in torch.split(flat, CHUNK_BYTES))
+    for pieces in filled(every, Tensor.numel, CHUNK_BYTES):
+        sizes = [piece.numel() for piece in pieces]
+        chunk = room[: sum(sizes)]
+        parts = torch.split(chunk, sizes)
+        if not is_filling:
+            for piece, part in zip(pieces, parts, strict=True):
+                part.copy_(piece)
+        yield chunk
+        if is_filling:
+            for piece, part in zip(pieces, parts, strict=True):
+                piece.copy_(part)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.config.combinations import refused
-from elastic_train.parallel.buckets import Placed
-from elastic_train.parallel.leaves import FlatGradient
+from elastic_train.parallel.buckets import FlatGradient, Placed
 from elastic_train.parallel.unit_weights import UnitFlats
 from elastic_train.placement.grains import Layout, strides_of
 from elastic_train.placement.holdings import Run

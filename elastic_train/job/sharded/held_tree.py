@@ -1,7 +1,9 @@
-"""The nested state of a sharded rank, with the same paths and shapes in commits as unsharded state.
+"""The nested state of a rank, with the same paths and shapes in commits whatever the rank holds of it.
 
-So each can continue the other's commits. Buffers and plain values are whole. The moments of every parameter are
-`Pieces`, views of this rank's live memory; so are the weights under ZeRO-3.
+A rank of a cell has a part of a tensor: one run of the whole tensor's elements in memory order, so it is read and
+written in place. A sharded rank has runs of its part. So each can continue the other's commits. Buffers and plain
+values are whole. A sharded rank's moments of every parameter are `Pieces`, views of its live memory; so are the weights
+under ZeRO-3.
 """
 
 from __future__ import annotations
@@ -9,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.checkpoint.format.layout import State, weight_of
+from elastic_train.checkpoint.format.state_tree import Pieces, Span, StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cut_model import Cut
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.grains import Layout, strides_of
 from elastic_train.placement.grains import Tensor as Place
@@ -58,7 +61,7 @@ class Held(NamedTuple):
     sections: Int64s
 
 
-Cuts = Sequence[Sequence[Sequence[Span]]]
+Written = Sequence[Sequence[Sequence[Span]]]
 """By tensor of a layout and by writer: the spans that it writes."""
 
 
@@ -73,12 +76,12 @@ def spans_of(layout: Layout, held: Held) -> dict[int, list[Span]]:
     return spans
 
 
-def cuts_of(layout: Layout, written: Sequence[Held]) -> Cuts:
-    """Return the cuts of every tensor in commits, from the grains that each writer writes."""
-    cuts: list[list[tuple[Span, ...]]] = [[()] * len(written) for _ in layout.tensors]
+def written_of(layout: Layout, written: Sequence[Held]) -> Written:
+    """Return the spans of every tensor that each writer writes into commits, from its grains."""
+    spans: list[list[tuple[Span, ...]]] = [[()] * len(written) for _ in layout.tensors]
     for writer, tensor, span in _spans(layout, written):
-        cuts[tensor][writer] += (span,)
-    return cuts
+        spans[tensor][writer] += (span,)
+    return spans
 
 
 def _spans(layout: Layout, written: Sequence[Held]) -> Iterator[tuple[int, int, Span]]:
@@ -90,6 +93,53 @@ def _spans(layout: Layout, written: Sequence[Held]) -> Iterator[tuple[int, int, 
     first, end = stretches(los, his, numbers, tensors, sections)
     spans = zip(los[first].tolist(), his[end - 1].tolist(), strict=True)
     return zip(numbers[first].tolist(), tensors[first].tolist(), spans, strict=True)
+
+
+T = TypeVar("T")
+Cuts = Mapping[str, Cut]
+"""Cuts of parameters, by each of their names."""
+
+
+def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int) -> Cut | None:
+    """Return how a leaf of a place's state is cut; None if it is not.
+
+    Moments are cut as their weights are; an update count is not cut.
+    """
+    cut = cuts.get(weight_of(path) or "")
+    return cut if cut is not None and leaf.shape == cut.part_shape(place) else None
+
+
+def with_tensors(tree: T, change: Callable[[StatePath, Any], object], at: StatePath = ()) -> T:
+    """Return a copy of a nested state with its tensors, also those in pieces, replaced by `change`."""
+    if isinstance(tree, Tensor | Pieces):
+        return change(at, tree)  # type: ignore[return-value]
+    if isinstance(tree, dict):
+        return {key: with_tensors(value, change, (*at, str(key))) for key, value in tree.items()}  # type: ignore[return-value]
+    if isinstance(tree, list):
+        return [with_tensors(value, change, (*at, index)) for index, value in enumerate(tree)]  # type: ignore[return-value]
+    return tree
+
+
+def in_whole(part: Tensor | Pieces, cut: Cut, place: int, written: Sequence[Sequence[Span]] = ()) -> Pieces:
+    """Return a place's part, a tensor or pieces, as pieces of the whole tensor."""
+    start, end = cut.run(place)
+    if isinstance(part, Pieces):
+        held = {(lo + start, hi + start): memory for (lo, hi), memory in part.held.items()}
+    else:
+        held = {(start, end): cut.in_memory(part)} if start < end else {}
+    return Pieces(part.dtype, cut.shape, held, written, cut.whole)
+
+
+def filled_parts(tree: State, fill: Callable[[State], None], cuts: Cuts, place: int) -> State:
+    """Fill a place's state, tensors or pieces, from a commit through `fill`, and return it."""
+
+    def wanted(path: StatePath, leaf: Tensor | Pieces) -> Tensor | Pieces:
+        cut = cut_at(path, leaf, cuts, place)
+        return leaf if cut is None else in_whole(leaf, cut, place)
+
+    found = with_tensors(tree, wanted)
+    fill(found)
+    return found
 
 
 class TensorPieces(NamedTuple):

@@ -19,14 +19,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State, weight_of
-from elastic_train.checkpoint.format.pieces import Pieces
-from elastic_train.checkpoint.format.state_tree import StatePath
+from elastic_train.checkpoint.format.state_tree import Pieces, StatePath
 from elastic_train.core.lanes import Lanes
 from elastic_train.errors import ConfigError
-from elastic_train.job.cells.state_parts import Cuts, cut_at, filled_parts, with_tensors
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
-from elastic_train.job.sharded.held_tree import HeldRun, Retained
+from elastic_train.job.sharded.held_tree import Cuts, HeldRun, Retained, cut_at, filled_parts, with_tensors
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of

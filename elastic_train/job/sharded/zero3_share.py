@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.errors import ConfigError, StateLostError
 from elastic_train.job.sharded.held_tree import HeldRun, run_around
-from elastic_train.job.sharded.zero2_share import Zero2Share
+from elastic_train.job.sharded.zero1_share import Zero2Share
 from elastic_train.parallel.exchange import move
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights

@@ -1,17 +1,22 @@
-"""Process-wide switches that determine kernels, and so bits: read, compared between ranks, and restored.
+"""What determines kernels, and so bits, in a process: switches, which can be restored, and autotuned kernels.
 
-Libraries or a task may change them at any time without any other sign.
+Libraries or a task may change switches at any time without any other sign. Triton's autotuner times several
+configurations of a kernel in each process and keeps one. Configurations may differ in summation order, and the fastest
+one differs between processes. So ranks compare both, and autotuned kernels are reported at start.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from elastic_train.system.wording import counted
 
 _ENVIRONMENT = (
     "MKL_CBWR",
@@ -184,3 +189,45 @@ class KeptSwitches:
                 _SWITCHES[name][1](kept[name])
         found = [", and with it ".join((first, ", ".join(rest)) if rest else (first,)) for first, *rest in lines]
         return found + [line for line in [self._modes.set_back()] if line]
+
+
+_TUNER = "triton.runtime.autotuner"
+
+
+TUNED = "the configuration of "
+"""Prefix of the names under which ranks compare choices; kernels that have not run yet are missing."""
+
+
+def tuned_kernels() -> dict[str, str]:
+    """Return the configurations chosen so far, by kernel and kind of call."""
+    return {
+        f"{TUNED}{name} for {call}": str(chosen)
+        for name, kernel in _kernels()
+        for call, chosen in sorted(kernel.cache.items(), key=str)
+    }
+
+
+def describe_tuning() -> str | None:
+    """Describe the autotuned kernels and the remedy; None if there are none."""
+    if not (names := [name for name, _ in _kernels()]):
+        return None
+    more = f" and {counted(len(names) - 1, 'more kernel')}" if names[1:] else ""
+    return (
+        f"{names[0]}{more} with @triton.autotune: each process times several configurations and keeps one, so ranks, "
+        "and later worlds, may have other bits. Give it one triton.Config (in triton.autotune's configs)"
+    )
+
+
+def _kernels() -> Iterator[tuple[str, Any]]:
+    """Yield the kernels with more than one configuration in loaded modules, by name."""
+    if (tuning := sys.modules.get(_TUNER)) is None:
+        return
+    seen = set[int]()
+    for module in sorted(name for name in sys.modules if not name.startswith(("torch.", "triton."))):
+        for name, value in list(getattr(sys.modules[module], "__dict__", {}).items()):
+            kernel = value
+            while isinstance(kernel, tuning.KernelInterface):
+                if isinstance(kernel, tuning.Autotuner) and len(kernel.configs) > 1 and id(kernel) not in seen:
+                    seen.add(id(kernel))
+                    yield f"{module}.{name}", kernel
+                kernel = getattr(kernel, "fn", None)  # kernel below another decorator of Triton

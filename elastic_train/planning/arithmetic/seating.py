@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from elastic_train.core.lanes import Part, owned_lanes, parts_of
-from elastic_train.placement.deal import Counter, deal_lanes, group_lanes
+from elastic_train.core.lanes import Counter, Part, owned_lanes, parts_of
 from elastic_train.placement.domains import cut_groups
 from elastic_train.placement.grains import Layout as Cut
 from elastic_train.placement.holdings import all_held, circle_of, num_elements
-from elastic_train.placement.seats import Seat, seats_of
+from elastic_train.placement.seats import Seat, deal_lanes, group_lanes, seats_of
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
 from elastic_train.planning.arithmetic.model import ModelFacts

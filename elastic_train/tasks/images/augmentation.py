@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, in_mode, open_image
 from elastic_train.tasks.images.options import Augmentation
 

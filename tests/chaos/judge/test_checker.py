@@ -23,7 +23,7 @@ from chaos.judge.verdict import examine
 from chaos.planted.catalogue import PLANTED, Planted
 from chaos.planted.damage import harmless_kill
 from chaos.planted.edits import edit
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Order
 from tests.chaos.recorded import digest_at, metrics_at, samples_until
 

@@ -15,7 +15,7 @@ from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.samples import check_sources, witness_of_sources
 from chaos.judge.job_shape import MixedShape
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture
 from elastic_train.core.order import Cursor, Order
 from tests.conftest import write_rows
 

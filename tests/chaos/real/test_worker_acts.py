@@ -23,7 +23,7 @@ from chaos.services.authority import Authority
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.tasks.orders import done_by, give, withdraw
 from chaos.tasks.paced_classifier import PacedClassifier
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.reader import Reader
 from elastic_train.system.failpoints import VARIABLE

@@ -28,7 +28,7 @@ from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape, Shards
 from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
-from elastic_train.job.sharded.held_tree import cuts_of
+from elastic_train.job.sharded.held_tree import written_of
 from elastic_train.placement.holdings import grains_in_each
 from elastic_train.placement.recut import owned_of, plan_recut
 from elastic_train.placement.seating import Seating
@@ -195,7 +195,7 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     for module, names in {
         "job.resharding.reshard": (seats_of_holders, plan_recut, grains_in_each),
         "placement.table": (Seating, owned_of),
-        "job.commit_pieces": (cuts_of,),
+        "job.state_shards": (written_of,),
     }.items():
         own |= {f"elastic_train.{module}:{one.__name__}": one for one in names}
     found = simulate(case)

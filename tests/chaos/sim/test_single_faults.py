@@ -252,7 +252,7 @@ def test_worlds_that_never_form_end_every_node_with_93() -> None:
     run = Job(Shape(), 1, (blocked,)).run()
     assert [line["code"] for line in run.of("exit")] == [93, 93, 93]
     assert progress(run).endswith("worlds in a row without a step of a process")
-    tireless = {"elastic_train.world.standstill:Standstill.note": lambda self, *_: None}
+    tireless = {"elastic_train.world.forming:Standstill.note": lambda self, *_: None}
     with pytest.raises(Violated, match=r"worlds in a row without a step, for .* and did not end with 93"):
         progress(Job(Shape(), 1, (blocked,), bug=tireless).run())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
 from elastic_train.checkpoint.stores.store import read
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.world.fencing import StoreFence
 

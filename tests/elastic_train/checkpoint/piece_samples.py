@@ -13,8 +13,7 @@ from elastic_train.checkpoint import CommitRecord, CommitWriter, Store
 from elastic_train.checkpoint.commits.writer import Draft
 from elastic_train.checkpoint.format.dcp import WrittenPart, live_contents, write_part
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
-from elastic_train.checkpoint.format.pieces import Pieces, Span
-from elastic_train.checkpoint.format.state_tree import leaves_of
+from elastic_train.checkpoint.format.state_tree import Pieces, Span, leaves_of
 from elastic_train.placement.grains import GRAIN, CutDims, cut_along
 from elastic_train.placement.norm import in_memory_order
 from tests.elastic_train.checkpoint.commit_samples import State, facts

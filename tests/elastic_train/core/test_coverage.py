@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from elastic_train.core.accounting import Hole, SampleAccount, check_epoch
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount, check_epoch
 from elastic_train.errors import CoverageError
 
 ids = st.lists(st.integers(0, 2**40), max_size=40)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.core.keyed_random import derive, derive_each
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom, derive, derive_each
 
 IDS = np.array([0, 1, 41_999_999])
 words = st.integers(0, 2**64 - 1)

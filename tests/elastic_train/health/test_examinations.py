@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from chaos.services.store_mount import NoMountError, run_as_root
-from elastic_train.health import clock, folders, memory
+from elastic_train.health import clock, memory, precheck
 from elastic_train.health.clock import examine_clock
-from elastic_train.health.folders import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.memory import PIECE, examine_memory
+from elastic_train.health.precheck import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.products import MOST, examine_products, known_product, or_its_error, own_cores
 from elastic_train.health.result import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, etcd_options
@@ -199,7 +199,7 @@ def test_an_error_on_a_network_mount_is_no_proof_against_this_node(
     def refused(folder: Path) -> IO[bytes]:
         raise OSError(5, os.strerror(5))
 
-    monkeypatch.setattr(folders, "mount_of", lambda path: None)
+    monkeypatch.setattr(precheck, "mount_of", lambda path: None)
     [finding] = examine_folders([str(tmp_path)], refused)
     assert finding.level == "warn"
 

@@ -207,7 +207,7 @@ def test_a_tied_weight_has_the_average_of_its_first_name(tmp_path: Path, rows: P
 EXPORTS = """
 import sys, torch, transformers, safetensors
 from pathlib import Path
-from elastic_train.checkpoint.commits.export import export
+from elastic_train.checkpoint.commits.weights import export
 from elastic_train.checkpoint.commits.lookup import find, open_run
 from elastic_train.inference.exporting import export_folder
 

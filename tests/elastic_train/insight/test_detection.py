@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from elastic_train.insight.detection import LATENCY, Detector, _beside_others
-from elastic_train.insight.events import Event, Kind
+from elastic_train.insight.detection import LATENCY, Detector, Event, Kind, _beside_others
 from elastic_train.insight.phases import RankFacts
 from rendezvous.etcd.tally import Answers
 

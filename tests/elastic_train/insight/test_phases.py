@@ -7,8 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_train.insight import phases
-from elastic_train.insight.phases import PHASES, Phase, RankFacts, StepClock, facts_of, slowest
-from elastic_train.insight.totals import PhaseTotals, PhaseWindow
+from elastic_train.insight.phases import (
+    PHASES,
+    Phase,
+    PhaseTotals,
+    PhaseWindow,
+    RankFacts,
+    StepClock,
+    facts_of,
+    slowest,
+)
 
 
 def facts(**known: float) -> RankFacts:

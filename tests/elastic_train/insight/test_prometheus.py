@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from elastic_train.insight.events import MEANINGS
+from elastic_train.insight.detection import MEANINGS
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges, _parts
 from rendezvous.etcd.server import free_ports

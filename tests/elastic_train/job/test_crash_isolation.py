@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.config.schema import Config
-from elastic_train.core.accounting import expected_sums
+from elastic_train.core.accounting import CoverageSums, expected_sums
 from elastic_train.core.arrays import group_of
-from elastic_train.core.coverage import CoverageSums
 from elastic_train.job import crash_isolation
 from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.plan import Plan, make_plan

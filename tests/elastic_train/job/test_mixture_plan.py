@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_train.config.schema import Config
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.mixture.account import SourceFacts
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.accounting import CoverageSums
+from elastic_train.core.mixture import Mixture, SourceFacts
 from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_manifest
 from elastic_train.data.dataset.training_sources import Source, join
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError

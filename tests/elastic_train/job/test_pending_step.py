@@ -11,18 +11,15 @@ from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
-from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished
-from elastic_train.job.resharding.pending_step import roll_forward
+from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
 from elastic_train.job.resharding.reshard import take_place
-from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.state import AppliedState, StepFacts, norm_of
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.parallel.group import Group
@@ -148,14 +145,14 @@ def test_copies_of_a_part_have_one_gradient() -> None:
     """Ranks at the same place must have equal measurements, and so must all uncut tensors; else nothing is applied."""
     shards = make_state(Mesh(0, 4, Cell(tensor=2)), 0).shards
     rows = torch.tensor([[1.0, 5.0, 2.0, 3.0], [4.0, 6.0, 2.0, 3.0]] * 2, dtype=torch.float64)
-    assert float(gradient_norm.norm_of(rows, shards.table)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
+    assert float(norm_of(rows, shards.table)) == pytest.approx((1 + 5 + 4 + 6 + 2 + 3) ** 0.5)
     for rank, grain, who in [(2, 1, "ranks 0 and 2"), (1, 2, "ranks 2 and 1")]:
         wrong = rows.clone()
         wrong[rank, grain] += 1
         if rank == 1:
             wrong[3, grain] += 1
         with pytest.raises(WeightsDifferError, match=who):
-            gradient_norm.norm_of(wrong, shards.table)
+            norm_of(wrong, shards.table)
 
 
 def test_a_rank_that_comes_to_another_place_has_the_initial_weights_there() -> None:

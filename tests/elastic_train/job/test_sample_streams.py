@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from elastic_train.config.schema import Config
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.core.order import Cursor, Order
-from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.lane_batch import AS_THEY_ARE
 from elastic_train.data.loading.loader import LaneBatch

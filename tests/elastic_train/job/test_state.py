@@ -15,13 +15,11 @@ from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
-from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.state import AppliedState, StepFacts, TrainProgress
+from elastic_train.job.state import AppliedState, StepFacts, TrainProgress, clip
 from elastic_train.parallel.devices.squares import squares_of_tensors
 from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.placement.grains import Listed
@@ -243,7 +241,7 @@ def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone
     state = build_state(model, OptimizerConfig(clip_norm=limit), 20, "cpu", is_fp16=False)
     squares = squares_of_tensors((gradient, None) for gradient in before)
     assert len(squares) == state.layout.trained.size
-    gradient_norm.clip(state.optimizer, limit, float(norm := state.measure()))
+    clip(state.optimizer, limit, float(norm := state.measure()))
     assert norm == total_norm(squares.numpy())
     factor = clip_factor(float(norm), limit)
     for parameter, gradient in zip(trained, before, strict=True):

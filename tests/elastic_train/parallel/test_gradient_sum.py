@@ -16,15 +16,15 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes
+from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes, tree_sum
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, cut_buckets
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_sum, place_gradients
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.step_tables import _packed, _read_tables, gather_tables, tree_sum
 from elastic_train.program.unit_turn import Walk, filling_turn
+from elastic_train.training.step_sums import _packed, _read_tables, gather_tables
 from tests.conftest import PATIENCE_S, run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.memory_machine import in_memory

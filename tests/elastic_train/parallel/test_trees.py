@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from elastic_train.core.lanes import contiguous
+from elastic_train.parallel.buckets import BufferPool
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import BufferPool
 from elastic_train.program.schedules import Pipeline, passes_of
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.memory_machine import in_memory

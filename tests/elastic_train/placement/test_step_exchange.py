@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.core.lanes import Part, owned_lanes, parts_of, root_of
-from elastic_train.placement.deal import Counter, deal_lanes, group_lanes, lanes_by_owner, subtrees_of
+from elastic_train.core.lanes import Counter, Part, owned_lanes, parts_of, root_of
 from elastic_train.placement.domains import Path
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.seats import seats_of
+from elastic_train.placement.seats import deal_lanes, group_lanes, lanes_by_owner, seats_of
 from tests.elastic_train.placement.laws import blocks, check_sums, num_sent, sums_of_step
 
 LAYOUT = blocks(2, 6)
@@ -92,7 +91,10 @@ def test_leaves_in_any_order_make_the_same_sums(leaves: list[int]) -> None:
     for leaf in leaves:
         counter.push(Part(0, leaf), (leaf,))
     assert counter.parts == {root_of(11): _tree(0, 16, 11)}
-    assert subtrees_of(leaves[:5], 11) == parts_of(tuple(sorted(leaves[:5])), 11)
+    some: Counter[int] = Counter(11, int.__add__)
+    for leaf in leaves[:5]:
+        some.push(Part(0, leaf), 1)
+    assert tuple(some.parts) == parts_of(tuple(sorted(leaves[:5])), 11)
 
 
 def _tree(lo: int, hi: int, num: int) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.cells.stage import Stage
 from elastic_train.parallel.cells.links import CellLinks
-from elastic_train.parallel.cells.stage_links import StageLinks
+from elastic_train.parallel.cells.pipeline import StageLinks
 from elastic_train.planning.arithmetic.catalogue import Cluster, Link, parse_cluster
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.step_time import step_time

@@ -15,8 +15,18 @@ from typing import Literal, NamedTuple
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Axis, Cell, Mesh
-from elastic_train.program.schedules import Direction, Exchange, Kind, Pass, Pipeline
-from elastic_train.program.step_program import AddExperts, Close, Open, by_unit, step_program
+from elastic_train.program.memory import by_unit
+from elastic_train.program.schedules import (
+    AddExperts,
+    Close,
+    Direction,
+    Exchange,
+    Kind,
+    Open,
+    Pass,
+    Pipeline,
+    step_program,
+)
 from elastic_train.program.unit_turn import (
     REST,
     Begin,

@@ -10,10 +10,8 @@ import pytest
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell
-from elastic_train.placement.deal import lanes_by_owner
-from elastic_train.placement.seats import Seat
-from elastic_train.program.schedules import Exchange, Kind, Pass, Pipeline
-from elastic_train.program.step_program import Action, Close, Open, step_program
+from elastic_train.placement.seats import Seat, lanes_by_owner
+from elastic_train.program.schedules import Action, Close, Exchange, Kind, Open, Pass, Pipeline, step_program
 from tests.elastic_train.program import liveness
 from tests.elastic_train.program.liveness import Event, Post, Shards, StuckError, World, check
 

@@ -16,9 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from elastic_train.core.lanes import Lanes
-from elastic_train.parallel.cells.pipeline import Passes, run_program
-from elastic_train.parallel.cells.stage_links import Links
-from elastic_train.parallel.leaves import FlatGradient, Leaves
+from elastic_train.parallel.buckets import FlatGradient, Leaves
+from elastic_train.parallel.cells.pipeline import Links, Passes, run_program
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
 from elastic_train.placement.grains import Listed, lay_out
@@ -26,8 +25,7 @@ from elastic_train.placement.holdings import circle_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of
 from elastic_train.program.memory import RankProgram, UnitBytes, peak_of
-from elastic_train.program.schedules import Kind, Pass, Pipeline
-from elastic_train.program.step_program import Close, Open, step_program
+from elastic_train.program.schedules import Close, Kind, Open, Pass, Pipeline, step_program
 
 Gathers = Literal["never", "turn", "step"]
 Reduces = Literal["never", "beside", "after"]

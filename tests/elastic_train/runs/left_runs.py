@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from elastic_train.config.schema import Config
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.errors import ElasticTrainError
 from elastic_train.launch import node
 from elastic_train.launch.options import Launch

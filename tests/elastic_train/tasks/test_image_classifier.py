@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, features
 
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.image_classifier import ImageClassifier, ResNetShape, SmallResNet, mixed

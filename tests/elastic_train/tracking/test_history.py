@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.tracking import background_files
 from elastic_train.tracking import history as history_module
 from elastic_train.tracking.background_files import BackgroundFiles

@@ -9,14 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from elastic_train.checkpoint.interval.cadence import Faults
 from elastic_train.checkpoint.interval.measured import faults_before
-from elastic_train.checkpoint.interval.young_daly import Faults
 from elastic_train.system import atomic_files
 from elastic_train.system.file_locks import locked_by
 from elastic_train.tracking import history
 from elastic_train.tracking.history import History
-from elastic_train.tracking.history_files import FOLDER, last_applied, term_of
-from elastic_train.tracking.history_pruning import EVERY_TERMS, LOCK, SUMMARY, prune, summary_of
+from elastic_train.tracking.history_files import (
+    EVERY_TERMS,
+    FOLDER,
+    LOCK,
+    SUMMARY,
+    last_applied,
+    prune,
+    summary_of,
+    term_of,
+)
 from tests.elastic_train.tracking.unqueued import Unqueued, add_restore
 
 KEPT = 12

@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import Retention, Store, discover, prune
-from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import read_record
-from elastic_train.checkpoint.interval.cadence import Cadence
-from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.commits.retention_policies import pinned
+from elastic_train.checkpoint.interval.cadence import Cadence, Faults
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.lineage import Interval
 from elastic_train.core.order import Cursor
 from elastic_train.errors import FencedError, SavesFailedError, StorageError

@@ -13,7 +13,7 @@ from torch import nn
 
 from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.config.recipe import EarlyStoppingConfig, ValidationConfig
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import LaneBatch
@@ -21,10 +21,9 @@ from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state import TrainProgress
-from elastic_train.parallel.step_tables import StepTables
-from elastic_train.training import loop, step, turns
+from elastic_train.training import loop, step
 from elastic_train.training.session import Session
-from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums
+from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums, StepTables
 
 
 def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +44,11 @@ def test_a_rank_asked_to_leave_during_a_step_leaves_right_after_it(monkeypatch: 
     commits.is_confirming_writable = False
     session.buffers.has_changed, session.clock, session.watch = False, StepClock(), None
 
-    def forward(*_: object) -> turns.ForwardOutput:
+    def forward(*_: object) -> step.ForwardOutput:
         session.leave.is_set = True
-        return turns.ForwardOutput(None, LaneSums(1.0, 1.0))
+        return step.ForwardOutput(None, LaneSums(1.0, 1.0))
 
-    monkeypatch.setattr(turns, "_forward", forward)
+    monkeypatch.setattr(step, "_forward", forward)
     monkeypatch.setattr(step, "_coverage_of", lambda lanes: CoverageSums())
     monkeypatch.setattr(step, "gather_tables", lambda _, __, ___, lanes, rank: StepTables(list(lanes.values()), [rank]))
     batch = SimpleNamespace(lane=0, num_left_out=0, num_truncated=0, unreadable=None, tensors={})
@@ -65,11 +64,11 @@ def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPat
     session.world.mesh, session.plan.num_lanes = Mesh(0, 1), 1
     session.world.cell.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(others_lack_it))])
 
-    def forward(_: object, batch: LaneBatch, *rest: object) -> turns.ForwardOutput:
+    def forward(_: object, batch: LaneBatch, *rest: object) -> step.ForwardOutput:
         run.append(batch)
-        return turns.ForwardOutput(None)
+        return step.ForwardOutput(None)
 
-    monkeypatch.setattr(turns, "_forward", forward)
+    monkeypatch.setattr(step, "_forward", forward)
     step.run_lanes(session, [LaneBatch(0, 0, 0, 2, np.arange(2), {})])
     assert len(run) == (0 if others_lack_it else 1)
     assert session.gradients.turn.call_args_list == [call(0, 0)], "others of its column wait for its leaf"
@@ -78,20 +77,20 @@ def test_ranks_of_a_cell_leave_a_step_out_together(monkeypatch: pytest.MonkeyPat
 def test_losses_that_are_read_late_are_those_of_their_lanes() -> None:
     """This holds for any loss type, and for tasks whose loss has a dimension of one element."""
     unread = {
-        4: turns.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
+        4: step.Unread(torch.tensor(1.5, dtype=torch.bfloat16), 2.0, 7),
         5: LaneSums(),
-        6: turns.Unread(torch.tensor([0.1]), 3.0, 0),
-        7: turns.Unread(torch.tensor(-math.inf), 1.0, 0),
+        6: step.Unread(torch.tensor([0.1]), 3.0, 0),
+        7: step.Unread(torch.tensor(-math.inf), 1.0, 0),
     }
     tenth = float(torch.tensor(0.1))
-    assert turns._read(unread) == {
+    assert step._read(unread) == {
         4: LaneSums(1.5, 2.0, 7),
         5: LaneSums(),
         6: LaneSums(tenth, 3.0, 0),
         7: LaneSums(-math.inf, 1.0, 0),
     }
-    assert math.isnan(turns._read({1: turns.Unread(torch.tensor(math.nan), 1.0, 0)})[1].loss)
-    assert turns._read({}) == {}
+    assert math.isnan(step._read({1: step.Unread(torch.tensor(math.nan), 1.0, 0)})[1].loss)
+    assert step._read({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -14,23 +14,23 @@ from torch import nn
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, Retention, SaveMemory, discover, open_store
 from elastic_train.checkpoint.commits import reader
-from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.saving.store_health import StoreHealth
-from elastic_train.checkpoint.stores import deadline
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
+from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import DeadlineStore
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import ElasticTrainError, Preempted, StorageError, TooFewNodesError
 from elastic_train.job.build import build_state
-from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.parallel.group import Group
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.training import open_session
-from elastic_train.training.opening.saves import commit_alone, open_saves
+from elastic_train.training.commits import describe_commit
+from elastic_train.training.opening.resources import commit_alone, open_saves
 from elastic_train.training.session import Process
 from elastic_train.training.supervisor import _next_world
 from elastic_train.world.fencing import StoreFence
@@ -112,7 +112,7 @@ def test_hanging_storage_does_not_keep_a_process_from_leaving(
 
     where = {"write": (LocalStore, "write"), "sync": (RealDisk, "sync"), "read": (reader, "find_damage")}
     monkeypatch.setattr(*where[hung], hang)
-    monkeypatch.setattr(abandonment, "LEAST_S", 3.0)
+    monkeypatch.setattr(save_thread, "LEAST_S", 3.0)
     left: list[bool] = []
     worlds = SimpleNamespace(form=few, published=lambda: None, leave=lambda *, is_job_done: left.append(is_job_done))
     with pytest.raises(TooFewNodesError):
@@ -156,7 +156,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     process = SimpleNamespace(
         plan=SimpleNamespace(retention=Retention.of(last=1), config=None), save_memory=SaveMemory(), state=state
     )
-    monkeypatch.setattr(deadline, "ANSWER_S", 0.02)
+    monkeypatch.setattr(stores, "ANSWER_S", 0.02)
     with pytest.raises(StorageError, match="no answer"):
         world.store.create("pins/00000001-000000000001", b"")
     assert is_asked.wait(PATIENCE_S)
@@ -167,7 +167,7 @@ def test_a_save_waits_longer_for_slow_storage_than_a_world_does(
     facts = describe_commit(plan_of(tmp_path), state, world_size=1)  # type: ignore[arg-type]
     saves.begin(state.shards.share.held(), facts, state.reached.intervals)
     assert is_asked.wait(PATIENCE_S)
-    time.sleep(10 * deadline.ANSWER_S)
+    time.sleep(10 * stores.ANSWER_S)
     may_answer.set()
     ended = saves.wait()
     assert ended is not None and ended.error is None and ended.commit is not None

@@ -12,12 +12,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import NoProgressError
-from elastic_train.insight.events import Event
-from elastic_train.insight.phases import RankFacts
-from elastic_train.insight.totals import PhaseTotals
+from elastic_train.insight.detection import Event
+from elastic_train.insight.phases import PhaseTotals, RankFacts
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import host_in

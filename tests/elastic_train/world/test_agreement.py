@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from chaos.tasks.paced_classifier import PacedClassifier
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.errors import DataError, PeerLostError
 from elastic_train.parallel.group import Group
 from elastic_train.world import agreement

@@ -13,12 +13,11 @@ from torch import nn
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import reshard, tree_transfer
+from elastic_train.job.resharding import reshard
 from elastic_train.job.resharding.peer_states import gather_peer_states
 from elastic_train.job.resharding.reshard import take_state
 from elastic_train.job.state import AppliedState, StepFacts
@@ -84,7 +83,7 @@ def ranks(rank: int, size: int, optimizer: str) -> dict[str, object]:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_all_ranks_continue_from_the_furthest_state(optimizer: str) -> None:
     """A new rank and one that is a step behind take the next step with the bits of the furthest ranks."""
-    with mock.patch.object(tree_transfer, "CHUNK_BYTES", 1000):  # many chunks, shared and cut
+    with mock.patch.object(reshard, "CHUNK_BYTES", 1000):  # many chunks, shared and cut
         outcomes = [one for one in in_memory(ranks, 4, optimizer) if one is not None]
     assert [one.pop("given_by") for one in outcomes] == [1, None, 3, None]
     assert outcomes[1:] == outcomes[:1] * 3

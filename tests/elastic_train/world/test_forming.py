@@ -13,8 +13,7 @@ from elastic_train.errors import ConfigError, NoProgressError, PeerLostError, Pr
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking.history import UnformedWorlds
 from elastic_train.world import forming
-from elastic_train.world.forming import LiveWorlds
-from elastic_train.world.standstill import Standstill
+from elastic_train.world.forming import LiveWorlds, Standstill
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.membership.records import Closed, Job

@@ -10,8 +10,8 @@ from elastic_train.checkpoint import CommitWriter, Retention, SaveMemory, discov
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Entry
 from elastic_train.core.lineage import COMMITS
-from elastic_train.training.opening import saves
-from elastic_train.training.opening.saves import commit_alone
+from elastic_train.training.opening import resources
+from elastic_train.training.opening.resources import commit_alone
 from elastic_train.world.fencing import StoreFence
 from elastic_train.world.restore import restore
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
@@ -112,7 +112,7 @@ def test_a_process_that_leaves_alone_commits_nothing_beside_the_named_head(
 ) -> None:
     """The listing ends before its own state; the commit that etcd names has the same steps, or others."""
     newest = job.commit(job.first, (1, 0, 5), (2, 5, 10))
-    monkeypatch.setattr(saves, "open_store", lambda url: job.late)
+    monkeypatch.setattr(resources, "open_store", lambda url: job.late)
     for state in (state_of((1, 0, 5), (2, 5, 9)), state_of((1, 0, 12))):
         commit_alone(job.plan, state, SaveMemory(), newest.key)  # type: ignore[arg-type]
     assert discover(job.store).head == newest

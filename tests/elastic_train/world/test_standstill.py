@@ -21,10 +21,9 @@ from elastic_train.system.watchdog import Watchdog
 from elastic_train.tracking import history
 from elastic_train.tracking.history import History, UnformedWorlds
 from elastic_train.tracking.history_files import Stagnation
-from elastic_train.world import forming, standstill
-from elastic_train.world.forming import LiveWorlds
-from elastic_train.world.no_progress import check_progress
-from elastic_train.world.standstill import Standstill
+from elastic_train.training.open_session import check_progress
+from elastic_train.world import forming
+from elastic_train.world.forming import LiveWorlds, Standstill
 from elastic_train.world.world import World
 from rendezvous import MemoryStore, live_member
 from rendezvous.context import LiveContext
@@ -79,7 +78,7 @@ def test_worlds_that_end_their_processes_end_the_job_and_the_suspect_is_named(
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(standstill, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(forming, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -16,10 +16,10 @@ from elastic_train.config.schema import Config, keys
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.build import build_state
-from elastic_train.job.gradient_norm import name_others
 from elastic_train.job.plan import Plan
+from elastic_train.job.state import name_others
 from elastic_train.parallel.attention.choice import Choice
-from elastic_train.parallel.devices.autotuned import TUNED
+from elastic_train.parallel.devices.switches import TUNED
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import Column
 from elastic_train.placement.table import Parts, Table

@@ -12,10 +12,10 @@ import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, FenceNotUpdated, SaveMemory, Store, open_store
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
-from elastic_train.job.commit_facts import describe_commit
 from elastic_train.job.resharding.reshard import Taken
 from elastic_train.parallel.group import Group
-from elastic_train.training.opening.saves import commit_alone
+from elastic_train.training.commits import describe_commit
+from elastic_train.training.opening.resources import commit_alone
 from elastic_train.world import restore as restoring
 from elastic_train.world.fencing import JoinedFence
 from elastic_train.world.restore import restore

@@ -15,9 +15,8 @@ from chaos.sim.machine.object_store import StorageClient
 from elastic_train.checkpoint.commits import reader, writer
 from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.checkpoint.saving import background_saves
-from elastic_train.checkpoint.stores.checked_file import CheckedFile
-from elastic_train.checkpoint.stores.checksums import FileRecord
-from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Store
+from elastic_train.checkpoint.stores.checksums import CheckedFile
+from elastic_train.checkpoint.stores.store import Entry, FileRecord, KeyMissing, Store
 from elastic_train.core import lanes
 from elastic_train.core.lanes import Part
 from elastic_train.core.lineage import COMMITS, Interval, place_of

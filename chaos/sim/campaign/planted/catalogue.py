@@ -15,7 +15,7 @@ from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
 from elastic_train.job.resharding.reshard import Taken
 from elastic_train.tracking.metric_log import LineageReader
-from elastic_train.world.standstill import Standstill
+from elastic_train.world.forming import Standstill
 
 UNWATCHED = {"elastic_train.training.loop:check_epoch": lambda *_: None}
 """Disables the product's own coverage check at an epoch's end, so that the judge must find these bugs itself."""
@@ -211,7 +211,7 @@ PLANTED = (
     SimBug(
         "asked-is-done",
         "an exchange between devices counts as done once it was asked for",
-        lambda: {"elastic_train.parallel.devices.device_group:DeviceGroup.finish": lambda self, operations: None},
+        lambda: {"elastic_train.parallel.devices.device:DeviceGroup.finish": lambda self, operations: None},
         ("hash",),
         faults.kills,
         replace(SHAPE, vectors=True, device=True),
@@ -317,7 +317,7 @@ PLANTED = (
     SimBug(
         "sweeps-without-the-name",
         "a sweep deletes an attempt's files without taking its record's name first",
-        lambda: {"elastic_train.checkpoint.commits.sweeping:create_once": lambda store, key, content: True},
+        lambda: {"elastic_train.checkpoint.commits.pruning:create_once": lambda store, key, content: True},
         ("atomicity", "finished"),
         faults.frozen_at_its_record,
         replace(SHAPE, lane_s=1.0),

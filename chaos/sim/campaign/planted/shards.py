@@ -100,7 +100,7 @@ SHARDS = (
     SimBug(
         "norm-of-other-grains",
         "the norm by which gradients are clipped lacks a grain",
-        lambda: {"elastic_train.job.gradient_norm:total_norm": lambda squares: _TOTAL_NORM(squares[1:])},
+        lambda: {"elastic_train.job.state:total_norm": lambda squares: _TOTAL_NORM(squares[1:])},
         ("hash", "weights"),
         faults.kills,
         TWO,
@@ -108,7 +108,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.job.resharding.pending_step:_all_left": lambda *_: []},
+        lambda: {"elastic_train.job.resharding.peer_states:_all_left": lambda *_: []},
         ("rpo",),
         faults.dies_ahead,
         TWO,

@@ -12,7 +12,7 @@ from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import at_any_place
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.pieces import Pieces, Span
+from elastic_train.checkpoint.format.state_tree import Pieces, Span
 from elastic_train.job.resharding import reshard
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.zero1_share import Zero1Share

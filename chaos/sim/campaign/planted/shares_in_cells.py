@@ -12,16 +12,16 @@ from chaos.sim.campaign.planted.cells import IN_CELLS
 from chaos.sim.campaign.planted.hunt import SimBug
 from chaos.sim.job.fault import SimFault
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.job.cells import state_parts
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.resharding import peer_states, pending_step
+from elastic_train.job.resharding import peer_states
 from elastic_train.job.resharding.peer_states import PeerState, comes_to
+from elastic_train.job.sharded import held_tree
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.placement.table import Table
 
-_FILLED, _ROLL_FORWARD, _NUM_MISSING = state_parts.filled_parts, pending_step.roll_forward, peer_states._num_missing
+_FILLED, _ROLL_FORWARD, _NUM_MISSING = held_tree.filled_parts, peer_states.roll_forward, peer_states._num_missing
 IN_SHARES = replace(IN_CELLS, nodes=3, ranks=2, copies=2)
 """Three cells; the moments of each parameter shard are held twice."""
 
@@ -41,7 +41,7 @@ def rolled_forward_by_column(group: Group, state: AppliedState, brought: Sequenc
     parts = {cell.holder_of(rank)[0] for rank in ahead}
     near = [rank for rank in late if cell.holder_of(rank)[0] in parts]
     norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
-    return pending_step._apply(group, state, brought, near, norm, furthest)
+    return peer_states._apply(group, state, brought, near, norm, furthest)
 
 
 def missing_in_the_first_group(table: Table, brought: Sequence[PeerState], place: Place) -> int:

@@ -18,24 +18,24 @@ from chaos.sim.modelled.state import ModelledState
 from chaos.sim.modelled.tiny_cells import SameColumns, TinyCut
 from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job import gradient_norm
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.resharding import peer_states
-from elastic_train.job.state import AppliedState
-from elastic_train.parallel import group, step_tables
+from elastic_train.job.state import AppliedState, norm_of
+from elastic_train.parallel import group
 from elastic_train.program.schedules import Pass
 from elastic_train.system.failpoints import reach
-from elastic_train.training import step_sums, turns
+from elastic_train.training import step as training_step
+from elastic_train.training import step_sums
 from elastic_train.training.session import Session
+from elastic_train.training.step import ForwardOutput
 from elastic_train.training.step_sums import LaneSums
-from elastic_train.training.turns import ForwardOutput
 from elastic_train.world import uniformity
 from elastic_train.world.world import World
 
-_FORWARD = turns._Turns.forward
-_NORM_OF = gradient_norm.norm_of
+_FORWARD = training_step._Turns.forward
+_NORM_OF = norm_of
 NUM_LANES_READ = 1 << 12
 """Cached lanes of steps that some process has still to count; all readers share them."""
 
@@ -66,7 +66,7 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     def coverage_of(lanes: Sequence[LaneBatch]) -> CoverageSums:
         return sum((coverage_of_lane(batch.ids) for batch in lanes), CoverageSums())
 
-    def first_forward(passes: turns._Turns, one: Pass, given: Tensor | None) -> Tensor | None:
+    def first_forward(passes: training_step._Turns, one: Pass, given: Tensor | None) -> Tensor | None:
         if one.number == 0 and (num_lanes := len(passes._session.lanes)):
             reach("forward")
             host.compute(num_lanes)
@@ -86,13 +86,22 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
         # All processes share one plan, but their code versions may differ.
         deciding=lambda plan: decided(uniformity._version("elastic-train"), lambda: deciding(plan)),
     )
-    yield from within("elastic_train.training.step", _coverage_of=coverage_of, fold=memory_of(step_sums.fold))
-    yield from within("elastic_train.training.turns", _forward=forward)
-    yield turns._Turns, "forward", first_forward
+    yield from within(
+        "elastic_train.training.step", _coverage_of=coverage_of, fold=memory_of(step_sums.fold), _forward=forward
+    )
+    yield training_step._Turns, "forward", first_forward
     for name in ("identity", "to_yaml"):  # all processes share one configuration
         yield Config, name, memory_of(getattr(Config, name))
     yield from within("elastic_train.parallel.group", _objects_in=memory_of(group._objects_in))
-    yield from within("elastic_train.parallel.step_tables", _read_tables=memory_of(step_tables._read_tables))
+    yield from within("elastic_train.training.step_sums", _read_tables=memory_of(step_sums._read_tables))
+    yield from _files(host)
+    yield from _of_cells()
+    if host.plan.is_tiny:
+        yield from _of_real_models(SameShares(is_planted=is_planted))
+
+
+def _files(host: Host) -> Iterable[Replacement]:
+    """Replace tensor files, and the commit plans of ranks that write pieces of tensors."""
     yield from within(
         "elastic_train.checkpoint.format.layout",
         LEAST_PART_BYTES=host.shape.least_part_bytes,
@@ -103,12 +112,9 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
     snapshot = functools.partial(commit_files.SlowSnapshot, host.copy)
     yield from within("elastic_train.checkpoint.saving.background_saves", Snapshot=snapshot)
     yield from within("elastic_train.checkpoint.saving.save_thread", write_part=commit_files.write_part)
-    yield from _of_cells()
     if host.plan.is_tiny or host.shape.cell > 1:  # ranks write pieces of tensors
         for module in ("saving.background_saves", "commits.writer"):
             yield from within(f"elastic_train.checkpoint.{module}", Planner=piece_files.PiecePlanner)
-    if host.plan.is_tiny:
-        yield from _of_real_models(SameShares(is_planted=is_planted))
     yield from within(
         "elastic_train.checkpoint.commits.reader",
         read_leaves=commit_files.read_leaves,
@@ -118,7 +124,7 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
 
 def _of_cells() -> Iterable[Replacement]:
     """Compute once what all ranks of a world derive from gathered data."""
-    yield from within("elastic_train.job.gradient_norm", norm_of=memory_of(_NORM_OF))
+    yield from within("elastic_train.training.step", norm_of=memory_of(_NORM_OF))
     yield from within("elastic_train.job.resharding.peer_states", _read=memory_of(peer_states._read))
 
 
@@ -127,7 +133,7 @@ def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     yield from within("elastic_train.job.resharding.reshard", seats_at=same.seats_of, _plan_of=same.plan_of)
     yield from within("elastic_train.placement.table", Seating=same.seating, owned_of=same.owned_of)
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
-    yield from within("elastic_train.job.commit_pieces", cuts_of=same.cuts_of)
+    yield from within("elastic_train.job.state_shards", written_of=same.written_of)
     columns_of = SameColumns().of
     yield from within("elastic_train.job.build", slots_of=same.slots_of, CutModel=TinyCut, columns_of=columns_of)
     yield from within(

@@ -27,7 +27,7 @@ from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.machine.tracker import TrackedRun, Tracking
 from chaos.sim.modelled.memory import Silent, Uncompacted, memory_of
-from elastic_train.checkpoint.interval.young_daly import Faults
+from elastic_train.checkpoint.interval.cadence import Faults
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.reachability import SELDOM_S
@@ -43,17 +43,10 @@ NUM_VIEWS = 256
 
 def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     """Yield replacements for etcd, storage, peers and the launcher."""
-    around, client = host.around, client_of(host.around)
-
-    def storage(url: str, near_dir: str | None = None) -> StorageClient:
-        return StorageClient(around.storage, around.kernel.process)
-
-    def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
-        return EtcdFence(client(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
-
+    around = host.around
     yield from within(
         "rendezvous.live_member",
-        EtcdStore=client,
+        EtcdStore=client_of(around),
         etcd_options=lambda *_: None,
         Compaction=Uncompacted,
         os=Launcher(host),
@@ -70,8 +63,23 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     group = functools.partial(SimGroup, look_s=around.shape.look_s, has_device=around.shape.device)
     yield from within("elastic_train.world.forming", Group=group)
     device_time = stdlib.SeldomTime(around.kernel, DEVICE_EVERY_S)
-    yield from within("elastic_train.parallel.devices.device_group", time=device_time)
+    yield from within("elastic_train.parallel.devices.device", time=device_time)
     yield from within("elastic_train.world.forming", live_context=host.context, os=Launcher(host))
+    yield from _entering(host)
+    yield from _training(host)
+    yield from within("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: reach(name))
+
+
+def _entering(host: Host) -> Iterable[Replacement]:
+    """Yield replacements for storage, and for what a rank compares with others when it enters a world."""
+    around = host.around
+
+    def storage(url: str, near_dir: str | None = None) -> StorageClient:
+        return StorageClient(around.storage, around.kernel.process)
+
+    def fence(context: RendezvousContext, *, give_up_after_s: float) -> EtcdFence:
+        return EtcdFence(client_of(around)(give_up_after_s=give_up_after_s), context.run_id, world_term=context.term)
+
     # Nobody removes or unmounts a simulated store.
     yield from within("elastic_train.world.world", StoreKeeper=nothing, location_of=lambda url: None)
     yield from within("elastic_train.world.world", open_store=storage, DeadlineStore=undelayed, open_fence=fence)
@@ -79,7 +87,7 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
     yield from within(
         "elastic_train.tracking.history", process_identity=host.identity, process_usage=dict, slurm_job=dict
     )
-    yield from within("elastic_train.training.opening.saves", open_store=storage, DeadlineStore=undelayed)
+    yield from within("elastic_train.training.opening.resources", open_store=storage, DeadlineStore=undelayed)
     # No simulated node has a copy of the job's store.
     yield from within("elastic_train.world.one_store", open_store=storage, DeadlineStore=undelayed, check_first=nothing)
     yield from within("elastic_train.checkpoint.saving.store_health", open_store=storage, DeadlineStore=undelayed)
@@ -88,12 +96,17 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         "elastic_train.world.uniformity",
         _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
     )
+
+
+def _training(host: Host) -> Iterable[Replacement]:
+    """Yield replacements for what a process does with its machine, before and while it trains."""
+    around = host.around
     yield from within("elastic_train.training.open_session", hazards=lambda _: iter(()))
     # A simulated task has no source, and its configuration does not change.
     yield from within("elastic_train.training.open_session", say_changes=nothing, versions_of=lambda plan: {})
     # Its warnings depend on real seconds only, and decide nothing.
     yield from within("elastic_train.training.open_session", open_watch=nothing)
-    yield from within("elastic_train.training.opening.saves", faults_before=lambda *_: Faults(0, 0.0))
+    yield from within("elastic_train.training.opening.resources", faults_before=lambda *_: Faults(0, 0.0))
     yield from within(
         "elastic_train.training.supervisor",
         os=Launcher(host),
@@ -120,7 +133,6 @@ def world(host: Host, reach: Callable[[str], None]) -> Iterable[Replacement]:
         sys=SimpleNamespace(stderr=SimpleNamespace(write=lambda _: None, flush=nothing)),
     )
     yield from within("elastic_train.training.result", write_atomically=host.record.take_file)
-    yield from within("elastic_train.system.failpoints", _folder="simulated", _look=lambda _, name: reach(name))
 
 
 def track(tracking: Tracking | None) -> Iterable[Replacement]:
@@ -128,7 +140,7 @@ def track(tracking: Tracking | None) -> Iterable[Replacement]:
     if tracking is None:
         yield from within("elastic_train.training.open_session", start_tracker=nothing)
         return
-    yield from within("elastic_train.training.opening.observers", Path=lambda _: tracking.folder)
+    yield from within("elastic_train.training.opening.resources", Path=lambda _: tracking.folder)
     yield from within("elastic_train.tracking.delivery", MlflowRun=functools.partial(TrackedRun, tracking.server))
     yield from within(
         "elastic_train.tracking.tracker", MetricsWriter=tracking.writer, code_tags=dict, bound_requests=nothing

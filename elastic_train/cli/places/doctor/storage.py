@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.saving.store_health import PROBES, probe
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
-from elastic_train.checkpoint.stores.store import Store, no_listener
+from elastic_train.checkpoint.stores.store import DeadlineStore, Store, no_listener
 from elastic_train.config.credentials import without_password
 from elastic_train.health.result import Finding, fail, ok, warn
 from elastic_train.system.file_systems import hazards, mount_of

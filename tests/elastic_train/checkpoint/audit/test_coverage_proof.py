@@ -14,12 +14,10 @@ import yaml
 from elastic_train.checkpoint import CommitRecord, open_store
 from elastic_train.checkpoint.audit.coverage_proof import audit
 from elastic_train.cli.audit import audit as audit_run
-from elastic_train.core.accounting import Hole, SampleAccount
+from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount
 from elastic_train.core.arrays import Int64s, group_of, ranges_of
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.length_buckets import LengthBuckets
 from elastic_train.core.lineage import Interval
-from elastic_train.core.order import VERSION, Order
+from elastic_train.core.order import VERSION, LengthBuckets, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.data.dataset.run_order import fingerprint_of

@@ -11,17 +11,16 @@ import numpy as np
 import pytest
 
 from elastic_train.checkpoint import CommitRecord
-from elastic_train.checkpoint.audit.mixture_proof import (
+from elastic_train.checkpoint.audit.coverage_proof import (
     check_counts,
     check_source,
     differing,
     expected_times,
     mixture_of,
 )
-from elastic_train.core.accounting import Hole, SampleAccount
+from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount
 from elastic_train.core.arrays import ranges_of
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.mixture.account import SourceFacts, sums_of_sources
+from elastic_train.core.mixture import SourceFacts, sums_of_sources
 from elastic_train.core.order import Cursor
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from tests.conftest import write_rows

@@ -18,10 +18,9 @@ from elastic_train.checkpoint import Store, discover, load, open_store, read_sta
 from elastic_train.checkpoint.format import dcp as format_
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import finish_attempt, live_contents, write_part
-from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
+from elastic_train.checkpoint.format.layout import Planner, bytes_of, leaves_by_path
 from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
-from elastic_train.checkpoint.format.torch_frame import bytes_of
 from elastic_train.errors import ConfigError
 from tests.conftest import ROOT, run_source
 from tests.elastic_train.checkpoint.commit_samples import (

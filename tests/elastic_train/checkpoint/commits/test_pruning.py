@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
-from elastic_train.checkpoint.commits.listing import survey_store
-from elastic_train.checkpoint.commits.pins_and_holds import held, pin, pinned, unpin
+from elastic_train.checkpoint.commits.lookup import survey_store
 from elastic_train.checkpoint.commits.reader import commit_keys, strays_from
-from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.checkpoint.commits.retention_policies import Best, held, pin, pinned, unpin
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import KeyMissing
 from elastic_train.core.lineage import Interval

@@ -28,7 +28,7 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import TrainProgress
 from elastic_train.placement.seats import seats_of
-from elastic_train.training.opening.saves import commit_alone
+from elastic_train.training.opening.resources import commit_alone
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer

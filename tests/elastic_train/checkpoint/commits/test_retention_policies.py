@@ -18,7 +18,7 @@ from elastic_train.checkpoint.commits.retention_policies import (
     Last,
     Retention,
 )
-from elastic_train.checkpoint.stores.checksums import FileRecord
+from elastic_train.checkpoint.stores.store import FileRecord
 from elastic_train.errors import ConfigError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, discover, holding, open_store, sweep, verify
-from elastic_train.checkpoint.commits import sweeping
+from elastic_train.checkpoint.commits import pruning
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.record import VOID
 from elastic_train.checkpoint.stores.local import LocalStore
@@ -193,7 +193,7 @@ def test_no_commit_loses_its_files_wherever_a_writer_or_a_sweep_is_frozen() -> N
 
 def test_the_enumeration_detects_a_sweep_that_only_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: checking the records right before the deletion is not enough."""
-    monkeypatch.setattr(sweeping, "create_once", lambda store, key, content: key not in commit_keys(store))
+    monkeypatch.setattr(pruning, "create_once", lambda store, key, content: key not in commit_keys(store))
     with pytest.raises((AssertionError, ElasticTrainError), match=r"without its files|missing"):
         list(endings())
 

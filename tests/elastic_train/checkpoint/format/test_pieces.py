@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_train.checkpoint import CommitRecord, Store, load, open_store, read_state, verify
-from elastic_train.checkpoint.commits.export import export
+from elastic_train.checkpoint.commits.weights import export
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path, plan_attempt
-from elastic_train.checkpoint.format.pieces import Pieces, Span, boxes, span_of
+from elastic_train.checkpoint.format.state_tree import Pieces, Span, boxes, span_of
 from elastic_train.placement.grains import GRAIN, CutDims, bounds_of, cut_along
 from elastic_train.placement.norm import in_memory_order
 from tests.conftest import ROOT

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from elastic_train.checkpoint import Store, discover, load, open_store, read_state
 from elastic_train.checkpoint.format import reading
-from elastic_train.checkpoint.format.torch_frame import Frame, frame_of
-from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES
+from elastic_train.checkpoint.format.layout import Frame, frame_of
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES
 from elastic_train.errors import CommitError, ConfigError
 from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees

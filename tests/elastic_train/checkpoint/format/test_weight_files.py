@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.export import write_torch
-from elastic_train.checkpoint.format.safetensors_file import write_safetensors
-from elastic_train.checkpoint.format.stored_tensors import Kind, ReadTensors
+from elastic_train.checkpoint.commits.weights import write_torch
+from elastic_train.checkpoint.format.stored_tensors import Kind, ReadTensors, write_safetensors
 from elastic_train.errors import CommitError, ConfigError
 
 DTYPES = [

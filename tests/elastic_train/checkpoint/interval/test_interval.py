@@ -13,13 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.field.lives import Fleet, Recovery, live
-from elastic_train.checkpoint.interval.cadence import FIRST_S, Cadence
+from elastic_train.checkpoint.interval.cadence import (
+    FIRST_S,
+    PRIOR_S,
+    SHORTEST_S,
+    Cadence,
+    Faults,
+    SaveCost,
+    choose,
+    optimum,
+    waste,
+)
 from elastic_train.checkpoint.interval.measured import faults_before, measured_saves
-from elastic_train.checkpoint.interval.young_daly import PRIOR_S, SHORTEST_S, Faults, SaveCost, choose, optimum, waste
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import FOLDER, lines_of
-from elastic_train.training.opening import saves
+from elastic_train.training.opening import resources
 from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
 
 stalls = st.floats(1e-3, 100)
@@ -153,7 +162,7 @@ def test_worlds_shorter_than_the_interval_still_commit() -> None:
 
     def is_overdue(head: tuple[int, float] | None) -> bool:
         record = head and SimpleNamespace(step=head[0], created_at=time.time() - head[1])
-        return saves.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
+        return resources.open_cadence(process, world, record).is_overdue()  # type: ignore[arg-type]
 
     assert is_overdue((5, 901))
     assert not is_overdue((5, 600))

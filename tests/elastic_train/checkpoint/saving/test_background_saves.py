@@ -12,11 +12,10 @@ import torch
 from elastic_train.checkpoint import SaveMemory, discover, read_state
 from elastic_train.checkpoint.format.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.saving.staging import Snapshot
-from elastic_train.checkpoint.stores.checksums import BLOCK_BYTES
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Sink
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES, Sink
 from elastic_train.errors import CommitError, FencedError, StorageError
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, take_steps, trained
@@ -180,7 +179,7 @@ def test_a_world_that_breaks_during_a_save_publishes_nothing(tmp_path: Path) -> 
     ended = new.wait()
     stuck.may_write.set()
     assert flight.ended.wait(DEADLINE_S)
-    assert flight.commit is None and isinstance(flight.outcome().error, abandonment.Abandoned)
+    assert flight.commit is None and isinstance(flight.outcome().error, save_thread.Abandoned)
     found = discover(store)
     assert ended is not None and found.head == ended.commit and found.skipped == () and not new.is_owed
     assert {"/".join(entry.key.split("/")[:3]) for entry in store.list("data/")} == {found.head.attempt}  # type: ignore[union-attr]

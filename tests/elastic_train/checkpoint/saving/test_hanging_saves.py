@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import Discovery, SaveMemory, Store, discover, read_state, verify
-from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Uncertain
@@ -46,7 +46,7 @@ def test_stuck_writers_take_no_memory_and_block_nobody(tmp_path: Path) -> None:
 
 def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that never returns costs its save, not later ones; each abandoned save gives the next more time."""
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.05)
     store, memory = HeldStore(tmp_path), SaveMemory()
     store.may_create.set()
     background = open_saves(store, memory)
@@ -57,7 +57,7 @@ def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, m
     assert ended is not None and ended.step == 1 and isinstance(ended.error, StorageError)
     assert "made no progress" in str(ended.error) and str(tmp_path) in str(ended.error)
     assert background.is_owed and not background.is_busy and memory.timeout.limit_s(0) == pytest.approx(0.1)
-    monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(save_thread, "LEAST_S", DEADLINE_S)
     healthy = threading.Event()
     monkeypatch.setattr(store, "may_write", healthy)  # the first write stays blocked
     healthy.set()
@@ -70,8 +70,8 @@ def test_a_hanging_save_is_abandoned_and_the_next_one_succeeds(tmp_path: Path, m
 
 def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload shows no progress before it ends: slow storage gets time in proportion to the bytes."""
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
-    monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1.0)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.05)
+    monkeypatch.setattr(save_thread, "SLOWEST_BYTES_S", 1.0)
     store = HeldStore(tmp_path)
     store.may_create.set()
     background = open_saves(store)
@@ -126,10 +126,10 @@ def test_a_hanging_publish_does_not_undo_later_commits(
     background.begin(small_state(1), facts(1))
     hung = background._flight
     assert hung is not None and store.is_creating.wait(DEADLINE_S)
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.05)
     ended = background.wait()
     assert ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
-    monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(save_thread, "LEAST_S", DEADLINE_S)
     late, store.may_create = store.may_create, threading.Event()
     if wakes_first:
         late.set()
@@ -180,7 +180,7 @@ def test_the_same_step_saved_again_finds_its_own_late_record(
     first = background._flight
     if late != "is unknown":
         assert store.is_creating.wait(DEADLINE_S)
-        monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
+        monkeypatch.setattr(save_thread, "LEAST_S", 0.05)
     ended = background.wait()
     assert first is not None and ended is not None and ended.commit is None and isinstance(ended.error, StorageError)
     assert len(store.list("commits/")) == 1

@@ -13,7 +13,7 @@ import torch
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, read_state
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.weights_digest import weights_digest
-from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import PeerLostError, StorageError
 from elastic_train.world.fencing import StoreFence
@@ -140,14 +140,14 @@ def test_a_damaged_done_record_fails_the_save(
 
 def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for it no longer than for its own write; then both are free for the next save."""
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.2)
     hung = HeldStore(tmp_path)
     ranks = world_of([LocalStore(tmp_path), hung], monkeypatch)
     for rank in ranks:
         rank.begin(odd_state(), facts(1))
     first, second = (rank.wait() for rank in ranks)
     assert first is not None and second is not None and {type(first.error), type(second.error)} == {StorageError}
-    monkeypatch.setattr(abandonment, "LEAST_S", DEADLINE_S)
+    monkeypatch.setattr(save_thread, "LEAST_S", DEADLINE_S)
     hung.may_create.set()
     hung.may_write.set()
     for rank in ranks:
@@ -158,7 +158,7 @@ def test_a_rank_hanging_in_its_part_does_not_block_rank_0(tmp_path: Path, monkey
 
 def test_rank_0_learns_of_an_abandoned_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's deadline may be far longer than a new rank's; it does not wait for a part that will not come."""
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.2)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.2)
     ranks = world_of([LocalStore(tmp_path), HeldStore(tmp_path)], monkeypatch)
     ranks[0]._memory.timeout.learn(10 * DEADLINE_S)
     for rank in ranks:

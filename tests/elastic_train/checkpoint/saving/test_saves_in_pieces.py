@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, load, read_state
-from elastic_train.checkpoint.format.layout import leaves_by_path, plan_attempt
-from elastic_train.checkpoint.format.pieces import Span
-from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.layout import bytes_of, leaves_by_path, plan_attempt
+from elastic_train.checkpoint.format.state_tree import Span
 from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
-from elastic_train.checkpoint.saving import abandonment
+from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import StorageError
@@ -124,8 +123,8 @@ def test_a_rank_that_cannot_write_its_pieces_fails_the_save(tmp_path: Path) -> N
 
 def test_rank_0_waits_as_long_as_the_largest_part_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has little to write itself, but must allow slow storage the time for another rank's pieces."""
-    monkeypatch.setattr(abandonment, "LEAST_S", 0.05)
-    monkeypatch.setattr(abandonment, "SLOWEST_BYTES_S", 1e4)
+    monkeypatch.setattr(save_thread, "LEAST_S", 0.05)
+    monkeypatch.setattr(save_thread, "SLOWEST_BYTES_S", 1e4)
     slow = HeldStore(tmp_path)
     slow.may_create.set()
     ranks, size = world_of([LocalStore(tmp_path), slow]), 100_000

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.checkpoint import CommitWriter, discover
-from elastic_train.checkpoint.saving import store_keeper
-from elastic_train.checkpoint.saving.store_keeper import StoreKeeper
+from elastic_train.checkpoint.saving import store_health
+from elastic_train.checkpoint.saving.store_health import StoreKeeper
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import StorageError
 from elastic_train.system.file_systems import location_of
@@ -98,7 +98,7 @@ def test_what_is_removed_is_said_and_the_next_commit_is_complete(
 def _unmount(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
     """Expose the empty folder under a mount point."""
     job.folder.rename(job.folder.with_name("away"))
-    patch.setattr(store_keeper, "location_of", lambda url: (0, "/", url))
+    patch.setattr(store_health, "location_of", lambda url: (0, "/", url))
 
 
 def _mount_another(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def _mount_a_copy(job: KeptJob, patch: pytest.MonkeyPatch) -> None:
     """Mount a snapshot, which lacks the newest claim."""
     shutil.copytree(job.folder, job.folder.with_name("away"))
     (job.folder / term_key(job.term)).unlink()
-    patch.setattr(store_keeper, "location_of", lambda url: (0, "/", url))
+    patch.setattr(store_health, "location_of", lambda url: (0, "/", url))
 
 
 def _link_elsewhere(job: KeptJob, patch: pytest.MonkeyPatch) -> None:

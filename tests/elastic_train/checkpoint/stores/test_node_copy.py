@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
-from elastic_train.checkpoint.stores.store import KeyMissing
+from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
 

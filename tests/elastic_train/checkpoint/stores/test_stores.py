@@ -14,13 +14,19 @@ from unittest.mock import Mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from elastic_train.checkpoint.stores import deadline
 from elastic_train.checkpoint.stores import store as stores
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import KeyMissing, KeyTaken, NotAllowed, Store, Uncertain, create_once
+from elastic_train.checkpoint.stores.store import (
+    DeadlineStore,
+    KeyMissing,
+    KeyTaken,
+    NotAllowed,
+    Store,
+    Uncertain,
+    create_once,
+)
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import PATIENCE_S
@@ -214,7 +220,7 @@ def test_storage_that_does_not_answer_is_an_error(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[Store], object], error: type[StorageError]
 ) -> None:
     """The caller gets an error after a while and abandons the hanging call; a create may still succeed."""
-    monkeypatch.setattr(deadline, "ANSWER_S", 0.05)
+    monkeypatch.setattr(stores, "ANSWER_S", 0.05)
     woken, reports = threading.Event(), list[None]()
 
     class Away:
@@ -253,7 +259,7 @@ def test_a_claim_outlives_a_hung_sync(tmp_path: Path, monkeypatch: pytest.Monkey
             self.num_creates += 1
             with monkeypatch.context() as patch:
                 if self.num_creates == 1:
-                    patch.setattr(deadline, "ANSWER_S", 0.5)
+                    patch.setattr(stores, "ANSWER_S", 0.5)
                 super().create(key, content)
 
     store = ImpatientAtFirst(Hanging(tmp_path), lambda: None)

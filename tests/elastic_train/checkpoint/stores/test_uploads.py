@@ -21,11 +21,10 @@ from s3fs import S3FileSystem
 
 from chaos.services.s3_server import S3
 from elastic_train.checkpoint import discover, open_store, read_state
-from elastic_train.checkpoint.commits.sweeping import drop_unfinished
+from elastic_train.checkpoint.commits.pruning import drop_unfinished
 from elastic_train.checkpoint.stores import fsspec_store
-from elastic_train.checkpoint.stores.deadline import DeadlineStore
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore, S3Upload
-from elastic_train.checkpoint.stores.store import read
+from elastic_train.checkpoint.stores.store import DeadlineStore, read
 from elastic_train.errors import StorageError
 from elastic_train.world import world
 from tests.conftest import run_source

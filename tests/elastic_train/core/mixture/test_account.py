@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.core.accounting import Hole
+from elastic_train.core.accounting import CoverageSums, Hole
 from elastic_train.core.arrays import Int64s, ranges_of
-from elastic_train.core.coverage import CoverageSums
-from elastic_train.core.mixture.account import check_passes, expected_sums_of, sums_of_sources
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture, check_passes, expected_sums_of, sums_of_sources
 from elastic_train.core.order import Cursor
 from elastic_train.errors import CoverageError
 from tests.elastic_train.core.mixture.test_dealing import mixtures, order_of

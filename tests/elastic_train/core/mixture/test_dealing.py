@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from elastic_train.config.datasets import shares_of
 from elastic_train.core.arrays import group_of
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.mixture.dealing import LONGEST_TURN, Mixture, Run
+from elastic_train.core.mixture import LONGEST_TURN, Mixture, Run
 from elastic_train.core.order import Cursor, Order
 
 SHARES = st.lists(st.integers(1, 9), min_size=1, max_size=4)

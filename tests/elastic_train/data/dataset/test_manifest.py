@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow.parquet import encryption
 
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import NAME, Manifest, build_manifest, load_manifest
 from elastic_train.data.tables.files import read_files

@@ -19,8 +19,7 @@ from elastic_train.cli.datasets import verify_
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.keyed_random import mix64_array
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.length_buckets import LengthBuckets
-from elastic_train.core.order import Order
+from elastic_train.core.order import LengthBuckets, Order
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import NAME, load_lengths, make_lengths, write_lengths
 from elastic_train.data.loading.loader import LaneLoader

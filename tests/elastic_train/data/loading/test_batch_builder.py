@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.core.accounting import Hole, expected_sums
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, Hole, expected_sums
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order, Samples
 from elastic_train.data.arrow.rows import Rows

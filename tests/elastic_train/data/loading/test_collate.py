@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
-from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.lane_batch import Collate, takes_draw
 from elastic_train.data.loading.loader import LaneLoader

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.core.lanes import owned_lanes
-from elastic_train.core.mixture.dealing import Mixture
+from elastic_train.core.mixture import Mixture
 from elastic_train.core.order import Cursor, Order
-from elastic_train.core.sample_random import SampleRandom
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.data.loading.lane_batch import AS_THEY_ARE, LaneBatch, SampleRules
 from elastic_train.data.loading.loader import LaneLoader

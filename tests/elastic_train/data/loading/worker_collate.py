@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.arrow.numbers import numbers_of
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.pieces import Pieces
+from elastic_train.checkpoint.format.state_tree import Pieces
 from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.cells.state_parts import filled_parts, in_whole, written_by_turns, written_spans
+from elastic_train.job.sharded.held_tree import filled_parts, in_whole
+from elastic_train.job.state_shards import written_by_turns, written_spans
 from elastic_train.placement.grains import cut_along
 from elastic_train.placement.norm import in_memory_order
 

@@ -14,8 +14,7 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers import choice as choice_module
-from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.muon import MuonWithAdamW
+from elastic_train.job.optimizers.choice import MuonWithAdamW, choose
 from elastic_train.job.optimizers.rehearsal import shows_no_cut
 from elastic_train.job.state import AppliedState
 from elastic_train.tasks.task import ParameterGroup

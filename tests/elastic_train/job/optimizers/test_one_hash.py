@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.checkpoint.format.layout import AVERAGE
-from elastic_train.checkpoint.format.torch_frame import bytes_of
+from elastic_train.checkpoint.format.layout import AVERAGE, bytes_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
 from elastic_train.job.resharding.peer_states import PeerState

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state

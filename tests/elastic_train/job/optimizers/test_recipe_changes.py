@@ -11,7 +11,7 @@ from torch import nn
 
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.job.build import build_state
-from elastic_train.job.optimizers.recipe_changes import Recipe, read_recipe, say_changes, say_end_of_rates
+from elastic_train.job.optimizers.schedule import Recipe, read_recipe, say_changes, say_end_of_rates
 from elastic_train.job.state import AppliedState, TrainProgress
 
 OTHER_BITS = "from here on the weights are not those of a run without the change"

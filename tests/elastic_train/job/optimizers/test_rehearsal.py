@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state

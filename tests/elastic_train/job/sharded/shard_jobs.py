@@ -12,19 +12,17 @@ from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.lanes import lane_seed, leaf_of
 from elastic_train.core.order import Cursor
 from elastic_train.job import build as build_module
-from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.sharded.zero1_share import Zero1Share
-from elastic_train.job.state import AppliedState, StepFacts
+from elastic_train.job.state import AppliedState, StepFacts, norm_of
 from elastic_train.job.units.generators import seed_generators
+from elastic_train.parallel.buckets import Wire
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.leaves import Wire
 from elastic_train.tasks.task import ParameterGroup
 from elastic_train.world.equal_weights import digest_of_all
 from tests.fake_memory import FakeMemory
@@ -144,7 +142,7 @@ def train(group: Group, state: AppliedState, until: int, term: int = TERM) -> No
     """Apply steps as the training loop does."""
     while state.step < until:
         measured = compute(group, state)
-        state.apply(facts_of(state, term), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
+        state.apply(facts_of(state, term), norm_of(group.all_gather(measured), state.shards.table))
         state.shards.share.refresh(group)
 
 

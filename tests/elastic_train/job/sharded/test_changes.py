@@ -22,9 +22,8 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.checkpoint.saving import background_saves
 from elastic_train.errors import ElasticTrainError, PeerLostError
-from elastic_train.job import gradient_norm
 from elastic_train.job.resharding.peer_states import PeerState
-from elastic_train.job.state import AppliedState, TrainProgress
+from elastic_train.job.state import AppliedState, TrainProgress, known_alone, norm_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape
 from elastic_train.world.equal_weights import digest_of_all
@@ -146,10 +145,10 @@ class Life:
             return
         if is_gone and point == "summed":
             _die()
-        norm = gradient_norm.known_alone(shards.table, measured)  # known to ranks that lack the others' norms
+        norm = known_alone(shards.table, measured)  # known to ranks that lack the others' norms
         with contextlib.suppress(PeerLostError):
             gathered = job.group.all_gather(measured)
-            norm = gradient_norm.norm_of(gathered, shards.table) if is_gone else norm
+            norm = norm_of(gathered, shards.table) if is_gone else norm
         if norm is None:
             job.state.hold(job.facts, measured)  # the surviving ranks decide
         else:

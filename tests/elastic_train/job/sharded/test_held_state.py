@@ -22,15 +22,14 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import lane_additions
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
-from elastic_train.job import gradient_norm
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.resharding.peer_states import PeerState
 from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
-from elastic_train.job.sharded.held_tree import Held, cuts_of, spans_of
+from elastic_train.job.sharded.held_tree import Held, spans_of, written_of
 from elastic_train.job.sharded.zero1_share import Zero1Share
-from elastic_train.job.state import AppliedState
+from elastic_train.job.state import AppliedState, norm_of
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout, Listed, lay_out
@@ -95,7 +94,7 @@ def rounded(until: int) -> list[str]:
         for parameter, total in zip(trained, sums[0], strict=True):
             assert parameter.grad is not None, "the sum has bound it"
             parameter.grad.copy_(total / (3.0 * NUM_LANES))
-        state.apply(facts_of(state), gradient_norm.norm_of(group.all_gather(state.measure()), state.shards.table))
+        state.apply(facts_of(state), norm_of(group.all_gather(state.measure()), state.shards.table))
         found.append(fingerprint(group, state))
     return found
 
@@ -134,7 +133,7 @@ def test_what_arrives_late_reaches_no_gradient() -> None:
     measured = compute(group, state)
     for memory in old:
         memory.fill_(torch.nan)
-    state.apply(facts_of(state), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
+    state.apply(facts_of(state), norm_of(group.all_gather(measured), state.shards.table))
     assert fingerprint(group, state) == expected[1]
 
 
@@ -323,7 +322,7 @@ worlds = st.tuples(st.integers(1, 20), st.integers(1, 30))
 def test_writers_cut_every_tensor_into_its_elements_once(listed: list[Listed], world: tuple[int, int]) -> None:
     """This holds for any number of writers and of sections at whose ends memory is cut."""
     layout, written = _written(listed, world)
-    for tensor, by_writer in zip(layout.tensors, cuts_of(layout, written), strict=True):
+    for tensor, by_writer in zip(layout.tensors, written_of(layout, written), strict=True):
         assert len(by_writer) == len(written)
         spans = sorted(span for spans in by_writer for span in spans)
         ends = [0, *(hi for _, hi in spans)]

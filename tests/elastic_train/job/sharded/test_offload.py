@@ -10,16 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.pieces import Pieces
-from elastic_train.checkpoint.format.state_tree import leaves_of
+from elastic_train.checkpoint.format.state_tree import Pieces, leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
-from elastic_train.job import gradient_norm
 from elastic_train.job.optimizers.optimizer_memory import OWN
 from elastic_train.job.resharding.reshard import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
-from elastic_train.job.state import AppliedState
+from elastic_train.job.state import AppliedState, norm_of
 from elastic_train.parallel.devices.host_memory import HostMemory, pinned
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import Run
@@ -101,7 +99,7 @@ def test_the_device_has_blocks_in_place_of_what_is_offloaded(shards: Shards, off
         with counted:
             found.append(counted.now())
             if what != "none":
-                state.apply(facts_of(state), gradient_norm.norm_of(group.all_gather(measured), state.shards.table))
+                state.apply(facts_of(state), norm_of(group.all_gather(measured), state.shards.table))
     weights = sum(one.weights.nbytes for one in shards_of(state).trained_runs)
     offloaded, rooms = shards_of(state).offloaded, 2 * FakeMemory.room_bytes
     assert offloaded is not None, "the optimizer's state is offloaded"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.parallel.attention import choice, flex, kernels, probe
+from elastic_train.parallel.attention import choice, kernels, probe
 from elastic_train.parallel.attention.choice import Recorder, adopt, choose, fingerprint
 from elastic_train.parallel.attention.kernels import KERNELS, Call, Kernel, Machine, causal_kernel, sdpa
 from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
@@ -201,7 +201,7 @@ def test_plain_arithmetic_stays_in_place_although_switches_are_set_back() -> Non
 @pytest.mark.parametrize(
     ("causal", "is_compiling", "width", "is_deterministic", "expected"),
     [
-        ("flex", True, 16, True, flex.causal_attention),
+        ("flex", True, 16, True, kernels.causal_attention),
         ("flex", True, 8, True, None),  # otherwise it would be refused
         ("flex", True, 16, False, None),
         ("flex", False, 16, True, None),
@@ -229,7 +229,7 @@ def test_a_decoder_on_a_gpu_computes_by_the_kernel_that_was_chosen(
 
 
 def test_flex_attentions_kernels_are_pinned_by_device_and_width() -> None:
-    found = flex.options_for((9, 0), 128, torch.bfloat16)
+    found = kernels.options_for((9, 0), 128, torch.bfloat16)
     assert found["fwd_BLOCK_M"] == 128 and found["bwd_num_warps"] == 8
     assert all(found[f"bwd_BLOCK_N{n}"] % found[f"bwd_BLOCK_M{n}"] == 0 for n in "1")
-    assert flex.options_for((9, 0), 128, torch.float32) == flex.options_for((7, 5), 128, torch.bfloat16) == {}
+    assert kernels.options_for((9, 0), 128, torch.float32) == kernels.options_for((7, 5), 128, torch.bfloat16) == {}

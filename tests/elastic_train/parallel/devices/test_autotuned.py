@@ -10,8 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.parallel.devices.autotuned import TUNED, describe_tuning, tuned_kernels
-from elastic_train.parallel.devices.switches import KeptSwitches, begin_training, described, switches
+from elastic_train.parallel.devices.switches import (
+    TUNED,
+    KeptSwitches,
+    begin_training,
+    describe_tuning,
+    described,
+    switches,
+    tuned_kernels,
+)
 
 
 class KernelInterface:

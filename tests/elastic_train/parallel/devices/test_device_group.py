@@ -16,9 +16,8 @@ import torch
 from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
 from elastic_train.errors import HungError, PeerLostError
-from elastic_train.parallel.devices import device_group
-from elastic_train.parallel.devices.device import Device, nccl_hazard
-from elastic_train.parallel.devices.device_group import DeviceGroup
+from elastic_train.parallel.devices import device as devices
+from elastic_train.parallel.devices.device import Device, DeviceGroup, nccl_hazard
 from elastic_train.parallel.group import Group
 from rendezvous.waiting import Bystander
 from tests.conftest import run_ranks
@@ -165,7 +164,7 @@ def test_a_process_whose_device_does_not_get_free_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FakeCommunicator]
 ) -> None:
     """It would only block the next world; a launcher or a standby process replaces it."""
-    monkeypatch.setattr(device_group, "ABORT_S", 0.2)
+    monkeypatch.setattr(devices, "ABORT_S", 0.2)
     device, started = FakeDevice(), time.monotonic()
     group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, kind)
     device.is_deaf = True

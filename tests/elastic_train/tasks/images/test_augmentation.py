@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from elastic_train.core.sample_random import SampleRandom
+from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.data.dataset.encoded_images import why_undecodable
 from elastic_train.tasks.images.augmentation import Pixels, centre, decode, draw_mixing, random_box, shifted, view
 from elastic_train.tasks.images.options import Augmentation, Normalisation

@@ -13,8 +13,7 @@ from torch import nn
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
-from elastic_train.core.accounting import SampleAccount
-from elastic_train.core.coverage import CoverageSums
+from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.insight.memory import MemoryFacts, facts_of
@@ -26,7 +25,7 @@ from elastic_train.parallel.gradient_sum import GradientSum, OfPart, make_sum, p
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import num_elements
 from elastic_train.tracking.history import History
-from elastic_train.training.memory.meter import MemoryWatch, Meter, held_by, storages
+from elastic_train.training.memory import MemoryWatch, Meter, held_by, storages
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, meet, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.elastic_train.tracking.unqueued import Unqueued

@@ -15,13 +15,13 @@ from torch import nn
 from elastic_train.config.schema import Config
 from elastic_train.errors import PeerLostError
 from elastic_train.insight.memory import FOLDER, MemoryFacts, facts_of
-from elastic_train.training.memory import out_of_memory
-from elastic_train.training.memory.meter import Meter
-from elastic_train.training.memory.out_of_memory import (
+from elastic_train.training import memory
+from elastic_train.training.memory import (
     MOST_KEPT,
     MOST_LISTED,
     MOST_RECORDED,
     MOST_TEXT,
+    Meter,
     Moment,
     is_out_of_memory,
     note_out_of_memory,
@@ -120,8 +120,8 @@ def test_a_folder_that_takes_no_file_costs_the_file(tmp_path: Path, monkeypatch:
     (tmp_path / FOLDER).write_text("in the way")
     note = noted(tmp_path, MemoryError())
     assert "00000004-00003.json could not be written: " in note and "To use less memory: " in note
-    monkeypatch.setattr(out_of_memory, "WRITE_TIMEOUT_S", 0.0)
-    monkeypatch.setattr(out_of_memory, "begin", lambda name, call: begin(name, lambda: __import__("time").sleep(0.5)))
+    monkeypatch.setattr(memory, "WRITE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(memory, "begin", lambda name, call: begin(name, lambda: __import__("time").sleep(0.5)))
     assert "could not be written: no answer in 0 s. To use less memory: " in noted(tmp_path, MemoryError())
 
 
@@ -230,6 +230,6 @@ def test_on_a_gpu_what_the_allocator_knows_is_kept(tmp_path: Path, monkeypatch: 
     assert not asked.called
     record_allocations(torch.device("cuda:0"))
     assert asked.call_args.kwargs["max_entries"] == MOST_RECORDED
-    monkeypatch.setattr(out_of_memory, "MOST_RECORDED_BYTES", 10)
+    monkeypatch.setattr(memory, "MOST_RECORDED_BYTES", 10)
     assert "; snapshot: " in noted(tmp_path, torch.OutOfMemoryError("CUDA out of memory"), meter)
     assert not path.with_suffix(".pickle").exists()

@@ -19,7 +19,7 @@ from elastic_train.runs.glance import look
 from elastic_train.runs.report import report_on
 from elastic_train.tracking.metric_log import Values, read_metrics
 from elastic_train.training import supervisor
-from elastic_train.training.opening.utilisation import count, peak_of
+from elastic_train.training.opening.resources import count, peak_of
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
 LANGUAGE: dict[str, object] = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import elastic_train as et
-from elastic_train.checkpoint.commits.pins_and_holds import pinned
 from elastic_train.checkpoint.commits.reader import commit_keys, damage_of, read_record
+from elastic_train.checkpoint.commits.retention_policies import pinned
 from elastic_train.job.plan import make_plan
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, history, result, succeed
 from tests.memory_job import start

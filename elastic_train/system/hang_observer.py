@@ -1,9 +1,9 @@
 """End the process that started this one if it is silent for too long although it could run.
 
-Run as a program, with only the standard library: `python -I -S program.py PARENT SIGNAL`. Each line of standard input
-is a sign of life, with the most seconds until the next. Silence is counted in small steps, and not while the parent is
-stopped. If this process is stopped as well, as in a job suspended by its scheduler, the step counts with its usual
-length: a job resumed after an hour continues where it was.
+Run as a program, with only the standard library: `python -I -S hang_observer.py PARENT SIGNAL`. Each line of standard
+input is a sign of life, with the most seconds until the next. Silence is counted in small steps, and not while the
+parent is stopped. If this process is stopped as well, as in a job suspended by its scheduler, the step counts with its
+usual length: a job resumed after an hour continues where it was.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""A rank's memory: measured periodically, and recorded when it runs out."""
