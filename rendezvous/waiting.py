@@ -38,17 +38,21 @@ class Call(Generic[T]):
         try:
             self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            # An unread error would keep, by its frames and in a cycle, everything that the call had.
+            # An unread error would be kept, with everything that the call had.
             self._error = None if self._is_given_up else error
         self._function = None
         self.ended.set()
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Return the call's result or raise its error; GivenUp if that takes longer than `timeout_s`."""
+        """Return the call's result or raise its error, once; GivenUp if that takes longer than `timeout_s`."""
         if not self.ended.wait(timeout_s):
             raise GivenUp
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # a call that keeps its error keeps, by its frames and in a cycle, all that these had
         return self._result  # type: ignore[return-value]
 
     def result_unless(self, is_hopeless: Callable[[], bool], look_every_s: float = LOOK_EVERY_S) -> T:

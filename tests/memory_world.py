@@ -69,12 +69,15 @@ class Hub:
         self.receives: dict[tuple[int, int, int], deque[Posted]] = {}
         self.collectives: dict[int, Collective] = {}
 
-    def leave(self, rank: int) -> None:
-        self.gone.add(rank)
+    def leave(self, *ranks: int) -> None:
+        self.gone.update(ranks)
+        if len(self.gone) == self.size:  # nobody reads them any more
+            for posted in (self.sends, self.receives, self.collectives):
+                posted.clear()
 
     def leave_as(self, who: int) -> None:
         """Leave the group, given the rank of the machine."""
-        self.gone.update(rank for rank, other in self.members.items() if other == who)
+        self.leave(*(rank for rank, other in self.members.items() if other == who))
 
     def match(self, source: int, to: int, tag: int) -> None:
         """Copy each posted send to its matching receive, in the order of both."""

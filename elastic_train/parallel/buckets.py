@@ -139,7 +139,7 @@ class Filling:
             yield
             walk.finish()
         finally:
-            self._missing = None
+            self._walk, self._missing = Walk((), lambda action: None), None
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

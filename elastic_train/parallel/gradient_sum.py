@@ -49,7 +49,7 @@ class GradientSum(Protocol):
         """Leave (sum over all leaves) / divisor in every parameter's `.grad`, or on the ranks that hold it."""
 
     def close(self) -> None:
-        """Stop changing the model's parameters."""
+        """Stop changing the model's parameters, and release the gradients' memory."""
 
     def tensors(self) -> Iterator[OfPart]:
         """Yield all tensors it holds, each with its category of memory."""
@@ -58,7 +58,8 @@ class GradientSum(Protocol):
 class Tree(NamedTuple):
     """Flat gradients that ranks add up; `leaves` has the leaves of each of the `ranks`.
 
-    Parameters in `placed` are exchanged during the backward pass of the last leaf.
+    `placed` has the parameters whose gradients are views of them. If it `is_beside`, these are exchanged during the
+    backward pass of the last leaf.
     """
 
     flats: Sequence[Tensor]
@@ -66,6 +67,7 @@ class Tree(NamedTuple):
     leaves: Sequence[Lanes]
     reduce: Reduce
     placed: Sequence[Placed] = ()
+    is_beside: bool = True
 
 
 def tree_of(kind: Reduction, parameters: Sequence[nn.Parameter], ranks: Group, leaves: Sequence[Lanes]) -> Tree:
@@ -227,7 +229,7 @@ class TreeSum:
         self._scratch = Scratch()
         self._queue: ExchangeQueue | None = None
         for one in self._trees:
-            if bucket_bytes is not None and one.tree.placed and _may_be_beside(one.tree):
+            if bucket_bytes is not None and _may_be_beside(one.tree):
                 self._queue = self._queue or ExchangeQueue(one.tree.ranks)
                 one.buckets = cut_buckets(one.tree.placed, one.tree.flats, bucket_bytes)
                 one.filling = Filling([bucket.parameters for bucket in one.buckets])
@@ -257,7 +259,7 @@ class TreeSum:
         """Wait for the exchanges that overlapped with the last leaves, and exchange the rest now."""
         self._join()
         for one in reversed(self._trees):
-            flats, ranks, _, reduce, _ = one.tree
+            flats, ranks, reduce = one.tree.flats, one.tree.ranks, one.tree.reduce
             if one.filling is None:
                 one.mine = one.own.sums() if reduce.is_ordered else {}
                 for number, flat in enumerate(flats):
@@ -271,8 +273,11 @@ class TreeSum:
         for one in self._trees:
             if one.filling is not None:
                 one.filling.close()
+            for placed in one.tree.placed:
+                placed.parameter.grad = None
         if self._queue is not None:
             self._queue.close()
+        self._trees, self._scratch = [], Scratch()  # whoever keeps the sum keeps no gradients
 
     def tensors(self) -> Iterator[OfPart]:
         for one in self._trees:
@@ -304,4 +309,5 @@ class TreeSum:
 
 def _may_be_beside(tree: Tree) -> bool:
     is_on_device = any(flat.is_cuda or tree.ranks.is_on_device(flat) for flat in tree.flats)
-    return tree.ranks.size > 1 and tree.reduce.is_ordered and not is_on_device
+    may_be = tree.is_beside and tree.placed and tree.ranks.size > 1 and tree.reduce.is_ordered
+    return bool(may_be) and not is_on_device

@@ -168,9 +168,11 @@ class ReduceScatterSum:
         return {number: self._homes[number].new_empty(size) for number, size in sizes.items()}
 
     def close(self) -> None:
-        """Stop changing the model's parameters."""
         for course in self._courses:
             course.filling.close()
+            forget_gradients(course.units)
+        self._courses, self._homes, self._totals, self._weights = [], {}, {}, None
+        self._counters, self._leaves, self._spare = {}, Leaves("exact"), BufferPool(0)
 
     def tensors(self) -> Iterator[OfPart]:
         for number, total in self._totals.items():

@@ -95,6 +95,7 @@ class UnitWeights:
             self.end_pass()
         if self._memory is not None:
             self._memory.settle("in")
+        self._walk = Walk((), lambda action: None)
         return self._is_dirty
 
     def end_pass(self) -> None:

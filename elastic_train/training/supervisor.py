@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.saving.store_health import StoreHealth
@@ -209,11 +210,13 @@ def _train_through(process: Process) -> Ended:
             if not worlds.is_live:
                 raise  # the job, and the tracker's run, continue in the next world
             formed.group.abandon()
+            _clear_frames(error)
             continue
-        except StepDropped:
+        except StepDropped as error:
             if not worlds.is_live:
                 return _leave_alone(process)
             formed.group.abandon()
+            _clear_frames(error)
             continue
         except StorageError as error:
             num_failed += 1
@@ -221,6 +224,7 @@ def _train_through(process: Process) -> Ended:
                 raise
             sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
             formed.group.abandon()
+            _clear_frames(error)
             process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
             if formed.group.size > 1 and not process.use.has_probed():
@@ -230,6 +234,16 @@ def _train_through(process: Process) -> Ended:
             return ended
         num_failed = 0
     return result_of(plan, state, CLOSED, digest_of_all(state.shards))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of those that it came from, of which one may keep the error itself.
+
+    Such a cycle would keep the gradients of a world that has ended until Python next looks for cycles.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:
@@ -329,6 +343,15 @@ def _train_in(session: Session) -> Ended | None:
     leave = session.leave
     leave.lost = functools.partial(_lost, session)
     leave.may_go = functools.partial(_has_nothing_to_lose, session)
+    try:
+        return _train_and_end(session)
+    finally:  # the session's memory is needed for the next world's
+        leave.lost = functools.partial(str, leave.lost())
+        leave.may_go = functools.partial(bool, leave.may_go())
+
+
+def _train_and_end(session: Session) -> Ended | None:
+    leave = session.leave
     try:
         outcome = train_steps(session)
         session.watchdog.leave()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -50,6 +52,25 @@ def test_a_call_on_a_thread_is_waited_for_no_longer_than_asked() -> None:
 
     with pytest.raises(TimeoutError, match="the call's own"):
         begin("tested", fail).result(PATIENCE_S)
+
+
+def test_an_error_that_was_raised_keeps_nothing() -> None:
+    """A call that kept it would keep, by the error's frames, what was held where it was raised."""
+
+    class Held:
+        pass
+
+    def raised() -> weakref.ref[Held]:
+        held, call = Held(), begin("fails", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            call.result(PATIENCE_S)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert raised()() is None
+    finally:
+        gc.enable()
 
 
 def test_calls_run_in_the_order_they_were_begun(bystander: Bystander) -> None:

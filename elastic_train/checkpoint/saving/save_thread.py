@@ -222,6 +222,7 @@ class SaveInFlight:
             self._error = error
         finally:
             self._seconds = self._seconds or time.perf_counter() - self._began_at
+            del self._snapshot  # an error would keep it, by its frames
             self.staged.set()
             self.ended.set()
 

@@ -232,7 +232,7 @@ class Share:
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
         """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it."""
         made = [tree_of(kind, one.parameters, one.ranks, one.leaves) for one in trees]
-        beside = [one if of.is_beside else one._replace(placed=()) for one, of in zip(made, trees, strict=True)]
+        beside = [one._replace(is_beside=of.is_beside) for one, of in zip(made, trees, strict=True)]
         return TreeSum(beside, self._bucket_bytes)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import weakref
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -195,6 +196,18 @@ def twice(rank: int, size: int) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def test_whoever_keeps_a_closed_sum_keeps_no_gradients() -> None:
+    """The next world's are made as soon as it is closed, and a device may have no room for both."""
+    net = Net()
+    total = make_gradient_sum("canonical", list(net.parameters()), group_of("alone", 0, 1), 4)
+    for lane in range(4):
+        with total.turn(lane):
+            net(torch.ones(2, 7)).sum().backward()
+    held = [weakref.ref(tensor) for _, tensor in total.tensors()]
+    total.close()
+    assert held and not any(tensor() is not None for tensor in held)
 
 
 def test_a_gradient_that_comes_in_parts_is_refused() -> None:

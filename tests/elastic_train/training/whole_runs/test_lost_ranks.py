@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import time
+import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -13,9 +18,14 @@ from chaos.judge.evidence.run_files import Evidence, collect
 from chaos.judge.invariants.rollbacks import copies
 from chaos.judge.invariants.whole_run import check_kept
 from chaos.judge.job_shape import cell_size
+from elastic_train.training import supervisor
+from elastic_train.training.open_session import open_session
+from elastic_train.training.session import Process, Session
+from elastic_train.world.forming import Formed
 from tests import memory_job, memory_live
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, average_of, config, result, succeed
 from tests.memory_job import Loss
+from tests.memory_machine import rank_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
@@ -146,12 +156,41 @@ def test_lost_ranks_cost_no_applied_step(
 def lose(folder: Path, rows: Path, layout: Parallel, size: int, losses: list[Loss]) -> Evidence:
     """Run a live job that loses ranks; return its evidence, in which the judge finds nothing."""
     path, on_devices = write(folder, rows, layout), "on_devices" in layout
-    done = memory_live.start([path], num_ranks=size, losses=losses, on_devices=on_devices)
+    with remembering() as kept:
+        done = memory_live.start([path], num_ranks=size, losses=losses, on_devices=on_devices)
+    assert not kept, "ranks keep what belonged to a world that has ended"
     assert sorted(done.codes) == [-9] * len(losses) + [0] * size, done.output
     run = collect(folder / "run")
     check_kept(run)
     copies(run)
     return run
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[list[str]]:
+    """Yield what ranks still keep of their last world once they have opened the next; nothing looks for cycles."""
+    kept, last = list[str](), dict[int | None, dict[str, weakref.ref[object]]]()
+
+    def opened(process: Process, formed: Formed) -> Session:
+        session, rank = open_session(process, formed), rank_here()
+        now = {id(tensor) for _, tensor in session.gradients.tensors()}  # a share keeps its own
+        before = {name: known for name, known in last.get(rank, {}).items() if id(known()) not in now}
+        deadline = time.monotonic() + 5.0  # threads of the last world may be about to end
+        while any(known() is not None for known in before.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        kept.extend(f"{name} of rank {rank}" for name, known in before.items() if known() is not None)
+        tensors = {f"{what} {number}": one for number, (what, one) in enumerate(session.gradients.tensors())}
+        mine = {**tensors, "the group": session.world.group, "the sum": session.gradients}
+        last[rank] = {name: weakref.ref(one) for name, one in mine.items()}
+        return session
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(supervisor, "open_session", opened):
+            yield kept
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("parallel", [PARAMETERS, TENSOR, {**TENSOR, **PARAMETERS}, {**STAGES, **OPTIMIZER}], ids=str)
