@@ -26,6 +26,8 @@ from rendezvous.etcd.server import EtcdServer
 LEAVE = "stop_node"
 COME_WITHIN_S = 30.0
 """Seconds that a process may need to reach a failpoint, even on a busy machine."""
+NUM_LAST_LINES = 5
+"""Lines of each node's log that a job without evidence shows."""
 
 
 def run_job(
@@ -71,8 +73,13 @@ def run_job(
             ending = str(error)
     run = collect(folder)
     if run.result is None or len(run.of("fault")) + len(run.of("missed")) <= len(due):
-        raise SystemExit(f"{folder}: {ending}")
+        raise SystemExit("\n".join([f"{folder}: {ending}", *map(_last_words, sorted(folder.glob("node-*.log")))]))
     return run
+
+
+def _last_words(log: Path) -> str:
+    """Return the end of a node's log; the folder may be removed with the error."""
+    return f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:])
 
 
 def repeat(folder: Path, config: str, run: Evidence, *overrides: str, ranks: int = 1) -> Mapping[str, object]:
