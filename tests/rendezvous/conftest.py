@@ -6,6 +6,8 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,19 +15,28 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.sim.machine.etcd import Etcd, EtcdClient
 from chaos.sim.machine.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore
+from rendezvous.membership.participant import Participant
 from tests.conftest import assert_slow
 from tests.rendezvous.rendezvous_sides import Side, beside, eventually, patient
 
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After a test none of its leases may be renewed and none of its keys watched.
+    """After a test none of its leases may be renewed and none of its keys watched; its members end within a second.
 
     Later tests in this process would meet such a thread: the simulator, for example, replaces modules that it uses.
     Threads of an earlier test that failed are not waited for again.
     """
-    before = _followers()
-    yield
+    before, members, begin = _followers(), list[Participant](), Participant.__init__
+
+    def note(member: Participant, *arguments: Any, **named: Any) -> None:
+        begin(member, *arguments, **named)
+        members.append(member)
+
+    with mock.patch.object(Participant, "__init__", note):
+        yield
+    for member in members:
+        member._left.set()
     eventually(lambda: _followers() <= before, "the end of leases and watches")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,8 +14,9 @@ from tests.conftest import PATIENCE_S
 
 
 @pytest.fixture
-def bystander() -> Bystander:
-    return Bystander("tested")
+def bystander() -> Iterator[Bystander]:
+    yield (made := Bystander("tested"))
+    made.leave()
 
 
 def test_a_calls_result_or_error_arrives(bystander: Bystander) -> None:
