@@ -23,11 +23,17 @@ Order Cursor owned_lanes CoverageSums Manifest load_manifest build_manifest Read
 Task LaneLoss ParameterGroup Config load_config train TrainResult CommitRecord open_store discover read_state holding
 ElasticTrainer ElasticTrainError ConfigError DataError StorageError Preempted ResultError
 """
+OF_RENDEZVOUS = """
+EtcdFence EtcdOptions EtcdServer EtcdStore FencedError Head MemoryStore OptionError RendezvousContext RendezvousError
+ServerError Store StoreError StoreRefusedError StoreUnavailableError TooFewNodesError context die_with_parent
+etcd_options open_fence
+"""
 
 
 def test_the_public_names_are_these() -> None:
     assert elastic_train.__all__ == sorted(NAMES.split())
     assert chaos.__all__ == ["ChaosError", "Verdict", "examine", "log_ids"]
+    assert sorted(rendezvous.__all__) == OF_RENDEZVOUS.split()
 
 
 @pytest.mark.parametrize("package", [elastic_train, chaos, rendezvous], ids=lambda package: package.__name__)
@@ -52,16 +58,20 @@ def test_the_api_page_shows_every_public_name() -> None:
     assert sorted(shown) == elastic_train.__all__
 
 
-@pytest.mark.parametrize("package", [elastic_train, chaos], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [elastic_train, chaos, rendezvous], ids=lambda package: package.__name__)
 def test_an_unknown_name_is_an_attribute_error(package: ModuleType) -> None:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'Ordre'"):
         package.Ordre  # noqa: B018 - the access is what is tested
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["elastic_train", "chaos", "chaos.hook"])
+@pytest.mark.parametrize("module", ["elastic_train", "chaos", "chaos.hook", "rendezvous"])
 def test_importing_loads_nothing_heavy(module: str) -> None:
-    program = f"import sys, {module}; print(*{{'torch', 'numpy', 'pyarrow', 'pydantic'}} & set(sys.modules))"
+    """A store loads etcd's client on first use."""
+    heavy = {"torch", "numpy", "pyarrow", "pydantic", "grpc", "pyetcd"}
+    program = f"import sys, {module}; print(*{heavy} & set(sys.modules))"
+    if module == "rendezvous":
+        program += "; from rendezvous import EtcdStore; assert EtcdStore.get and 'grpc' in sys.modules"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 
