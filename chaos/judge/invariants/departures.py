@@ -66,9 +66,9 @@ def _check_worlds(run: Evidence) -> None:
     """No process outlives a world of `restart` mode: a fault hit it, or a node joined.
 
     A fault hits a world if it came, lasted or was undone after sealing, or had hit one of its processes before; the
-    world must end in its window. An agent that was cut off from etcd is also a member of the next world: it misses a
-    lost renewal later, and ends one world. Where all had finished, an agent that hears of it late may restart its
-    workers, which then find the job done.
+    world must end in its window. An agent that was cut off from etcd, or has bad data, is also a member of the next
+    world: it misses a lost renewal, or reads the data, later, and ends one world. Where all had finished, an agent that
+    hears of it late may restart its workers, which then find the job done.
     """
     formed, pids, seats, sealed = formed_at(run), pids_of(run), seats_of(run), sealed_at(run)
     node_of = {pid: line["node"] for line in run.of("node") for pid in _pids(line)}
@@ -85,7 +85,7 @@ def _check_worlds(run: Evidence) -> None:
         cut_off = {
             (id(line), node)
             for line in hits
-            if kind_of(line["kind"]).cuts_off
+            if kind_of(line["kind"]).cuts_off or line["kind"] == "bad_row_group"
             for node in own.intersection(_nodes(line))
         }
         if cut_off <= spent:
