@@ -279,6 +279,7 @@ ALIEN_RECORDS = (
     ("world", "garbage"),
     ("failure", "[]"),
     ("closed", "{}"),
+    ("over", "garbage"),
     ("notes", "5"),
     ("members/alien", "garbage"),
     ("members/alien-newer", '{"format": 2}'),

@@ -222,14 +222,21 @@ class Connection:
         return meaning_of(error) in (Meaning.AGAIN, Meaning.LOG_IN, Meaning.BLOCKED)
 
 
-def list_prefix(connection: Connection, prefix: str, give_up_after_s: float = GIVE_UP_AFTER_S) -> Snapshot:
-    """Read all keys below `prefix` at one revision."""
-    range_end = utils.prefix_range_end(prefix.encode())
+def list_prefix(
+    connection: Connection, prefix: str, give_up_after_s: float = GIVE_UP_AFTER_S, end: str = ""
+) -> Snapshot:
+    """Read the keys below `prefix` that sort before `end`, or all of them if it is empty, at one revision."""
+    range_end = range_end_of(prefix, end)
     response = connection.call(
         lambda client: client.get_response(prefix, range_end=range_end), give_up_after_s=give_up_after_s
     )
     entries = {text_of(kv.key): Entry(text_of(kv.value), kv.mod_revision, kv.create_revision) for kv in response.kvs}
-    return Snapshot(response.header.revision, entries)
+    return Snapshot(response.header.revision, entries, is_whole=not end)
+
+
+def range_end_of(prefix: str, end: str) -> bytes:
+    """Return etcd's end of the range of keys below `prefix` that sort before `end`; of all of them if it is empty."""
+    return end.encode() or bytes(utils.prefix_range_end(prefix.encode()))
 
 
 def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
@@ -271,11 +278,15 @@ def text_of(found: bytes) -> str:
 
 
 def list_in_life(
-    connection: Connection, prefix: str, data_loss: DataLossDetector, give_up_after_s: float = GIVE_UP_AFTER_S
+    connection: Connection,
+    prefix: str,
+    data_loss: DataLossDetector,
+    give_up_after_s: float = GIVE_UP_AFTER_S,
+    end: str = "",
 ) -> Snapshot:
-    """Read all keys below `prefix`, with the number of the etcd life that they belong to."""
+    """Call `list_prefix`, and add the number of the etcd life that the keys belong to."""
     asked = data_loss.ask()
-    listed = list_prefix(connection, prefix, give_up_after_s)
+    listed = list_prefix(connection, prefix, give_up_after_s, end)
     return replace(listed, life=data_loss.heard(asked, listed.revision))
 
 

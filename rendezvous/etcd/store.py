@@ -82,8 +82,9 @@ class EtcdStore:
         connection = Connection(self._connection.options, call_timeout_s=min(CALL_TIMEOUT_S, ttl_s / 4))
         return EtcdLease(connection, granted.id, ttl_s, renew=renew)
 
-    def watch(self, prefix: str) -> Watch:
-        return Mirror(self._connection.options, prefix, first=self.get(prefix), data_loss=self._data_loss)
+    def watch(self, prefix: str, end: str = "") -> Watch:
+        first = list_in_life(self._connection, prefix, self._data_loss, self._give_up_after_s, end)
+        return Mirror(self._connection.options, prefix, end, first=first, data_loss=self._data_loss)
 
     def close(self) -> None:
         self._connection.close()

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc  # type: ignore[import-untyped]
@@ -26,7 +27,7 @@ from pyetcd import exceptions as failures
 from pyetcd import watch as streams
 
 from rendezvous.errors import StoreDeniedError, StoreError
-from rendezvous.etcd.connection import DENIED_S, GIVE_UP_AFTER_S, Connection, list_in_life, text_of
+from rendezvous.etcd.connection import DENIED_S, GIVE_UP_AFTER_S, Connection, list_in_life, range_end_of, text_of
 from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import EtcdOptions
 from rendezvous.membership.latest_view import LatestSnapshot
@@ -42,9 +43,11 @@ _Said: TypeAlias = streams.WatchResponse | Exception | None
 class Mirror:
     """The Watch of EtcdStore: a thread that provides the newest snapshot."""
 
-    def __init__(self, options: EtcdOptions, prefix: str, *, first: Snapshot, data_loss: DataLossDetector) -> None:
+    def __init__(
+        self, options: EtcdOptions, prefix: str, end: str, *, first: Snapshot, data_loss: DataLossDetector
+    ) -> None:
         self._connection = Connection(options)
-        self._prefix = prefix
+        self._prefix, self._end = prefix, end
         self._latest, self._data_loss = LatestSnapshot(first), data_loss
         self._closed = threading.Event()
         self._said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
@@ -55,8 +58,13 @@ class Mirror:
     def snapshot(self) -> Snapshot:
         return self._latest.snapshot
 
-    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        return self._latest.wait(Snapshot(after, {}, life), timeout_s)
+    def wait(self, seen: Snapshot, timeout_s: float) -> Snapshot | None:
+        return self._latest.wait(seen, timeout_s)
+
+    def cover(self, end: str) -> None:
+        if end != self._end:
+            self._end = end
+            self._said.put(None)  # ends the stream; the next one has the new range
 
     def close(self) -> None:
         self._closed.set()
@@ -64,29 +72,32 @@ class Mirror:
 
     def _follow(self) -> None:
         while not self._closed.is_set():
+            end = self._end
             try:
                 self._stream()
             except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
                 if isinstance(error, StoreDeniedError):
                     self._closed.wait(between(*DENIED_S))
-            self._closed.wait(between(0.02, 0.2))
+            if end == self._end:
+                self._closed.wait(between(0.02, 0.2))
         self._connection.close()
 
     def _stream(self) -> None:
         """List, then apply one stream's changes until it breaks or its etcd member no longer answers."""
-        self._list()
         said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
         self._said = said
-        watch_id = self._connection.call(functools.partial(self._open, said.put), give_up_after_s=2.0)
+        end = self._end  # only now: a later change ends this stream
+        self._list(end)
+        watch_id = self._connection.call(functools.partial(self._open, said.put, end), give_up_after_s=2.0)
         try:
-            self._apply(said)
+            self._apply(said, end)
         finally:  # or its answers would pile up unread
             # If that etcd member is gone, so is the watch, and there may be no other member to ask.
             with contextlib.suppress(grpc.RpcError, failures.Etcd3Exception):
                 self._connection.client().cancel_watch(watch_id)
 
-    def _apply(self, said: queue.SimpleQueue[_Said]) -> None:
+    def _apply(self, said: queue.SimpleQueue[_Said], end: str) -> None:
         """Apply a stream's changes, until it breaks or the connection moves to another member.
 
         All that have arrived are applied at once: members that leave a world together cost one view, not one each.
@@ -96,36 +107,36 @@ class Mirror:
             try:
                 events, is_over = _arrived(said)
             except queue.Empty:
-                self._probe()
+                self._probe(end)
                 if self._connection.client().endpoint_in_use is not streaming_from:
                     return
                 continue
             if events:
-                shown = _applied(self.snapshot, events)
+                shown = _applied(self.snapshot.before(end), events)
                 self._data_loss.shown(shown.life, shown.revision)
                 self._latest.show(shown)
             if is_over:
                 return
 
-    def _list(self) -> None:
-        listed = list_in_life(self._connection, self._prefix, self._data_loss)
+    def _list(self, end: str) -> None:
+        listed = list_in_life(self._connection, self._prefix, self._data_loss, end=end)
         if listed.life > self.snapshot.life:
             _log.warning("etcd has lost its data: its revision went back to %d", listed.revision)
         self._latest.show(listed)
         self._listed_at = time.monotonic()
 
-    def _probe(self) -> None:
+    def _probe(self, end: str) -> None:
         """Send a small request; if this member does not answer, the connection moves to another."""
         if time.monotonic() - self._listed_at >= RELIST_S:
-            self._list()
+            self._list(end)
         else:
             self._connection.call(
                 lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
             )
 
-    def _open(self, on_answer: Callable[[_Said], None], client: object) -> int:
-        start = self.snapshot.revision + 1
-        return int(client.add_watch_prefix_callback(self._prefix, on_answer, start_revision=start))  # type: ignore[attr-defined]
+    def _open(self, on_answer: Callable[[_Said], None], end: str, client: object) -> int:
+        bounds = {"range_end": range_end_of(self._prefix, end), "start_revision": self.snapshot.revision + 1}
+        return int(client.add_watch_callback(self._prefix, on_answer, **bounds))  # type: ignore[attr-defined]
 
 
 def _arrived(said: queue.SimpleQueue[_Said]) -> tuple[list[kinds.Event], bool]:
@@ -150,4 +161,4 @@ def _applied(snapshot: Snapshot, events: Sequence[kinds.Event]) -> Snapshot:
         else:
             entries[key] = Entry(text_of(event.value), event.mod_revision, event.create_revision)
     revision = max([snapshot.revision, *(event.mod_revision for event in events)])
-    return Snapshot(revision, entries, snapshot.life)
+    return replace(snapshot, revision=revision, entries=entries)

@@ -21,18 +21,22 @@ Doubled after every probe of the same ones, up to `LOOK_S`, because these may be
 PROBE_TIMEOUT_S = 0.2
 
 NUM_LOOKING = 3
-"""Number of nodes that probe on behalf of all others."""
+"""Number of nodes that probe on behalf of all others at first."""
+NUM_MEETING = 16
+"""Number of nodes of a world whose first worker asks the others and newcomers for their identity."""
 
 
-def is_looking(view: View, own: str) -> bool:
-    """Return True if a member probes on behalf of all that wait: one worker of each of a few nodes."""
-    firsts: dict[str, str] = {}
-    ready = view.ready
-    for member in ready:
+def is_looking(view: View, own: str, waited_s: float = 0.0) -> bool:
+    """Return True if a member probes on behalf of all that wait: the first worker of each of a few nodes.
+
+    Another one looks after each `LOOK_S`, since the first may have died together, but none that has met no agents.
+    """
+    firsts, most = dict[str, str](), min(NUM_MEETING, NUM_LOOKING + waited_s // LOOK_S)
+    for member in view.staying:
         firsts.setdefault(member.node_id, member.id)
-        if len(firsts) == NUM_LOOKING:
+        if len(firsts) >= most:
             break
-    return not ready or own in firsts.values()
+    return own in firsts.values()
 
 
 def believed(gone: set[str], num_others: int) -> set[str]:

@@ -59,8 +59,8 @@ class MemoryStore:
             self._leases.append(granted)
             return granted
 
-    def watch(self, prefix: str) -> Watch:
-        return MemoryWatch(self, prefix)
+    def watch(self, prefix: str, end: str = "") -> Watch:
+        return MemoryWatch(self, prefix, end)
 
     def close(self) -> None:
         """Do nothing: others may still use this store."""
@@ -127,18 +127,23 @@ class MemoryLease:
 class MemoryWatch:
     """A watch that reads the store itself, so it is never late."""
 
-    def __init__(self, store: MemoryStore, prefix: str) -> None:
+    def __init__(self, store: MemoryStore, prefix: str, end: str = "") -> None:
         self._store = store
-        self._prefix = prefix
+        self._prefix, self._end = prefix, end
 
     @property
     def snapshot(self) -> Snapshot:
-        return self._store.get(self._prefix)
+        return self._store.get(self._prefix).before(self._end)
 
-    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
+    def wait(self, seen: Snapshot, timeout_s: float) -> Snapshot | None:
         with self._store.changed:
-            arrived = self._store.changed.wait_for(lambda: self.snapshot.revision > after, timeout_s)
+            arrived = self._store.changed.wait_for(lambda: self.snapshot.is_newer(seen), timeout_s)
             return self.snapshot if arrived else None
+
+    def cover(self, end: str) -> None:
+        with self._store.changed:
+            self._end = end
+            self._store.changed.notify_all()
 
     def close(self) -> None:
         """Do nothing: there is no background thread."""

@@ -2,23 +2,23 @@
 
 Every write of a member but its last goes through `swap`, which updates the view before it returns, so that decisions
 are based on a view that contains the member's own last write. The watch brings it: if each member listed all members
-after each write, etcd would send records in the square of their number. One thread at a time rewrites the record.
+after each write, etcd would send records in the square of their number. What the watch does not cover, `mine` adds. One
+thread at a time rewrites the record.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
-from rendezvous.membership.latest_view import LatestView
-from rendezvous.membership.records import Keys, Member, View, World
+from rendezvous.membership.latest_view import LatestView, Now
+from rendezvous.membership.records import Keys, Member, Terms, View, World
 from rendezvous.membership.rules import changes
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import (
-    ABSENT,
     Lease,
     Put,
     Snapshot,
@@ -61,12 +61,20 @@ class OwnRecord:
         self.lease: Lease | None = None
         self._store, self._watch, self._keys, self._latest = store, watch, keys, latest
         self._rank, self._rank_in = -1, 0
+        self._written = 0, "", Terms(0)
+        """The terms that were written last, and the life of etcd and the id for which they were."""
         self._writing = threading.Lock()
 
     @property
     def is_gone(self) -> bool:
         """True if there is no record, or its lease is known to have ended."""
         return self.lease is None or self.lease.is_lost
+
+    def mine(self, now: Now) -> Member | None:
+        """Return this member's record with the terms that it wrote last; None if it is not there."""
+        member, (life, member_id, terms) = now.view.member(self.id), self._written
+        is_current = (life, member_id) == (now.snapshot.life, self.id)
+        return terms.put_into(member) if member is not None and is_current else member
 
     def register(self) -> None:
         """Register under a new id; raises StoreUnavailableError if etcd does not answer."""
@@ -83,14 +91,15 @@ class OwnRecord:
         for _ in range(MOST_TRIES):
             with self._writing:
                 now = self._latest.now()
-                mine = now.view.member(self.id)
+                mine = self.mine(now)
                 if mine is None:
                     return False
                 wanted = replace(change(mine, now.view), rank=self._rank, rank_in=self._rank_in)
                 if is_renamed:
                     wanted = replace(wanted, id=self._new_id())
                 try:
-                    if wanted == mine or self.swap(self._rewriting(now.snapshot, wanted), self.lease):
+                    if wanted == mine or self._rewrite(now, mine, wanted):
+                        self._written = now.snapshot.life, wanted.id, Terms.of(wanted)
                         self.id = wanted.id
                         return True
                 except StoreRefusedError:
@@ -98,10 +107,9 @@ class OwnRecord:
             self._latest.wait(now.snapshot, PAUSE_S)
         return False
 
-    def _rewriting(self, snapshot: Snapshot, wanted: Member) -> Change:
-        if wanted.id == self.id:
-            return changes.update(snapshot, self._keys, wanted)
-        return changes.rename(snapshot, self._keys, self.id, wanted)
+    def _rewrite(self, now: Now, mine: Member, wanted: Member) -> bool:
+        change, over = changes.rewrite(now.snapshot, now.view, self._keys, mine, wanted), self._keys.over
+        return self.swap(change, self.lease) or (over in change.writes and self.swap(change.without(over), self.lease))
 
     def note_rank(self, world: World) -> None:
         """Record, for all later writes, the rank that this member has in a world, whatever etcd remembers of it."""
@@ -115,23 +123,30 @@ class OwnRecord:
         revision = self.write(change, lease)
         if revision is None:
             return False
-        self._latest.show(self._brought(change, before, revision) or self._store.get(self._keys.prefix))
+        covers_terms = self._watch.snapshot.is_whole
+        covered = {key for key in change.writes if covers_terms or not key.startswith(self._keys.terms)}
+        if covered:
+            puts = [key for key in covered if change.writes[key] is not None]
+            self._latest.show(self._brought(puts, before, revision) or self._store.get(self._keys.prefix))
         return True
 
     def write(self, change: Change, lease: Lease | None) -> int | None:
         """Try a transaction whose result nobody here needs; return its revision, None if a guard did not hold."""
-        writes = {key: None if text is None else Put(text, lease) for key, text in change.writes.items()}
+        writes = {
+            key: None if text is None else Put(text, lease if key != self._keys.over else None)
+            for key, text in change.writes.items()
+        }
         return self._store.swap(writes, change.guards)
 
-    def _brought(self, change: Change, before: Snapshot, revision: int) -> Snapshot | None:
-        """Return the watch's snapshot with a change of this revision.
+    def _brought(self, puts: Iterable[str], before: Snapshot, revision: int) -> Snapshot | None:
+        """Return the watch's snapshot with a change of this revision, which wrote `puts`.
 
         None if it does not come soon, or etcd lost its data, whose revisions may be lower than those before.
         """
-        found = self._watch.wait(revision - 1, BROUGHT_S, before.life) if revision > before.revision else None
+        seen = Snapshot(revision - 1, {}, before.life)
+        found = self._watch.wait(seen, BROUGHT_S) if revision > before.revision else None
         if found is None or found.life != before.life:
             return None
-        puts = (key for key, text in change.writes.items() if text is not None)
         return found if all(found.revision_of(key) >= revision for key in puts) else None
 
     def revoke(self) -> None:
@@ -164,7 +179,4 @@ class OwnRecord:
             rank=self._rank,
             rank_in=self._rank_in,
         )
-        key = self._keys.member(self.id)
-        change = changes.update(Snapshot(0, {}), self._keys, member)
-        assert change.guards == {key: ABSENT}
-        self.swap(change, self.lease)
+        self.swap(changes.register(self._keys, member), self.lease)

@@ -81,7 +81,7 @@ class Participant:
         self.job = Job()
         """Description of this member's job, recorded when it closes the job."""
         self._store = store
-        self._watch = store.watch(self.keys.prefix)
+        self._watch, self._follows_terms = store.watch(self.keys.prefix, self.keys.terms), False
         self._latest = LatestView(self.keys, self._watch.snapshot)
         self._own = OwnRecord(store, self._watch, self.keys, replace(place, nodes=policy.nodes), self._latest, ttl_s)
         self._left = threading.Event()
@@ -157,6 +157,7 @@ class Participant:
             decision, snapshot = self._decide()
             if isinstance(decision, Enter):
                 self.world = decision.world
+                self._follow_terms(self._needs_terms(0.0))
                 if self.policy.cell.size > 1:
                     self._own.note_rank(decision.world)
                 return decision.world
@@ -169,6 +170,8 @@ class Participant:
                 if self._speaks_for_its_node():
                     standing_by.waits(lambda _: words.standing_by(self.view, self.policy, self.keys))
             left_s = deadline - time.monotonic()
+            if not self._follows_terms and self._needs_terms(timeout_s - left_s):
+                self._follow_terms(True)
             if is_stopped():
                 raise StoppedWaiting("asked to leave while waiting for a world")
             if left_s <= 0:
@@ -256,6 +259,8 @@ class Participant:
             now = self._latest.now()
             verdict = standing.blame(now.view, self.id, world)
             reported = now.view.failure is not None and now.view.failure.term >= world.term
+            if reported and now.view.failure is not None and now.view.failure.member == self.id:
+                self._follow_terms(True)
             if verdict != "wait":
                 return verdict == "pay"
             if not reported:
@@ -355,7 +360,22 @@ class Participant:
     def _decide(self) -> tuple[Decision, Snapshot]:
         """Return the next action, and the snapshot behind the decision, whose revisions guard the write."""
         now = self._latest.now()
-        return decisions.decide(now.view, self.id, self.policy, now.same_for_s), now.snapshot
+        mine = self._own.mine(now)
+        left = 0 if mine is None else mine.after
+        return decisions.decide(now.view, self.id, self.policy, now.same_for_s, left), now.snapshot
+
+    def _follow_terms(self, is_needed: bool) -> None:
+        self._follows_terms = is_needed
+        self._watch.cover("" if is_needed else self.keys.terms)
+
+    def _needs_terms(self, waited_s: float) -> bool:
+        """Return True if this member follows the others' terms, because it is to seal or looks for the dead.
+
+        If etcd has lost the last world, all follow them, since it depends on them who is to seal.
+        """
+        view = self.view
+        has_lost = view.world is None and (view.head is not None or view.over > 0)
+        return has_lost or decisions.leads(view, self.id, self.policy) or is_looking(view, self.id, waited_s)
 
     def _act(
         self, decision: Decision, snapshot: Snapshot, host: Callable[[Seal], tuple[str, int]], left_s: float
@@ -372,13 +392,16 @@ class Participant:
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
-            if decision.why == "members" and is_looking(self.view, self.id):
+            if decision.why == "members" and snapshot.is_whole:
                 if self._bury(snapshot):
                     return
                 pause_s = self._dead_agents.pause_s(self.view) if self.place.agent else LOOK_S
             self._latest.wait(snapshot, min(left_s, pause_s if decision.seconds is None else decision.seconds))
 
     def _seal(self, decision: Seal, host: Callable[[Seal], tuple[str, int]], snapshot: Snapshot) -> None:
+        if not snapshot.is_whole:
+            self._latest.wait(snapshot, LOOK_S)  # for what the watch covers from now on
+            return
         try:
             address, port = host(decision)
         except OSError as error:
@@ -412,11 +435,11 @@ class Participant:
         return done
 
     def _follow(self) -> None:
-        revision, life = 0, 0
+        seen = Snapshot(0, {})
         while not self._left.is_set():
-            snapshot = self._watch.wait(revision, LOOK_S, life)
+            snapshot = self._watch.wait(seen, LOOK_S)
             if snapshot is not None:
-                revision, life = snapshot.revision, snapshot.life
+                seen = snapshot
                 self._latest.show(snapshot)
                 self.at_change()
                 if not self._is_asked and self.place.node in self.view.leaving:
@@ -427,8 +450,8 @@ class Participant:
 
     def _show_life(self) -> None:
         """Confirm to a member whose workers failed that this member is alive, or else that its leaving is the cause."""
-        view, world = self.view, self.world
-        mine = view.member(self.id)
+        now, world = self._latest.now(), self.world
+        view, mine = now.view, self._own.mine(now)
         if world is None or mine is None or view.failure is None or view.failure.term != world.term:
             return
         if view.failure.member == self.id or mine.seen >= world.term or mine.node_id in view.leaving:

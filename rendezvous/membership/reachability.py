@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from rendezvous.agent.identity import ASK_TIMEOUT_S
 from rendezvous.errors import StoreError
-from rendezvous.membership.dead_agents import believed
+from rendezvous.membership.dead_agents import NUM_MEETING, believed
 from rendezvous.membership.known_agents import Standing, by_node
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, View
@@ -38,8 +38,6 @@ LOOK_EVERY_S = 10.0
 SELDOM_S = 60.0
 """Seconds between checks of a member's own record for unreachable nodes: an answer from etcd may have been lost."""
 
-NUM_MEETING = 16
-"""Number of nodes of a world whose first worker asks the others and newcomers for their identity."""
 _MOST_AT_ONCE = 16
 
 _log = logging.getLogger("rendezvous")

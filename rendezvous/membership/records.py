@@ -1,12 +1,17 @@
 """The store's typed records about a job, and their keys.
 
 /elastic/<run id>/members/<id>   Member   leased: it is deleted with the node's lease
+                  ~terms/<id>    Terms    what has changed of it since, for those who decide; leased
+                  over           Over     the newest term that a member has left
                   world          World    the sealed world of the highest term
                   failure        Failure  the first member whose workers failed in a term
                   head           Head     the newest claimed term and the commit published under it
                   leave/<node>   -        a node that is asked to leave by whoever operates the job; leased
                   store          word     which store has the job's commits; deleted when the job is done
                   closed         Closed   the job is done: members that join later leave
+
+All members follow all keys but the terms, which as many members write in each recovery: only a few follow those as well
+(`Keys.terms`), or events would grow with the square of the members.
 
 Another version, or anyone with etcdctl, may write them: an unreadable record counts as absent, except for a world, a
 head or an end in a newer format, which this version must not overrule (`View.newer`).
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal, TypeVar
 from urllib.parse import quote
@@ -65,6 +70,18 @@ class Keys:
     def world(self) -> str:
         return self.prefix + "world"
 
+    @cached_property
+    def terms(self) -> str:
+        """The end of the keys that all members follow: it sorts behind all others of the job."""
+        return self.prefix + "~terms/"
+
+    def terms_of(self, member_id: str) -> str:
+        return self.terms + member_id
+
+    @property
+    def over(self) -> str:
+        return self.prefix + "over"
+
     @property
     def failure(self) -> str:
         return self.prefix + "failure"
@@ -86,7 +103,8 @@ class Keys:
 class Member:
     """A live node, or one of its workers in `live` mode.
 
-    `after`, `seen` and `done` are terms and only grow, so that an old record is never mistaken for a newer one.
+    `after`, `seen` and `done` are terms and only grow, so that an old record is never mistaken for a newer one. In a
+    view that is not whole, `after`, `seen`, `rank` and `rank_in` may be old.
     """
 
     id: str
@@ -124,6 +142,30 @@ class Member:
     def is_worker(self) -> bool:
         """True for a worker of a node (`live` mode), False for a node with all of its workers (`restart` mode)."""
         return bool(self.node)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Fields of a member that change in each recovery; newer than those of its record."""
+
+    after: int
+    seen: int = 0
+    rank: int = -1
+    rank_in: int = 0
+
+    @classmethod
+    def of(cls, member: Member) -> Terms:
+        return cls(member.after, member.seen, member.rank, member.rank_in)
+
+    def put_into(self, member: Member) -> Member:
+        return replace(member, after=self.after, seen=self.seen, rank=self.rank, rank_in=self.rank_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """A member has left the world of this term, which hence takes no further step."""
+
+    term: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +252,8 @@ class View:
     closed: Closed | None = None
     leaving: frozenset[str] = frozenset()
     """Nodes that are asked to leave."""
+    over: int = 0
+    """Newest term that a member has left, so that its world is over; 0 if none."""
     newer: str = ""
     """Records of a newer version that this one cannot read, as text for a message; empty if there are none."""
 
@@ -239,7 +283,11 @@ class View:
     def is_whole(self) -> bool:
         """True if all members of the current world are alive and in it, or have left after finishing."""
         world = self.world
-        return world is not None and self.num_lost == 0 and all(mate.after < world.term for mate in self.mates)
+        return world is not None and self.num_lost == 0 and not self.is_left(world.term)
+
+    def is_left(self, term: int) -> bool:
+        """Return True if a member is known to have left the world of a term."""
+        return self.over >= term or any(mate.after >= term for mate in self.mates)
 
     @cached_property
     def nodes(self) -> frozenset[str]:
@@ -281,13 +329,14 @@ class View:
         return {member.id: member for member in self.members}
 
 
-def encode(record: Member | World | Failure | Head | Closed) -> str:
+def encode(record: Member | Terms | Over | World | Failure | Head | Closed) -> str:
     return json.dumps(asdict(record), sort_keys=True)
 
 
 def read_view(snapshot: Snapshot, keys: Keys) -> View:
     """Parse everything below a job's prefix; no content can make it fail."""
     below, leased, texts = keys.members, list[tuple[int, str, str]](), dict[str, str]()
+    skipped = len(below)
     for key, entry in snapshot.entries.items():
         if key.startswith(below):
             leased.append((entry.create_revision, key, entry.value))
@@ -295,15 +344,23 @@ def read_view(snapshot: Snapshot, keys: Keys) -> View:
             texts[key] = entry.value
     leased.sort()
     world, failure = _read(World, texts.get(keys.world)), _read(Failure, texts.get(keys.failure))
+    over = _known(keys.over, _read(Over, texts.get(keys.over)))
     head, closed = _read(Head, texts.get(keys.head)), _read(Closed, texts.get(keys.closed))
     return View(
         revision=snapshot.revision,
-        members=tuple([m for _, key, text in leased if (m := _read_member(key, text, below)) is not None]),
+        members=tuple(
+            [
+                member
+                for _, key, text in leased
+                if (member := _read_member(key, text, below, texts.get(keys.terms + key[skipped:]))) is not None
+            ]
+        ),
         world=_known(keys.world, world),
         failure=_known(keys.failure, failure),
         head=_known(keys.head, head),
         store=texts.get(keys.store),
         closed=_known(keys.closed, closed),
+        over=0 if over is None else over.term,
         leaving=frozenset(key.removeprefix(keys.leaves) for key in texts if key.startswith(keys.leaves)),
         newer="".join(
             _newer(key, found)
@@ -340,13 +397,16 @@ def _read(kind: type[R], text: str | None) -> R | UnreadableRecordError | None:
 
 
 @lru_cache(1 << 14)
-def _read_member(key: str, text: str, below: str) -> Member | None:
-    """Read a member; None if it cannot be read, or its key below `below` is another's.
+def _read_member(key: str, text: str, below: str, terms: str | None) -> Member | None:
+    """Read a member, with its terms if there are any; None if it is unreadable, or its key below `below` is another's.
 
     Cached, because a change rewrites one member's text: of a thousand members, 999 need not be parsed again.
     """
     member = _known(key, _read.__wrapped__(Member, text))
-    return member if member is not None and key == below + member.id else None
+    if member is None or key != below + member.id:
+        return None
+    newer: Terms | None = _known(f"the terms of {key}", _read.__wrapped__(Terms, terms))
+    return member if newer is None else newer.put_into(member)
 
 
 def _known(key: str, found: R | UnreadableRecordError | None) -> R | None:

@@ -11,7 +11,7 @@ begins another life.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 ABSENT = 0
@@ -38,10 +38,19 @@ class Snapshot:
     entries: Mapping[str, Entry]
     life: int = 0
     """Number of known data losses of the store by then; after each, revisions start at 1 again."""
+    is_whole: bool = True
+    """False if keys are left out that a watch does not cover."""
 
     def is_newer(self, other: Snapshot) -> bool:
-        """Return True if this is of a later life, or of the same life and a later revision."""
-        return self.revision > other.revision if self.life == other.life else self.life > other.life
+        """Return True if this is of a later life or revision, or has keys of the same revision that `other` lacks."""
+        return (self.life, self.revision, self.is_whole) > (other.life, other.revision, other.is_whole)
+
+    def before(self, end: str) -> Snapshot:
+        """Return only the keys that sort before `end`; all of them if it is empty."""
+        if not end:
+            return self
+        entries = {key: entry for key, entry in self.entries.items() if key < end}
+        return replace(self, entries=entries, is_whole=False)
 
     def revision_of(self, key: str) -> int:
         entry = self.entries.get(key)
@@ -90,8 +99,11 @@ class Watch(Protocol):
     @property
     def snapshot(self) -> Snapshot: ...
 
-    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        """Return the mirror as soon as its revision exceeds `after`, or its life `life`; None after `timeout_s`."""
+    def wait(self, seen: Snapshot, timeout_s: float) -> Snapshot | None:
+        """Return the mirror as soon as it is newer than `seen`; None after `timeout_s`."""
+
+    def cover(self, end: str) -> None:
+        """Follow only the keys that sort before `end` from now on, or all of the prefix if it is empty."""
 
     def close(self) -> None: ...
 
@@ -107,7 +119,8 @@ class Store(Protocol):
     def lease(self, ttl_s: float, *, renew: bool = True) -> Lease:
         """Grant a lease; without `renew` it ends after `ttl_s`, which the store may round up."""
 
-    def watch(self, prefix: str) -> Watch: ...
+    def watch(self, prefix: str, end: str = "") -> Watch:
+        """Follow the keys below `prefix` that sort before `end`; all of them if it is empty."""
 
     def close(self) -> None:
         """Release connections and threads; leases that were not revoked expire."""

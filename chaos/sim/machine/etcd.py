@@ -63,7 +63,7 @@ class Etcd:
         self.watches: dict[SimWatch, None] = {}
         self.idle: dict[SimWatch, None] = {}
         """Watches that are up to date."""
-        self._shown: dict[str, Snapshot] = {}
+        self._shown: dict[tuple[str, str], Snapshot] = {}
 
     @property
     def is_down(self) -> bool:
@@ -72,11 +72,11 @@ class Etcd:
     def delay(self) -> float:
         return self.draws.expovariate(1 / self.delay_s) * (SLOWNESS if self.kernel.now < self.slow_until else 1.0)
 
-    def show(self, prefix: str) -> Snapshot:
-        """Return the keys below a prefix as they are now; equal states are one object."""
-        shown = self._shown.get(prefix)
+    def show(self, prefix: str, end: str = "") -> Snapshot:
+        """Return the keys below a prefix that sort before `end`, as they are now; equal states are one object."""
+        shown = self._shown.get((prefix, end))
         if shown is None or shown.revision != self.core.revision:
-            self._shown[prefix] = shown = self.core.get(prefix)
+            self._shown[prefix, end] = shown = self.core.get(prefix).before(end)
         return shown
 
     def notify(self) -> None:
@@ -137,9 +137,9 @@ class EtcdClient:
         self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s
         self._data_loss = DataLossDetector()
 
-    def get(self, prefix: str) -> Snapshot:
+    def get(self, prefix: str, end: str = "") -> Snapshot:
         asked = self._data_loss.ask()
-        found = self._call(lambda: self._etcd.show(prefix), self._give_up_after_s)
+        found = self._call(lambda: self._etcd.show(prefix, end), self._give_up_after_s)
         return _in_life(found, self._data_loss.heard(asked, found.revision))
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
@@ -172,8 +172,8 @@ class EtcdClient:
             "write",
         )
 
-    def watch(self, prefix: str) -> SimWatch:
-        return SimWatch(self._etcd, self._process, prefix, self.get(prefix), self._data_loss)
+    def watch(self, prefix: str, end: str = "") -> SimWatch:
+        return SimWatch(self._etcd, self._process, (prefix, end), self.get(prefix, end), self._data_loss)
 
     def close(self) -> None:
         """Connections are not modelled."""
@@ -261,22 +261,28 @@ class SimLease:
 class SimWatch:
     """A mirror that receives changes late, and none while its stream is broken."""
 
-    def __init__(self, etcd: Etcd, process: Process, prefix: str, first: Snapshot, data_loss: DataLossDetector) -> None:
+    def __init__(
+        self, etcd: Etcd, process: Process, covered: tuple[str, str], first: Snapshot, data_loss: DataLossDetector
+    ) -> None:
         self.snapshot, self._data_loss = first, data_loss
         self.process = process
         self.silent_until = self._next_piece_at = 0.0
-        self._etcd, self._prefix = etcd, prefix
+        self._etcd, self._covered = etcd, covered
         self._changed = Condition(etcd.kernel)
         self._is_expecting = False
         etcd.watches[self] = etcd.idle[self] = None
         process.at_death["watch"] = self.close
         self.expect()
 
-    def wait(self, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        seen = Snapshot(after, {}, life)
+    def wait(self, seen: Snapshot, timeout_s: float) -> Snapshot | None:
         with self._changed:
             arrived = self._changed.wait_for(lambda: self.snapshot.is_newer(seen), timeout_s)
             return self.snapshot if arrived else None
+
+    def cover(self, end: str) -> None:
+        if end != self._covered[1]:
+            self._covered = self._covered[0], end
+            self.expect()
 
     def close(self) -> None:
         self._etcd.watches.pop(self, None)
@@ -310,9 +316,11 @@ class SimWatch:
             self._is_expecting = False
             if self in etcd.watches:
                 etcd.idle[self] = None
-            found = etcd.show(self._prefix)
+            found = etcd.show(*self._covered)
             fresh = _in_life(found, self._data_loss.heard(self._data_loss.ask(), found.revision))
-            if fresh.is_newer(self.snapshot):
+            shown = self.snapshot
+            is_same = fresh == replace(shown, revision=fresh.revision)  # what changed is not covered
+            if fresh.is_newer(shown) and not is_same:
                 self.snapshot = fresh
                 self._next_piece_at = kernel.now + etcd.piece_s
                 self._changed.notify_all()

@@ -253,4 +253,4 @@ def _await_gone(store: Store, keys: Keys, nodes: set[str], wait_s: float) -> set
             there = nodes & {member.node_id for member in read_view(snapshot, keys).members}
             if not there or time.monotonic() >= deadline:
                 return there
-            snapshot = watch.wait(snapshot.revision, LOOK_S, snapshot.life) or snapshot
+            snapshot = watch.wait(snapshot, LOOK_S) or snapshot

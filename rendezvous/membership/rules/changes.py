@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rendezvous.membership.records import Closed, Failure, Keys, Member, View, World, encode
+from rendezvous.membership.records import Closed, Failure, Keys, Member, Over, Terms, View, World, encode
 from rendezvous.membership.rules.standing import ending
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Snapshot
 
@@ -27,6 +27,12 @@ class Change:
     writes: Mapping[str, str | None]
     guards: Mapping[str, int]
 
+    def without(self, key: str) -> Change:
+        """Leave out a key that is written and guarded."""
+        writes, guards = dict(self.writes), dict(self.guards)
+        del writes[key], guards[key]
+        return Change(writes, guards)
+
 
 def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
     """Write a world over the last one, while all of its members are as the leader saw them."""
@@ -39,16 +45,29 @@ def seal(snapshot: Snapshot, keys: Keys, world: World) -> Change:
     return Change({keys.world: encode(world)}, {**guards, **seats})
 
 
-def update(snapshot: Snapshot, keys: Keys, member: Member) -> Change:
-    """Replace a member's own record; fails if its lease has ended."""
+def register(keys: Keys, member: Member) -> Change:
+    """Write the record of a new member."""
     key = keys.member(member.id)
-    return Change({key: encode(member)}, {key: snapshot.revision_of(key)})
+    return Change({key: encode(member)}, {key: ABSENT})
 
 
-def rename(snapshot: Snapshot, keys: Keys, old_id: str, member: Member) -> Change:
-    """Replace a member's own record by one with another id, in one step; fails if its lease has ended."""
-    old, new = keys.member(old_id), keys.member(member.id)
-    return Change({old: None, new: encode(member)}, {old: snapshot.revision_of(old), new: ABSENT})
+def rewrite(snapshot: Snapshot, view: View, keys: Keys, mine: Member, wanted: Member) -> Change:
+    """Replace a member's own record, perhaps by one with another id, in one step; fails if its lease has ended.
+
+    If nothing but its terms changes, only they are written. The first member that leaves a world tells all that it is
+    over; of several at once, the others fail, and need not tell.
+    """
+    old, new = keys.member(mine.id), keys.member(wanted.id)
+    writes: dict[str, str | None] = {keys.terms_of(mine.id): encode(Terms.of(wanted))}
+    guards = {old: snapshot.revision_of(old)}
+    if Terms.of(mine).put_into(wanted) != mine:
+        writes = {old: None, keys.terms_of(mine.id): None, new: encode(wanted)}
+    if new != old:
+        guards[new] = ABSENT
+    world = view.world
+    if world is not None and world.rank_of(mine.id) is not None and view.over < world.term <= wanted.after:
+        writes[keys.over], guards[keys.over] = encode(Over(world.term)), snapshot.revision_of(keys.over)
+    return Change(writes, guards)
 
 
 def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
@@ -57,9 +76,14 @@ def report_failure(snapshot: Snapshot, keys: Keys, failure: Failure) -> Change:
 
 
 def remove_dead_members(snapshot: Snapshot, keys: Keys, members: Iterable[Member]) -> Change:
-    """Remove members known to be dead, at once; one that is alive finds itself expelled and joins again."""
-    dead = [keys.member(member.id) for member in members][:MOST_GUARDS]
-    return Change(dict.fromkeys(dead), {key: snapshot.revision_of(key) for key in dead})
+    """Remove members known to be dead, at once; one that is alive finds itself expelled and joins again.
+
+    One that has just become ready is alive, which a snapshot that is not whole does not show.
+    """
+    ids = [member.id for member in members][: MOST_GUARDS // 2]
+    dead, terms = map(keys.member, ids), map(keys.terms_of, ids) if snapshot.is_whole else ()
+    guards = {key: snapshot.revision_of(key) for key in (*dead, *terms)}
+    return Change({key: None for key in guards if key in snapshot.entries or key.startswith(keys.members)}, guards)
 
 
 def close(snapshot: Snapshot, view: View, keys: Keys, closed: Closed) -> Change:

@@ -72,10 +72,11 @@ class Finished:
 Decision = Enter | Seal | Wait | Expelled | Refused | Finished
 
 
-def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
+def decide(view: View, me: str, policy: Policy, quiet_s: float, left: int = 0) -> Decision:
     """Return the next action of a ready member; `quiet_s` is how long the ready members have been the same.
 
-    Raises NewerVersionError.
+    It has left the world of the term `left`, even if the view, which is not whole then, does not show it. Raises
+    NewerVersionError.
     """
     refuse_newer(view.newer)
     if view.closed is not None:
@@ -85,16 +86,16 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
         return Expelled()
     if (why := disagreement(view, mine.nodes, is_live=mine.is_worker, me=mine.id)) is not None:
         return Refused(why)
-    if view.world is not None and view.world.rank_of(me) is not None and mine.after < view.term:
+    if view.world is not None and view.world.rank_of(me) is not None and max(mine.after, left) < view.term:
         return Enter(view.world)
     if view.is_ending:
         return Wait("members")
-    if len(view.ready) < len(view.staying):
-        return Wait("room" if _has_no_room(view, me, policy) else "members")
     ready = _candidates(view)
     num_nodes = ready.num_nodes
     if num_nodes < policy.min_nodes:
         return Wait("nodes")
+    if len(view.ready) < len(view.staying):
+        return Wait("room" if _has_no_room(view, me, policy) else "members")
     if me not in ready.ids:
         return Wait("room")
     chosen = _chosen(view, policy)
@@ -109,13 +110,19 @@ def decide(view: View, me: str, policy: Policy, quiet_s: float) -> Decision:
     return _seal(view, chosen)
 
 
+def leads(view: View, me: str, policy: Policy) -> bool:
+    """Return True if a member is to seal the next world as soon as all are ready, which the view need not show."""
+    chosen = _chosen(view, policy)
+    return bool(chosen) and chosen[0].id == me
+
+
 def _loses_a_part(chosen: Sequence[Member], ready: Sequence[Member], policy: Policy, view: View) -> bool:
     return policy.cell.size > 1 and is_a_part_left_behind(chosen, ready, policy.cell, view.world)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """The members of a possible world if there were room for all."""
+    """The members of a possible world if there were room for all, and all were ready."""
 
     members: tuple[Member, ...]
     ids: frozenset[str]
@@ -124,8 +131,8 @@ class _Candidates:
 
 @lru_cache(8)
 def _candidates(view: View) -> _Candidates:
-    ready = of_whole_nodes(view.ready) if _is_fresh(view) else view.ready
-    members = mutually_reachable(tuple(member for member in ready if agrees(view, member)), view.world)
+    staying = of_whole_nodes(view.staying) if _is_fresh(view) else view.staying
+    members = mutually_reachable(tuple(member for member in staying if agrees(view, member)), view.world)
     return _Candidates(members, frozenset(member.id for member in members), count_nodes(members))
 
 

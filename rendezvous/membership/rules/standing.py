@@ -19,10 +19,9 @@ def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:
 @lru_cache(8)
 def _num_changes(view: View, policy: Policy) -> int:
     """Return the number of changes that require a new round; the same for all members of the current world."""
-    world, mates = view.world, view.mates
+    world = view.world
     assert world is not None, "asked by a member of it"
-    again = sum(mate.after >= world.term for mate in mates)
-    return view.num_lost + again + len(_joining(view, policy))
+    return view.num_lost + view.is_left(world.term) + len(_joining(view, policy))
 
 
 def joining(view: View, world: World, policy: Policy) -> tuple[Member, ...]:
@@ -98,6 +97,6 @@ Ending = Literal["wait", "close", "leave"]
 def ending(view: View, me: str, world: World) -> Ending:
     """Return how a member with finished workers ends: close the job as the last of its world, wait, or leave."""
     mates = [mate for mate in mates_of(view, world) if mate.id != me]
-    if view.closed is not None or view.term > world.term or any(mate.after >= world.term for mate in mates):
+    if view.closed is not None or view.term > world.term or view.is_left(world.term):
         return "leave"
     return "close" if all(mate.done >= world.term for mate in mates) else "wait"

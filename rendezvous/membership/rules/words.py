@@ -11,12 +11,12 @@ from rendezvous.membership.rules.admission import Policy
 
 def waiting(view: View, policy: Policy, keys: Keys, left_s: float, finished: Mapping[str, str]) -> str:
     """Describe what a member waits for; `finished` has the hosts, by member, whose workers ended with 0."""
-    ready = admission.count_nodes(view.ready)
+    present = admission.count_nodes(view.staying)
     missing = "the others"
-    if ready >= policy.min_nodes and len(admission.of_whole_nodes(view.ready)) < len(view.ready):
+    if present >= policy.min_nodes and len(admission.of_whole_nodes(view.staying)) < len(view.staying):
         missing = "the other workers of a node, which have not begun, or were asked to leave"
     return (
-        f"{ready} of at least {policy.min_nodes} nodes are there, under {keys.prefix}: waiting for "
+        f"{present} of at least {policy.min_nodes} nodes are there, under {keys.prefix}: waiting for "
         f"{missing}, giving up in {left_s:.0f} s{_finished(view, finished)}"
     )
 
@@ -31,13 +31,14 @@ def standing_by(view: View, policy: Policy, keys: Keys) -> str:
 
 
 def too_few(view: View, policy: Policy, keys: Keys, waited_s: float, finished: Mapping[str, str]) -> str:
-    """Say that too few nodes came."""
-    ready, alive = admission.count_nodes(view.ready), admission.count_nodes(view.members)
+    """Say that too few nodes came, or that a world of all that did was not sealed."""
+    present = admission.count_nodes(view.staying)
+    unready = ", and not all were ready" if present >= policy.min_nodes else ""
     size = policy.cell.size
     cells = f" A world is made of whole cells, of {size}." if size > 1 else ""
     return (
-        f"{ready} of at least {policy.min_nodes} nodes were ready within {waited_s:.0f} s "
-        f"({alive} alive, run id in {keys.prefix}, last term {view.term}){_finished(view, finished)}.{cells} "
+        f"{present} of at least {policy.min_nodes} nodes came within {waited_s:.0f} s{unready} "
+        f"(run id in {keys.prefix}, last term {view.term}){_finished(view, finished)}.{cells} "
         "Start the missing nodes with the same --rdzv_id, or lower the minimum of --nnodes."
     )
 

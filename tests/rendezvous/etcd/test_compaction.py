@@ -10,7 +10,7 @@ import pytest
 
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.etcd.compaction import Compaction
-from rendezvous.membership.store import Put
+from rendezvous.membership.store import Put, Snapshot
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
@@ -59,7 +59,7 @@ def test_the_leader_compacts_what_is_old(server: EtcdServer, store: EtcdStore) -
     write(store)
     eventually(lambda: is_compacted(store, second), "the next one")
     written = write(store)
-    assert not is_compacted(store, written) and watch.wait(written - 1, PATIENCE_S) is not None
+    assert not is_compacted(store, written) and watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
     compacting.close()
     watch.close()
 

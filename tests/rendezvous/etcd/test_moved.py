@@ -12,7 +12,7 @@ import pytest
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.errors import OptionError, StoreRefusedError, StoreUnavailableError
 from rendezvous.etcd import connection
-from rendezvous.membership.store import Put
+from rendezvous.membership.store import Put, Snapshot
 from rendezvous.torchelastic.addresses import own_address
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import eventually
@@ -59,7 +59,7 @@ def test_a_store_finds_an_etcd_that_has_moved(tmp_path: Path) -> None:
             written = store.swap({"/a": Put(f"{number}", lease)}, {})
         assert written is not None
         watch = store.watch("/a")
-        assert watch.wait(written - 1, PATIENCE_S) is not None
+        assert watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
     with EtcdServer() as second:
         with pytest.raises(StoreUnavailableError):
             hasty.get("/a")

@@ -25,7 +25,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.store import Put, Watch
+from rendezvous.membership.store import Put, Snapshot, Watch
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
@@ -231,7 +231,7 @@ def test_tokens_that_expire_or_are_too_old_are_renewed(signed: EtcdServer) -> No
         assert store.swap({"/elastic/a": Put(str(number))}, {}) is not None  # the token is older than the users
         threading.Event().wait(2.5)
         written = store.swap({"/elastic/a": Put(str(number), lease)}, {})  # the token has expired
-        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
     assert not lease.is_lost
     lease.abandon()
     watch.close()
@@ -247,7 +247,7 @@ def test_the_records_of_ten_thousand_workers_fit_into_an_answer(run_id: str) -> 
         for first in range(0, 10_000, 100):
             written = store.swap({keys.member(f"{number:032d}"): Put(text) for number in range(first, first + 100)}, {})
         assert written is not None and len(store.get(keys.prefix).entries) == 10_000
-        seen = watch.wait(written - 1, PATIENCE_S)
+        seen = watch.wait(Snapshot(written - 1, {}), PATIENCE_S)
         assert seen is not None and len(seen.entries) == 10_000
         late = store.watch(keys.prefix)
         assert len(late.snapshot.entries) == 10_000
@@ -268,7 +268,7 @@ def connected_for_a_moment(authority: Authority, server: EtcdServer) -> tuple[Et
             made.callback(watch.close)
             written = store.swap({"/a": Put("1", lease)}, {})
             assert written is not None
-            if watch.wait(written - 1, seconds) is not None:
+            if watch.wait(Snapshot(written - 1, {}), seconds) is not None:
                 made.pop_all()
                 return store, lease, watch
     raise AssertionError("no certificate lasts until all connections are made")
@@ -295,7 +295,7 @@ def test_a_client_certificate_is_read_again_when_it_was_renewed(tmp_path: Path) 
             return written is not None
 
         eventually(works, "the renewed certificate")
-        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
         assert renewed_s(lease) > PATIENCE_S - 1
         lease.abandon()
         watch.close()

@@ -25,7 +25,7 @@ from rendezvous.etcd.connection import Connection, await_etcd, list_prefix
 from rendezvous.etcd.options import too_old
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
-from rendezvous.membership.store import Put
+from rendezvous.membership.store import Put, Snapshot
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
 
@@ -48,7 +48,7 @@ def test_watch_and_lease_survive_a_killed_etcd() -> None:
         server.start()
         written = store.swap({"/a/new": Put("2")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
+        seen = watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/leased", "/a/new"]
         lease.abandon()
         watch.close()
@@ -62,13 +62,13 @@ def test_a_loss_of_data_is_detected_by_an_older_revision() -> None:
         watch = store.watch("/a/")
         for number in range(10):
             written = other.swap({f"/a/{number}": Put("")}, {})
-        assert watch.wait((written or 0) - 1, timeout_s=PATIENCE_S) is not None
+        assert watch.wait(Snapshot((written or 0) - 1, {}), timeout_s=PATIENCE_S) is not None
         server.kill()
         shutil.rmtree(server.data_dir / "member")
         server.start()
         younger = other.swap({"/a/new": Put("")}, {})
         assert younger is not None and written is not None and younger < written
-        seen = watch.wait(younger - 1, timeout_s=PATIENCE_S, life=1)
+        seen = watch.wait(Snapshot(younger - 1, {}, 1), timeout_s=PATIENCE_S)
         assert seen is not None and (sorted(seen.entries), store.get("/a/").life) == (["/a/new"], 1)
         watch.close()
         for each in (store, other):
@@ -94,7 +94,7 @@ def test_watch_survives_a_compaction_it_slept_through(etcd_store: EtcdStore) -> 
     assert written is not None
     client_of(etcd_store).compact(written)
     late = etcd_store.swap({"/compacted/a": Put("late")}, {})
-    seen = watch.wait((late or 0) - 1, timeout_s=PATIENCE_S)
+    seen = watch.wait(Snapshot((late or 0) - 1, {}), timeout_s=PATIENCE_S)
     watch.close()
     assert seen is not None and seen.entries["/compacted/a"].value == "late"
 
@@ -148,17 +148,17 @@ def test_leases_and_watches_survive_a_frozen_member_and_a_lost_leader(monkeypatc
         store, renewals = patient(endpoint), Renewals(monkeypatch)
         lease, watch = store.lease(15), store.watch("/a/")
         leased = store.swap({"/a/leased": Put("1", lease)}, {})
-        assert leased is not None and watch.wait(leased - 1, timeout_s=PATIENCE_S) is not None
+        assert leased is not None and watch.wait(Snapshot(leased - 1, {}), timeout_s=PATIENCE_S) is not None
         with frozen(follower):
             written = others.swap({"/a/frozen": Put("1")}, {})
             assert written is not None
-            seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
+            seen = watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S)
             assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased"]
             renewals.await_next()
         cluster.leader().kill()
         written = others.swap({"/a/lost": Put("1")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
+        seen = watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/frozen", "/a/leased", "/a/lost"]
         renewals.await_next()
         assert not lease.is_lost
@@ -181,7 +181,7 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
         store = patient(server.endpoint)
         watch = store.watch("/a/")
         written = store.swap({"/a/before": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S) is not None
         with frozen(server):
             deadline = time.monotonic() + PATIENCE_S
             while not any("waits for etcd" in record.message for record in caplog.records):
@@ -189,7 +189,7 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
                 time.sleep(0.01)
         written = store.swap({"/a/after": Put("1")}, {})
         assert written is not None
-        seen = watch.wait(written - 1, timeout_s=PATIENCE_S)
+        seen = watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/after", "/a/before"]
         watch.close()
         store.close()
@@ -373,7 +373,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
         store = patient(server.endpoint, files)
         watch = store.watch("/a")
         written = store.swap({"/a": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, timeout_s=PATIENCE_S) is not None
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S) is not None
         watch.close()
         for incomplete in ({}, {"ca_cert": files["ca_cert"]}):
             with pytest.raises(StoreUnavailableError):

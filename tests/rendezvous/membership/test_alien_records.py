@@ -12,7 +12,20 @@ import pytest
 from rendezvous import EtcdFence, EtcdServer, MemoryStore
 from rendezvous.errors import NewerVersionError
 from rendezvous.membership.lenient_json import FORMAT, NewerRecordError, UnreadableRecordError, read_record
-from rendezvous.membership.records import Closed, Head, Job, Keys, Member, Seat, World, encode, read_head, read_view
+from rendezvous.membership.records import (
+    Closed,
+    Head,
+    Job,
+    Keys,
+    Member,
+    Over,
+    Seat,
+    Terms,
+    World,
+    encode,
+    read_head,
+    read_view,
+)
 from rendezvous.membership.store import Entry, Put, Snapshot
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import enter, make_node, meet_again
@@ -41,8 +54,11 @@ def view_of(**texts: str) -> dict[str, object]:
     return asdict(read_view(Snapshot(1, entries), KEYS))
 
 
-@pytest.mark.parametrize("record", [MEMBER, WORLD, Head(3, None), Closed(3, 1.0, Job("/runs/a", "d")), Closed(3, 1.0)])
-def test_records_are_read_as_they_were_written(record: Member | World | Head | Closed) -> None:
+@pytest.mark.parametrize(
+    "record",
+    [MEMBER, Terms(3), Over(3), WORLD, Head(3, None), Closed(3, 1.0, Job("/runs/a", "d")), Closed(3, 1.0)],
+)
+def test_records_are_read_as_they_were_written(record: Member | Terms | Over | World | Head | Closed) -> None:
     """This includes records with fields that only a newer version knows."""
     assert read_record(type(record), encode(record)) == record
     newer = {**json.loads(encode(record)), "colour": {"deep": [1]}, "format": FORMAT}
@@ -60,7 +76,7 @@ def test_records_of_the_first_version_are_read() -> None:
 @pytest.mark.parametrize("text", GARBAGE)
 def test_what_is_no_record_says_so(text: str) -> None:
     """Whatever the text is, no parser error escapes."""
-    for kind in (Member, World, Head, Closed):
+    for kind in (Member, Terms, Over, World, Head, Closed):
         with pytest.raises(UnreadableRecordError):
             read_record(kind, text)
 
@@ -76,7 +92,9 @@ def test_a_newer_format_is_not_guessed_at(layout: object) -> None:
 def test_a_view_passes_over_what_it_cannot_read(text: str, caplog: pytest.LogCaptureFixture) -> None:
     """Everything else is in the view, and a warning names the key."""
     caplog.set_level(logging.WARNING)
-    garbage = dict.fromkeys(("world", "head", "failure", "closed", "members__x", "members__a-2", "other"), text)
+    garbage = dict.fromkeys(
+        ("world", "head", "failure", "closed", "over", "members__x", "members__a-2", "~terms__a-1", "other"), text
+    )
     mine = {"members__a-1": encode(MEMBER)}
     assert view_of(**garbage, **mine) == view_of(**mine)
     assert read_head(KEYS.head, text) is None
@@ -92,7 +110,7 @@ def test_a_warning_names_the_key(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.text.count(f"{keys.failure} cannot be read as a record") == 1
 
 
-@pytest.mark.parametrize("key", ["world", "head", "failure", "closed", "members/alien"])
+@pytest.mark.parametrize("key", ["world", "head", "failure", "closed", "over", "members/alien", "~terms/alien"])
 def test_garbage_below_the_prefix_ends_nobody(key: str) -> None:
     """Members of a world follow on, meet again if the world's record is lost, and finish the job."""
     store = MemoryStore()
@@ -141,7 +159,7 @@ def test_bytes_that_are_no_text_do_not_end_a_watch(run_id: str) -> None:
         client = client_of(store)
         client.put(prefix.encode() + b"members/\xff", b"\xfe\xff")
         written = store.swap({f"{prefix}a": Put("1")}, {})
-        assert written is not None and watch.wait(written - 1, PATIENCE_S) is not None
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
         late = store.watch(prefix)
         assert read_view(late.snapshot, Keys(run_id)).members == ()
         for each in (watch, late, store):

@@ -1,7 +1,8 @@
 """Model checking of membership: every interleaving of a few nodes that join, seal, die, freeze and return.
 
 The model runs the product's pure functions. A node looks, decides and writes in three separate steps, so that every
-write may rest on an old look; a lease may expire while its holder, a zombie, continues.
+write may rest on an old look; a lease may expire while its holder, a zombie, continues. Only a node that is to seal
+sees the terms of others.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)
 
 @dataclass(frozen=True)
 class Actor:
-    """A process: its current member id, the world it serves, and its pending write."""
+    """A process: its current member id, the world it serves, the newest that it has left, and its pending write."""
 
     id: str = ""
     lives: int = 0
     serving: int = 0
+    left: int = 0
     pending: Change | None = None
     is_dead: bool = False
 
@@ -44,7 +46,7 @@ class Actor:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.id, self.lives, self.serving, repr(self.pending), self.is_dead))
+        return hash((self.id, self.lives, self.serving, self.left, repr(self.pending), self.is_dead))
 
 
 Entries = tuple[tuple[str, Entry], ...]
@@ -57,8 +59,11 @@ def snapshot_of(revision: int, entries: Entries) -> Snapshot:
 
 
 @lru_cache(None)
-def view_of(revision: int, entries: Entries) -> View:
-    return read_view(snapshot_of(revision, entries), KEYS)
+def view_of(revision: int, entries: Entries, me: str = "") -> View:
+    """Return what a node sees of the store's entries; all of it if none is named."""
+    snapshot = snapshot_of(revision, entries)
+    public = read_view(snapshot.before(KEYS.terms), KEYS)
+    return read_view(snapshot, KEYS) if not me or decisions.leads(public, me, POLICY) else public
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,15 @@ class State:
     actors: tuple[Actor, ...]
     sealed: tuple[int, ...] = ()
     claimed: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+    """Terms whose worlds were said to be over."""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.entries, self.actors, self.sealed, self.claimed))
+        return hash((self.entries, self.actors, self.sealed, self.claimed, self.ended))
 
     @property
     def snapshot(self) -> Snapshot:
@@ -114,7 +121,7 @@ def steps(state: State, *, ignoring: str = "") -> Iterator[State]:
         elif actor.lives < 2:
             yield state.with_actor(place, Actor(lives=actor.lives))
         if actor.id and key in state.snapshot.entries:
-            ended = state.written(Change({key: None}, {}))
+            ended = state.written(Change({key: None, KEYS.terms_of(actor.id): None}, {}))
             assert ended is not None
             yield ended
 
@@ -134,15 +141,15 @@ def _register(state: State, place: int, actor: Actor) -> Iterator[State]:
     if actor.lives == 2:
         return
     member = Member(f"{place}.{actor.lives + 1}", "host", "address", 1, after=state.view.term)
-    after = state.written(changes.update(Snapshot(0, {}), KEYS, member))
+    after = state.written(changes.register(KEYS, member))
     assert after is not None
     yield after.with_actor(place, Actor(member.id, actor.lives + 1))
 
 
 @lru_cache(None)
-def decision_of(revision: int, entries: Entries, me: str) -> Decision | Change:
+def decision_of(revision: int, entries: Entries, me: str, left: int) -> Decision | Change:
     """Return a node's decision on these entries; for a world that it would seal, the transaction."""
-    decision = decisions.decide(view_of(revision, entries), me, POLICY, quiet_s=1.0)
+    decision = decisions.decide(view_of(revision, entries, me), me, POLICY, quiet_s=1.0, left=left)
     if not isinstance(decision, Seal):
         return decision
     world = World(decision.term, decision.seats, decision.cause, "address", 1, 0.0)
@@ -150,7 +157,7 @@ def decision_of(revision: int, entries: Entries, me: str) -> Decision | Change:
 
 
 def _look(state: State, place: int, actor: Actor) -> Iterator[State]:
-    decision = decision_of(state.revision, state.entries, actor.id)
+    decision = decision_of(state.revision, state.entries, actor.id, actor.left)
     if isinstance(decision, Enter):
         yield state.with_actor(place, replace(actor, serving=decision.world.term))
     elif isinstance(decision, Change):
@@ -160,7 +167,7 @@ def _look(state: State, place: int, actor: Actor) -> Iterator[State]:
 
 
 def _serve(state: State, place: int, actor: Actor) -> Iterator[State]:
-    view = state.view
+    view = view_of(state.revision, state.entries, actor.id)
     mine = view.member(actor.id)
     try:
         _, claim = raise_head(state.snapshot, KEYS, actor.serving, actor.id, actor.serving)
@@ -174,7 +181,8 @@ def _serve(state: State, place: int, actor: Actor) -> Iterator[State]:
     if mine is None:
         yield state.with_actor(place, Actor(lives=actor.lives))
     elif not stands:
-        leaving = changes.update(state.snapshot, KEYS, changes.leaving_world(mine, view))
+        mine = replace(mine, after=max(mine.after, actor.left))
+        leaving = changes.rewrite(state.snapshot, view, KEYS, mine, changes.leaving_world(mine, view))
         yield state.with_actor(place, replace(actor, serving=0, pending=leaving))
 
 
@@ -182,6 +190,8 @@ def _write(state: State, place: int, actor: Actor, ignoring: str) -> State:
     assert actor.pending is not None
     after = state.written(actor.pending, ignoring=ignoring)
     free = replace(actor, pending=None)
+    if after is None and KEYS.over in actor.pending.writes:
+        return state.with_actor(place, replace(actor, pending=actor.pending.without(KEYS.over)))
     if after is None:
         return state.with_actor(place, free)
     if KEYS.world in actor.pending.writes:
@@ -191,19 +201,30 @@ def _write(state: State, place: int, actor: Actor, ignoring: str) -> State:
         assert head is not None
         after = replace(after, claimed=(*after.claimed, head.term))
         assert actor.serving == state.view.term, "a fenced world raised the head"
+    if KEYS.over in actor.pending.writes:
+        after = replace(after, ended=(*after.ended, after.view.over))
+    if KEYS.terms_of(actor.id) in actor.pending.writes:
+        mine = after.view.member(actor.id)
+        free = replace(free, left=0 if mine is None else mine.after)
     return after.with_actor(place, free)
 
 
 def check(state: State) -> None:
-    """Check that there is one world per term, that terms only grow, and that nobody serves an unsealed term."""
-    for terms in (state.sealed, state.claimed):
+    """Check that there is one world per term, that terms only grow, and that nobody serves an unsealed term.
+
+    All are told once that a world is over.
+    """
+    for terms in (state.sealed, state.claimed, state.ended):
         assert all(old < new for old, new in pairwise(terms)), f"terms do not grow: {terms}"
     assert {actor.serving for actor in state.actors} <= {0, *state.sealed}
 
 
-def explore(num_nodes: int, depth: int, *, ignoring: str = "") -> list[State]:
+def beginning(num_nodes: int) -> State:
+    return State(1, (), tuple(Actor() for _ in range(num_nodes)))
+
+
+def explore(start: State, depth: int, *, ignoring: str = "") -> list[State]:
     """Check every state within `depth` steps once, breadth first."""
-    start = State(1, (), tuple(Actor() for _ in range(num_nodes)))
     seen, queue = {start}, deque([(start, 0)])
     while queue:
         state, steps_done = queue.popleft()
@@ -221,8 +242,9 @@ def settle(state: State) -> State:
     """Remove dead members and let the living act in turn, without further faults."""
     for place, actor in enumerate(state.actors):
         state = state.with_actor(place, replace(actor, lives=10))
-    held = {KEYS.member(actor.id) for actor in state.actors if not actor.is_dead}
-    for key in [key for key in state.snapshot.entries if key.startswith(KEYS.members) and key not in held]:
+    held = {name(actor.id) for actor in state.actors if not actor.is_dead for name in (KEYS.member, KEYS.terms_of)}
+    leased = (KEYS.members, KEYS.terms)
+    for key in [key for key in state.snapshot.entries if key.startswith(leased) and key not in held]:
         state = state.written(Change({key: None}, {})) or state
     for _ in range(12):
         before = state
@@ -237,7 +259,7 @@ def settle(state: State) -> State:
 @pytest.mark.parametrize(("num_nodes", "depth"), [(2, 14), pytest.param(3, 9, marks=pytest.mark.hunt)])
 def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
     """No interleaving of joins, crashes, lost leases, restarts and claims seals a term twice or lets one decrease."""
-    states = explore(num_nodes, depth)
+    states = explore(beginning(num_nodes), depth)
     assert len(states) > 1000
     assert max(len(state.sealed) for state in states) >= 2
     assert any(state.claimed for state in states)
@@ -247,12 +269,23 @@ def test_every_interleaving_is_safe(num_nodes: int, depth: int) -> None:
 def test_the_search_finds_a_missing_guard(guard: str) -> None:
     """The check can fail: without the guard on the world, or on the head, it finds the violation."""
     with pytest.raises(AssertionError, match=r"terms do not grow|fenced world"):
-        explore(2, 14, ignoring=guard)
+        explore(beginning(2), 14, ignoring=guard)
+
+
+def test_of_members_that_leave_at_once_one_tells_all() -> None:
+    """A third node joins a world of two. The check can fail: without the guard on the end of a world, both tell."""
+    calm = settle(beginning(2))
+    joined = replace(calm, actors=(*calm.actors, Actor()))
+    assert all(actor.serving for actor in calm.actors)
+    states = explore(joined, 6)
+    assert {state.ended for state in states} == {(), (calm.view.term,)}
+    with pytest.raises(AssertionError, match="terms do not grow"):
+        explore(joined, 6, ignoring=KEYS.over)
 
 
 def test_progress_is_possible_from_every_state() -> None:
     """From every reachable state, once faults stop, the living end in one world together."""
-    for state in explore(2, 8):
+    for state in explore(beginning(2), 8):
         calm = settle(state)
         living = [actor for actor in calm.actors if not actor.is_dead]
         assert len({actor.serving for actor in living}) <= 1 and all(actor.serving for actor in living), calm

@@ -6,7 +6,7 @@ import pytest
 
 from rendezvous.agent.identity import Answer
 from rendezvous.membership import known_agents
-from rendezvous.membership.dead_agents import DeadAgentProbe, believed
+from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, believed, is_looking
 from rendezvous.membership.known_agents import KnownAgents
 from rendezvous.membership.records import Member, Seat, View, World
 
@@ -62,6 +62,16 @@ def test_own_workers_and_those_without_an_agent_need_not_be_met() -> None:
     assert agents.has_met(worker("b0", "b"))
     agents.forget_all_but(View(1, ()))
     assert not agents.has_met(worker("b0", "b"))
+
+
+def test_more_nodes_look_the_longer_they_wait() -> None:
+    """The first ones may have died together; only one worker of each looks."""
+    view = View(2, tuple(worker(f"{node}{turn}", node) for turn in range(2) for node in "abcde"))
+
+    def looking(waited_s: float) -> str:
+        return "".join(member.node for member in view.members if is_looking(view, member.id, waited_s))
+
+    assert [looking(waited_s * LOOK_S) for waited_s in (0.0, 0.9, 1.0, 9.0)] == ["abc", "abc", "abcd", "abcde"]
 
 
 def test_who_waits_buries_late_members_that_it_has_met_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,15 @@ import pytest
 
 from rendezvous import MemoryStore
 from rendezvous.agent.identity import Answer
-from rendezvous.membership import known_agents, own_record
+from rendezvous.membership import dead_agents, known_agents, own_record
 from rendezvous.membership.memory_store import MemoryWatch
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
+from rendezvous.membership.records import read_view
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Guards, Snapshot, Writes
 from tests.conftest import PATIENCE_S
-from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again
+from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again, pair
 from tests.rendezvous.rendezvous_sides import eventually
 
 
@@ -36,8 +37,8 @@ class CountingStore(MemoryStore):
             self.written.append(len(writes))
         return revision
 
-    def watch(self, prefix: str) -> MemoryWatch:
-        return MemoryWatch(self._listed, prefix)
+    def watch(self, prefix: str, end: str = "") -> MemoryWatch:
+        return MemoryWatch(self._listed, prefix, end)
 
     @property
     def _listed(self) -> MemoryStore:
@@ -70,7 +71,45 @@ def test_a_recovery_writes_once_for_each_member_and_lists_nothing(
     store.num_lists, store.written = 0, []
     worlds = meet_again(nodes[:2], pool)
     assert all(world is not None and len(world.seats) == 2 for world in worlds)
-    assert (store.num_lists, sorted(store.written)) == (0, [1, 1, 1, 3]), "two members, a world, and a dead node"
+    assert (store.num_lists, sorted(store.written)) == (0, [1, 1, 2, 3]), "two members, a world, a dead node"
+    for node in nodes:
+        node.leave()
+
+
+def test_only_those_who_decide_are_told_who_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven nodes three follow the terms of all, and the survivors of the first four again three."""
+    monkeypatch.setattr(dead_agents, "LOOK_S", PATIENCE_S)
+    store = MemoryStore()
+    nodes = [make_node(store, most=7, node=name) for name in "abcdefg"]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        worlds = meet_again(nodes, pool)
+        assert all(world is not None and len(world.seats) == 7 for world in worlds)
+        eventually(lambda: [node._watch.snapshot.is_whole for node in nodes] == [True] * 3 + [False] * 4, "the first")
+        for node in nodes[:4]:
+            node.leave()
+        left = nodes[4:]
+        eventually(lambda: all(node.is_broken() for node in left), "the loss")
+        worlds = meet_again(left, pool)
+    assert all(world is not None and (world.term, len(world.seats)) == (2, 3) for world in worlds)
+    assert all(node._watch.snapshot.is_whole for node in left)
+    for node in left:
+        node.leave()
+
+
+def test_a_member_whose_watch_is_late_leaves_a_world_that_another_has_left(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    """If it registered anew instead, all would wait until the lease of its old record ends."""
+    store = MemoryStore()
+    nodes = pair(store, pool)
+    ids = [node.id for node in nodes]
+    monkeypatch.setattr(MemoryWatch, "wait", lambda *_: None)
+    monkeypatch.setattr(own_record, "BROUGHT_S", 0.0)
+    for node in nodes:
+        node.join(PATIENCE_S)
+    assert [node.id for node in nodes] == ids
+    keys = nodes[0].keys
+    assert [member.after for member in read_view(store.get(keys.prefix), keys).members] == [1, 1]
     for node in nodes:
         node.leave()
 
@@ -80,8 +119,8 @@ def test_a_write_that_the_watch_does_not_bring_is_listed(monkeypatch: pytest.Mon
     store, is_silent = MemoryStore(), [False]
     wait = MemoryWatch.wait
 
-    def silent(self: MemoryWatch, after: int, timeout_s: float, life: int = 0) -> Snapshot | None:
-        return None if is_silent[0] else wait(self, after, timeout_s, life)
+    def silent(self: MemoryWatch, seen: Snapshot, timeout_s: float) -> Snapshot | None:
+        return None if is_silent[0] else wait(self, seen, timeout_s)
 
     monkeypatch.setattr(MemoryWatch, "wait", silent)
     monkeypatch.setattr(own_record, "BROUGHT_S", 0.0)

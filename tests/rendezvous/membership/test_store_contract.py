@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rendezvous.errors import StoreRefusedError
-from rendezvous.membership.store import ABSENT, MOST_GUARDS, Put
+from rendezvous.membership.store import ABSENT, MOST_GUARDS, Put, Snapshot
 from tests.conftest import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def test_an_abandoned_lease_ends(side: Side) -> None:
     assert written is not None
     lease.abandon()
     side.pass_time(lease.ttl_s)
-    after = watch.wait(written, timeout_s=PATIENCE_S)
+    after = watch.wait(Snapshot(written, {}), timeout_s=PATIENCE_S)
     watch.close()
     assert after is not None and after.entries == {}
 
@@ -133,7 +133,7 @@ def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
     assert written is not None
     dropped.abandon()
     side.pass_time(11)
-    assert watch.wait(written, timeout_s=PATIENCE_S) is not None
+    assert watch.wait(Snapshot(written, {}), timeout_s=PATIENCE_S) is not None
     watch.close()
     assert texts(side) == {"kept": "1"} and not kept.is_lost
     kept.abandon()
@@ -142,7 +142,7 @@ def test_a_renewed_lease_outlives_its_ttl(side: Side) -> None:
 def test_a_watch_wakes_for_another_threads_write(side: Side) -> None:
     """A waiting watch returns the snapshot that contains the write, not an older one."""
     watch = side.store.watch(side.prefix)
-    before = watch.snapshot.revision
+    before = watch.snapshot
     side.later(lambda: side.store.swap({side.prefix + "a": Put("1")}, {}))
     snapshot = watch.wait(before, timeout_s=PATIENCE_S)
     watch.close()
@@ -152,5 +152,28 @@ def test_a_watch_wakes_for_another_threads_write(side: Side) -> None:
 def test_a_watch_gives_up_in_time(side: Side) -> None:
     """Without a change a wait ends with None."""
     watch = side.store.watch(side.prefix)
-    assert watch.wait(watch.snapshot.revision, timeout_s=0.05) is None
+    assert watch.wait(watch.snapshot, timeout_s=0.05) is None
+    watch.close()
+
+
+def test_a_watch_covers_a_part_of_its_prefix(side: Side) -> None:
+    """Keys from its end on are not in it until it covers all, even if nothing is written since; and then again not."""
+    end, public, hidden = side.prefix + "~", side.prefix + "a", side.prefix + "~b"
+    watch = side.store.watch(side.prefix, end)
+    side.store.swap({hidden: Put("1")}, {})
+    written = side.store.swap({public: Put("1")}, {})
+    assert written is not None
+    seen = watch.wait(Snapshot(written - 1, {}), PATIENCE_S)
+    assert seen is not None and seen.entries.keys() == {public} and not seen.is_whole
+    watch.cover("")
+    seen = watch.wait(seen, PATIENCE_S)
+    assert seen is not None and seen.entries.keys() == {public, hidden} and seen.is_whole
+    side.store.swap({hidden: Put("2")}, {})
+    seen = watch.wait(seen, PATIENCE_S)
+    assert seen is not None and seen.entries[hidden].value == "2"
+    watch.cover(end)
+    while seen is not None and seen.is_whole:
+        side.store.swap({public: Put("2")}, {})
+        seen = watch.wait(seen, PATIENCE_S)
+    assert seen is not None and seen.entries.keys() == {public}
     watch.close()

@@ -66,7 +66,7 @@ class Meeting:
         deadline, snapshot = time.monotonic() + timeout_s, self._watch.snapshot
         self._note(snapshot)
         while not is_so() and (left_s := deadline - time.monotonic()) > 0:
-            snapshot = self._watch.wait(snapshot.revision, left_s, snapshot.life) or snapshot
+            snapshot = self._watch.wait(snapshot, left_s) or snapshot
             self._note(snapshot)
         return is_so()
 

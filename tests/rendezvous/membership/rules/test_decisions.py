@@ -10,10 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rendezvous.membership.memory_store import MemoryStore
-from rendezvous.membership.records import Closed, Failure, Head, Keys, Member, Seat, View, World, encode, read_view
+from rendezvous.membership.records import (
+    Closed,
+    Failure,
+    Head,
+    Keys,
+    Member,
+    Over,
+    Seat,
+    Terms,
+    View,
+    World,
+    encode,
+    read_view,
+)
 from rendezvous.membership.rules import admission, changes, decisions, standing
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.rules.decisions import Finished, Seal, Wait
+from rendezvous.membership.rules.decisions import Enter, Finished, Seal, Wait
 from rendezvous.membership.store import Entry, Put, Snapshot
 
 KEYS = Keys("job")
@@ -167,6 +180,53 @@ def test_leaving_is_said_by_who_has_finished_before_others() -> None:
     assert leaving("a", member("a", done=3), member("b", done=3), of=both) is None
     assert leaving("a", member("b"), of=both) is None
     assert leaving("a", member("a", done=3), member("b", after=3), of=both) is None
+
+
+def rewritten(mine: Member, wanted: Member, *, over: int = 0) -> changes.Change:
+    """Return what a member of a world of term 3 writes."""
+    records = {KEYS.member(mine.id): mine, KEYS.world: world(3, "a", "b"), KEYS.over: Over(over)}
+    snapshot = Snapshot(7, {key: Entry(encode(record), 5, 5) for key, record in records.items()})
+    return changes.rewrite(snapshot, read_view(snapshot, KEYS), KEYS, mine, wanted)
+
+
+def test_the_first_that_leaves_a_world_tells_all_and_its_terms_tell_the_rest() -> None:
+    """What changes in each recovery is not in the record that all members follow."""
+    mine, ready = member("a"), encode(Terms(3))
+    assert rewritten(mine, replace(mine, after=3)) == changes.Change(
+        {KEYS.terms_of("a"): ready, KEYS.over: encode(Over(3))}, {KEYS.member("a"): 5, KEYS.over: 5}
+    )
+    assert rewritten(mine, replace(mine, after=3), over=3) == changes.Change(
+        {KEYS.terms_of("a"): ready}, {KEYS.member("a"): 5}
+    )
+    assert rewritten(mine, replace(mine, seen=3)).writes.keys() == {KEYS.terms_of("a")}, "it is still in its world"
+
+
+def test_a_record_that_all_follow_holds_the_terms_as_well() -> None:
+    """So no older terms replace those of a rewritten or renamed record."""
+    mine = member("a", after=3)
+    for wanted in (replace(mine, done=3), replace(mine, id="c", after=4)):
+        writes = rewritten(mine, wanted, over=3).writes
+        assert writes[KEYS.terms_of("a")] is None and writes[KEYS.member(wanted.id)] == encode(wanted)
+        assert (writes.get(KEYS.member("a")) is None) == (wanted.id != "a")
+
+
+def test_dead_members_are_removed_with_their_terms() -> None:
+    keys = [KEYS.member("a"), KEYS.member("b"), KEYS.terms_of("a")]
+    snapshot, dead = Snapshot(7, {key: Entry("", 5, 5) for key in keys}), [member("a"), member("b")]
+    change = changes.remove_dead_members(snapshot, KEYS, dead)
+    guards = {**dict.fromkeys(keys, 5), KEYS.terms_of("b"): 0}
+    assert change == changes.Change(dict.fromkeys(keys), guards), "one that becomes ready is alive"
+    change = changes.remove_dead_members(snapshot.before(KEYS.terms), KEYS, dead)
+    assert change == changes.Change(dict.fromkeys(keys[:2]), dict.fromkeys(keys[:2], 5))
+
+
+def test_who_is_to_seal_follows_from_what_all_see() -> None:
+    """Nobody's readiness is needed, except whether a world can be sealed yet."""
+    seen = view(member("a", done=3), member("b"), member("c"), of=world(3, "a", "b", "c"), over=3)
+    assert [decisions.leads(seen, name, POLICY) for name in "abc"] == [False, True, False]
+    assert decisions.decide(seen, "b", POLICY, 0.0, left=3) == Wait("members")
+    assert decisions.decide(seen, "b", replace(POLICY, min_nodes=3), 0.0, left=3) == Wait("nodes"), "even if all were"
+    assert decisions.decide(seen, "b", POLICY, 0.0, left=2) == Enter(world(3, "a", "b", "c"))
 
 
 def test_seats_have_the_roles_of_their_members() -> None:
