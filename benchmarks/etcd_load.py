@@ -1,6 +1,6 @@
 """What a recovery asks of etcd: real members without training, four a node, of which the last is killed.
 
-Every member is told of every change of each, so events grow with the square of the ranks.
+Only a few members are told who is ready, so events grow with the ranks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ repeated.
 
 FILE is the output of `python -m benchmarks.scale --json`. *As measured* is the clock of the largest world, whose ranks
 shared cores; *extrapolated* assumes that each rank has a core, whose seconds grow as `a + b * ranks`, and that of the
-rest only etcd's grows, by its events: the square of the ranks. Restart and saves have the defaults of
+rest only etcd's grow, with its events, hence with the ranks. Restart and saves have the defaults of
 `elastic-train plan`. Others are assumed to need the same time at every size and never to save.
 """
 
@@ -77,7 +77,7 @@ class Field:
         yield System(
             "ours, live, as measured", f"clock of {most} ranks", lambda _, s: self._live(s, self.parts.measured)
         )
-        basis = "a + b · ranks, etcd's c · ranks²"
+        basis = "a + b · ranks, etcd's c · ranks"
         yield System("ours, live, extrapolated", basis, lambda ranks, s: self._live(s, self._extrapolated(ranks)))
         yield System("ours, restart from commits", f"{PLANNED.restart_s:g} s to start, assumed", self._restart)
         for other in self.others:

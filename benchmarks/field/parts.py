@@ -2,9 +2,9 @@
 
 Each rank of a large world has a core of its own, so the busiest rank's core seconds count, fitted as `a + b * ranks`;
 measured ranks shared cores, so what all survivors computed is subtracted from the measured clock. The rest is latency,
-which is drawn from the measured recoveries and does not grow. Etcd tells every rank of every rank's change: its core
-seconds are fitted as `a + c * events`, and `c * ranks ** 2` is divided by its cores. A file may say what `also` slowed
-the machine. `step`, the first step less a usual one, counts as zero where it is negative.
+which is drawn from the measured recoveries and does not grow. Etcd sends as many events for each rank: its core seconds
+are fitted as `a + c * ranks`, and `c * ranks` is divided by its cores. A file may say what `also` slowed the machine.
+`step`, the first step less a usual one, counts as zero where it is negative.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Parts:
     kills: Sequence[Kill]
     busiest: Line
     etcd_s: float
-    """Etcd's core seconds per event."""
+    """Etcd's core seconds per rank."""
     described: str
 
     @property
@@ -75,7 +75,7 @@ class Parts:
 
     def extrapolated(self, names: Sequence[str], ranks: int, etcd_cores: float, chance: Random) -> float:
         """Return the seconds of a world change with these parts where each rank has a core of its own."""
-        own_s, etcd_s = self.busiest.at(ranks), self.etcd_s * ranks**2 / etcd_cores
+        own_s, etcd_s = self.busiest.at(ranks), self.etcd_s * ranks / etcd_cores
         return chance.choice(self.kills).latency_s(names) + own_s + etcd_s
 
 
@@ -83,7 +83,7 @@ def read(path: Path) -> Parts:
     """Return the parts of a file that `benchmarks.scale --json` wrote; raises ConfigError if it has no kills."""
     try:
         tree = json.loads(path.read_text())
-        machine, etcd = tree["machine"], [(int(one["events"]), float(one["etcd_s"])) for one in tree["etcd"].values()]
+        machine, etcd = tree["machine"], [(int(ranks), float(one["etcd_s"])) for ranks, one in tree["etcd"].items()]
         found = [(int(ranks), one) for ranks, each in tree["kills"].items() for one in each]
         kills = [_kill(ranks, one, machine["cores"]) for ranks, one in found]
         busiest = [(ranks, float(one["busiest"])) for ranks, one in found]
@@ -103,7 +103,7 @@ def _kill(ranks: int, found: Mapping[str, float], cores: int) -> Kill:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Line:
-    """Return the least-squares line without negative coefficients, from numbers (of ranks, of events) to seconds."""
+    """Return the least-squares line without negative coefficients, from numbers of ranks to seconds."""
     ranks, seconds = (np.array(values, dtype=float) for values in zip(*points, strict=True))
     b, a = np.polyfit(ranks, seconds, 1)
     if b < 0:

@@ -58,7 +58,7 @@ def test_a_file_without_measured_kills_is_refused(text: str, tmp_path: Path) -> 
 def parts_file(path: Path, kills: dict[str, list[dict[str, float]]], etcd: dict[int, float]) -> Path:
     """Write what `benchmarks.scale` would have measured on two cores."""
     machine = {"date": "2026-01-01", "cores": 2, "torch": "2"}
-    loads = {str(events): {"events": events, "etcd_s": seconds} for events, seconds in etcd.items()}
+    loads = {str(ranks): {"etcd_s": seconds} for ranks, seconds in etcd.items()}
     path.write_text(json.dumps({"kills": kills, "etcd": loads, "machine": machine}))
     return path
 
@@ -70,12 +70,12 @@ def kill(form: float, cpu: float, busiest: float) -> dict[str, float]:
 def test_ranks_of_the_field_do_not_share_cores(tmp_path: Path) -> None:
     """What all survivors computed on two cores is no latency; the busiest rank's seconds and etcd's grow."""
     kills = {"8": [kill(0.25, 0.1, 0.12)], "16": [kill(0.65, 0.1, 0.16)]}
-    parts = read(parts_file(tmp_path / "parts.json", kills, {100: 0.1001, 300: 0.1003}))
+    parts = read(parts_file(tmp_path / "parts.json", kills, {8: 0.108, 16: 0.116}))
     chance = random.Random(1)
     assert parts.measured(["detect", "form", "step"], chance) == pytest.approx(1.15)
     # Latency: 0.75 less 4 survivors' 0.1 on two cores, and 1.15 less 12 survivors' 0.1 on two cores.
     assert {round(kill.latency_s(["detect", "form"]), 6) for kill in parts.kills} == {0.55}
-    expected = 0.55 + (0.08 + 0.005 * 1000) + 1e-6 * 1000**2 / 4
+    expected = 0.55 + (0.08 + 0.005 * 1000) + 0.001 * 1000 / 4
     assert parts.extrapolated(["detect", "form"], 1000, 4, chance) == pytest.approx(expected)
 
 
