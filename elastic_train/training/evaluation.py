@@ -10,14 +10,18 @@ A value without any target is None: it is never the best, and early stopping ign
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from elastic_train.checkpoint.commits.record import improvement_for
+from elastic_train.config.recipe import parse_best
 from elastic_train.core.lanes import tree_sum
 from elastic_train.core.mesh import Mesh
 from elastic_train.data.loading.loader import LaneBatch
@@ -26,8 +30,10 @@ from elastic_train.job.state_shards import StateShards
 from elastic_train.job.units.generators import seed_validated
 from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
+from elastic_train.system.failpoints import reach
 from elastic_train.tasks.preparing import check_states, value_of
 from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, weight_of
+from elastic_train.training.session import Session
 from elastic_train.training.step_sums import gather_tables
 
 if TYPE_CHECKING:
@@ -62,6 +68,68 @@ class Ranks(Protocol):
     @property
     def holders(self) -> Group:
         """All ranks that hold the same part of the state as this one."""
+
+
+def validate(session: Session) -> None:
+    """Validate over all ranks and record the values; does nothing without a validation set."""
+    reach("validate")
+    mesh = session.world.mesh
+    batches = session.plan.feed.validation(mesh.assigned(session.plan.num_lanes)[mesh.owner])
+    if batches is None:
+        return
+    session.world.history.validate(step=session.state.step)
+    with session.watchdog.resting():  # the first call in a process imports the metrics, which takes seconds
+        higher = {name: metric.higher_is_better for name, metric in session.plan.task.metrics().items()}
+    shards, shows = session.state.shards, session.plan.config.validation.weights
+    averaged = shards.share.averaged(session.world.holders) if shows == "ema" else contextlib.nullcontext()
+    with session.buffers.untouched(), averaged:
+        values = evaluate(
+            session.plan.task,
+            session.state.model,
+            session.watchdog.beating(batches),
+            shards,
+            session.world,
+            session.plan.num_lanes,
+            session.plan.device,
+            session.stage,
+            functools.partial(_remark, session),
+        )
+    _note(session, values)
+    if session.tracker is not None:
+        better = {"loss": False, **higher}
+        session.tracker.log(
+            session.state.step,
+            {f"validation/{name}": value for name, value in values.items() if value is not None},
+            {f"validation/{name}": is_so for name, is_so in better.items() if is_so is not None},
+        )
+    shown = ", ".join(
+        f"{name} is no number" if value is None else f"{name} {value:.4f}"
+        for name, value in values.items()
+        if name != "samples" and "/" not in name  # values per class are only logged
+    )
+    session.world.announce(f"validation at step {session.state.step}: {shown}")
+
+
+def _remark(session: Session, text: str) -> None:
+    """Announce a problem of the validation set once."""
+    if text not in session.remarks:
+        session.remarks.add(text)
+        session.world.announce(f"WARNING: data.validation {session.plan.config.data.validation}: {text}")
+
+
+def _note(session: Session, values: Mapping[str, float | None]) -> None:
+    """Store a validation's values, and announce it if early stopping ends training."""
+    judged, reached = session.judged, session.state.reached
+    improvement = improvement_for(judged, reached.improvement)
+    if judged is not None and improvement is not None:
+        metric, _ = parse_best(judged.metric)
+        improvement = improvement.after(session.state.step, values.get(metric), judged.min_delta)
+    session.state.reached = replace(reached, validation=values, improvement=improvement)
+    if judged is not None and improvement is not None and session.is_exhausted:
+        session.world.announce(
+            f"early stopping after step {session.state.step}: {improvement.num_since} validations in a row were not "
+            f"better ({judged.metric}) than that of step {improvement.best_step}, {improvement.best}"
+        )
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import NoProgressError
 from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
+from elastic_train.training.evaluation import validate
 from elastic_train.training.session import Session
 from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
@@ -71,7 +72,7 @@ def train_steps(session: Session) -> Outcome:
             break
         if session.is_validation_due():
             with session.leave.droppable():
-                session.validate()
+                validate(session)
             clock.start()
         if session.is_over:
             break
@@ -85,7 +86,7 @@ def train_steps(session: Session) -> Outcome:
         if end is not None:
             return end
     if not session.is_exhausted:
-        session.validate()
+        validate(session)
     session.commits.finish()
     return Outcome.DONE
 
@@ -149,7 +150,7 @@ def _catch_up(session: Session) -> None:
     """
     if session.is_validation_missed():
         with session.leave.droppable():
-            session.validate()
+            validate(session)
     if session.is_best and not session.is_over and not session.commits.has_head_at(session.state.step):
         session.commits.begin(is_any_busy=False)
 

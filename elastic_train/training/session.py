@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.commits.record import improvement_for, is_exhausted
 from elastic_train.checkpoint.saving.store_health import StoreHealth
-from elastic_train.config.recipe import EarlyStoppingConfig, judged_by, parse_best
+from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
@@ -34,7 +33,6 @@ from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum
-from elastic_train.system.failpoints import reach
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.system.wording import POWERS_OF_TEN, counted
@@ -43,7 +41,6 @@ from elastic_train.tracking.history import Standing
 from elastic_train.tracking.progress import Status
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.commits import Commits
-from elastic_train.training.evaluation import evaluate
 from elastic_train.training.memory import MemoryWatch, Meter
 from elastic_train.training.step_sums import StepSums
 from elastic_train.training.watch import Watch
@@ -190,7 +187,7 @@ class Session:
         return is_exhausted(self.plan.config.validation.early_stopping, self.state.reached.improvement)
 
     @property
-    def _judged(self) -> EarlyStoppingConfig | None:
+    def judged(self) -> EarlyStoppingConfig | None:
         """How validations are compared, so that the best state is committed; None if they are not."""
         config = self.plan.config
         return judged_by(config.validation.early_stopping, config.checkpoint.keep_best)
@@ -210,7 +207,7 @@ class Session:
 
         Equal on every rank.
         """
-        judged, reached = self._judged, self.state.reached
+        judged, reached = self.judged, self.state.reached
         if judged is None or self.state.step == 0 or not self.is_validation_due():
             return False
         known = improvement_for(judged, reached.improvement)
@@ -367,51 +364,6 @@ class Session:
             if commits.head is not None:
                 facts.last_commit_step, facts.last_commit_at = commits.head.step, commits.head.created_at
 
-    def validate(self) -> None:
-        """Validate over all ranks and record the values; does nothing without a validation set."""
-        reach("validate")
-        mesh = self.world.mesh
-        batches = self.plan.feed.validation(mesh.assigned(self.plan.num_lanes)[mesh.owner])
-        if batches is None:
-            return
-        self.world.history.validate(step=self.state.step)
-        with self.watchdog.resting():  # the first call in a process imports the metrics, which takes seconds
-            higher = {name: metric.higher_is_better for name, metric in self.plan.task.metrics().items()}
-        shards, shows = self.state.shards, self.plan.config.validation.weights
-        averaged = shards.share.averaged(self.world.holders) if shows == "ema" else contextlib.nullcontext()
-        with self.buffers.untouched(), averaged:
-            values = evaluate(
-                self.plan.task,
-                self.state.model,
-                self.watchdog.beating(batches),
-                shards,
-                self.world,
-                self.plan.num_lanes,
-                self.plan.device,
-                self.stage,
-                self._remark,
-            )
-        self._note(values)
-        if self.tracker is not None:
-            better = {"loss": False, **higher}
-            self.tracker.log(
-                self.state.step,
-                {f"validation/{name}": value for name, value in values.items() if value is not None},
-                {f"validation/{name}": is_so for name, is_so in better.items() if is_so is not None},
-            )
-        shown = ", ".join(
-            f"{name} is no number" if value is None else f"{name} {value:.4f}"
-            for name, value in values.items()
-            if name != "samples" and "/" not in name  # values per class are only logged
-        )
-        self.world.announce(f"validation at step {self.state.step}: {shown}")
-
-    def _remark(self, text: str) -> None:
-        """Announce a problem of the validation set once."""
-        if text not in self.remarks:
-            self.remarks.add(text)
-            self.world.announce(f"WARNING: data.validation {self.plan.config.data.validation}: {text}")
-
     def note_targets(self, sums: StepSums) -> None:
         """Announce a step whose samples have no target: the first time, and at every tenfold number."""
         if sums.mean is not None or not sums.coverage.count:
@@ -423,20 +375,6 @@ class Session:
                 f"{', '.join(self.plan.config.data.sources)} ({counted(self.num_untargeted, 'such step')} so far): its "
                 "loss is no number, and nothing is learned from it; check labels and masks, or leave such rows out "
                 "(a loss that is not to be divided has the weight None)"
-            )
-
-    def _note(self, values: Mapping[str, float | None]) -> None:
-        """Store a validation's values, and announce it if early stopping ends training."""
-        judged, reached = self._judged, self.state.reached
-        improvement = improvement_for(judged, reached.improvement)
-        if judged is not None and improvement is not None:
-            metric, _ = parse_best(judged.metric)
-            improvement = improvement.after(self.state.step, values.get(metric), judged.min_delta)
-        self.state.reached = replace(reached, validation=values, improvement=improvement)
-        if judged is not None and improvement is not None and self.is_exhausted:
-            self.world.announce(
-                f"early stopping after step {self.state.step}: {improvement.num_since} validations in a row were not "
-                f"better ({judged.metric}) than that of step {improvement.best_step}, {improvement.best}"
             )
 
     def pause(self) -> None:

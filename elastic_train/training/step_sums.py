@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
-from operator import and_, or_
+from operator import or_
 from typing import NamedTuple
 
 import numpy as np
@@ -53,7 +53,6 @@ class StepSums:
     num_left_out: int
     num_truncated: int
     any_flags: int
-    all_flags: int
     buffers: tuple[int, ...] = ()
     """Checksums of integer buffers, of the lanes with samples."""
     ranks: tuple[RankFacts, ...] = ()
@@ -90,7 +89,6 @@ def fold(tables: StepTables) -> StepSums:
         sum(num_left_out),
         sum(num_truncated),
         reduce(or_, flags),
-        reduce(and_, flags),
         tuple(digest for digest, has in zip(buffers, has_samples, strict=True) if has),
         tuple(facts_of(row[4:_OF_SOURCES]) for row in tables.ranks),
         tuple(lane for lane, loss in enumerate(losses) if not math.isfinite(loss)),

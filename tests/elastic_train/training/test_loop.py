@@ -111,7 +111,7 @@ def test_ranks_that_are_asked_to_leave_one_after_another_leave_together(
     session.world.group.rank = 0
     session.leaving.side_effect = [*looks[: 1 if is_before else 0], *looks]
     session.state.shards.table.would_lose_state.return_value = False
-    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE, 0)
+    sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, LEAVE)
     assert (loop._end_before(session) if is_before else loop._end(session, 0, sums)) is end
     assert session.commits.finish.called == (end is loop.Outcome.PREEMPTED)
 

@@ -31,7 +31,7 @@ ROW = RankFacts(0.5, 0.0, 1.0, 2.0, 0.25, 0.25, 0.5, 0.0, 0.5, 0.125, 64, 0.001)
 
 
 def sums(*ranks: RankFacts) -> StepSums:
-    return StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, 0, ranks=ranks)
+    return StepSums(0.0, 1.0, CoverageSums(), 0, 0, 0, ranks=ranks)
 
 
 class Said:
@@ -158,7 +158,7 @@ def test_a_job_that_an_event_ends_is_committed_first() -> None:
     """One rank's flag stops every rank; exit code 93 keeps schedulers from restarting the job."""
     session = MagicMock()
     with pytest.raises(NoProgressError, match=r"monitoring\.on_event") as error:
-        loop._end(session, 0, StepSums(0.0, 1.0, CoverageSums(), 0, 0, STOP, 0))
+        loop._end(session, 0, StepSums(0.0, 1.0, CoverageSums(), 0, 0, STOP))
     assert session.commits.finish.called and error.value.exit_code == 93
 
 
