@@ -14,8 +14,7 @@ from benchmarks.figures import Effort
 from elastic_train.job.sharded.held_tree import Held, written_of
 from elastic_train.placement.grains import Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Column, column_of, grains_in, grains_in_each, num_elements, runs_of
-from elastic_train.placement.recut import Recut, plan_recut
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Recut, Seating, plan_recut
 from elastic_train.placement.seats import Seat, seats_of_cells
 
 WIDTH, HIDDEN, DEPTH, VOCABULARY = 4096, 11008, 32, 32000

@@ -19,8 +19,7 @@ from elastic_train.core.mesh import ALONE, Cell, ranks_by_part
 from elastic_train.errors import WeightsDifferError
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Column, Run, equal_ones, holders_of, signs_of
-from elastic_train.placement.recut import owned_of
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, owned_of
 from elastic_train.placement.seats import Seat, lanes_by_owner
 
 Float64s = npt.NDArray[np.float64]

@@ -8,15 +8,19 @@ may be dropped if there is no time to finish it is marked `droppable`.
 from __future__ import annotations
 
 import enum
+import logging
 import math
+import socket
 import time
 from collections.abc import Sequence
+
+import torch
 
 from elastic_train.core.accounting import check_epoch
 from elastic_train.core.arrays import ranges_of
 from elastic_train.core.mixture import Mixture, check_passes
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import NoProgressError
+from elastic_train.errors import ConfigError, NoProgressError, StorageError
 from elastic_train.job.state import StepFacts, add_sources
 from elastic_train.system.failpoints import reach
 from elastic_train.training.evaluation import validate
@@ -24,6 +28,7 @@ from elastic_train.training.session import Session
 from elastic_train.training.step import Computed, compute_step, meet
 from elastic_train.training.step_sums import ABLE, BUSY, COMMIT, GIVE_UP, GROW, LEAVE, STOP, UNABLE, StepSums
 
+log = logging.getLogger(__name__)
 LEAVING_QUIET_S, MOST_LOOKS = 0.2, 6
 """Seconds without further requests to leave before some ranks leave the others, and how often to check."""
 MOST_NONFINITE = 10
@@ -205,7 +210,7 @@ def _is_time_to_commit(session: Session, sums: StepSums) -> bool:
 def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     """Return the outcome if the world ends after this step, equal on every rank; None if it continues."""
     session.commits.confirm_writable(is_asked=bool(sums.any_flags & UNABLE))
-    if sums.any_flags & UNABLE and sums.any_flags & ABLE and session.step_back(is_unable=bool(flags & UNABLE)):
+    if sums.any_flags & UNABLE and sums.any_flags & ABLE and _step_back(session, is_unable=bool(flags & UNABLE)):
         return Outcome.REGROUP
     if sums.any_flags & GIVE_UP:
         raise session.commits.failed()
@@ -218,6 +223,35 @@ def _end(session: Session, flags: int, sums: StepSums) -> Outcome | None:
     if sums.any_flags & LEAVE:
         return _departure(session)
     return Outcome.REGROUP if sums.any_flags & GROW else None
+
+
+def _step_back(session: Session, *, is_unable: bool) -> bool:
+    """Exclude ranks that cannot write commits while others can; return True if another world should form.
+
+    If this process has only one world, these ranks end and the others continue: with ConfigError if access is
+    refused, or with StorageError, after which their launcher restarts them, if it may be temporary.
+    """
+    group, use = session.world.group, session.commits.use
+    unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
+    for rank in unable:
+        why = group.broadcast_object(f"on {socket.gethostname()} cannot write where the commits are ({use.why})", rank)
+        what = "trains on, writes no part and does not lead until it can" if session.worlds.is_live else "ends"
+        session.world.announce(f"rank {rank} {why}, and others can: it {what}")
+    if is_unable:
+        _stop_writing(session)
+    return session.worlds.is_live
+
+
+def _stop_writing(session: Session) -> None:
+    use = session.commits.use
+    what = f"this node cannot write to {session.world.store.url}, and others can: {use.why}"
+    if not session.worlds.is_live and use.is_refused:
+        raise ConfigError(f"{what}. Check how it is mounted here, permissions and credentials, and start it again")
+    if not session.worlds.is_live:
+        raise StorageError(f"{what}. It ends, and tries again if its launcher starts it again")
+    log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
+    session.world.history.unwritable(step=session.state.step, why=use.why)
+    use.exclude()
 
 
 def _report_nonfinite(session: Session, lanes: Sequence[LaneBatch], sums: StepSums, norm: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.errors import ConfigError, DataError, StorageError, WeightsDifferError
+from elastic_train.errors import DataError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import PhaseTotals, StepClock, slowest
 from elastic_train.insight.tracing import Tracer
@@ -251,35 +250,6 @@ class Session:
                 "row: a kernel is not deterministic, or a device computes wrongly. The step is not applied: all ranks "
                 "end, and the next start continues from the last commit. Leave out the machine that the events name"
             )
-
-    def step_back(self, *, is_unable: bool) -> bool:
-        """Exclude ranks that cannot write commits while others can; return True if another world should form.
-
-        If this process has only one world, these ranks end and the others continue: with ConfigError if access is
-        refused, or with StorageError, after which their launcher restarts them, if it may be temporary.
-        """
-        group, use = self.world.group, self.commits.use
-        unable = [rank for rank, is_it in enumerate(group.all_gather(torch.tensor(int(is_unable)))) if is_it]
-        for rank in unable:
-            why = group.broadcast_object(
-                f"on {socket.gethostname()} cannot write where the commits are ({use.why})", rank
-            )
-            what = "trains on, writes no part and does not lead until it can" if self.worlds.is_live else "ends"
-            self.world.announce(f"rank {rank} {why}, and others can: it {what}")
-        if is_unable:
-            self._stop_writing()
-        return self.worlds.is_live
-
-    def _stop_writing(self) -> None:
-        use = self.commits.use
-        what = f"this node cannot write to {self.world.store.url}, and others can: {use.why}"
-        if not self.worlds.is_live and use.is_refused:
-            raise ConfigError(f"{what}. Check how it is mounted here, permissions and credentials, and start it again")
-        if not self.worlds.is_live:
-            raise StorageError(f"{what}. It ends, and tries again if its launcher starts it again")
-        log.warning("%s. It trains on, writes no part of commits and does not lead until it can", what)
-        self.world.history.unwritable(step=self.state.step, why=use.why)
-        use.exclude()
 
     def record_step(self, sums: StepSums, norm: float, seconds: float, *, standing: Standing) -> None:
         """Write the step just applied, or pending, to the history and, on rank 0, to tracker and progress."""

@@ -380,17 +380,12 @@ def _train_and_end(session: Session) -> Ended | None:
         raise
     except (Exception, SystemExit) as error:
         session.watchdog.leave()
-        _note_out_of_memory(error, session)
+        if (memory := session.memory) is not None:
+            world, step = session.world, session.state.step + 1
+            moment = Moment(world.term, world.group.rank, world.group.size, step, session.lane)
+            note_out_of_memory(error, session.plan.config, memory.meter, moment, memory.held(), session.state.model)
         session.close(status="FAILED", goes_on=session.worlds.is_launched)
         raise
-
-
-def _note_out_of_memory(error: BaseException, session: Session) -> None:
-    """If memory has run out, add this rank's position to the error."""
-    if (memory := session.memory) is not None:
-        world, config = session.world, session.plan.config
-        moment = Moment(world.term, world.group.rank, world.group.size, session.state.step + 1, session.lane)
-        note_out_of_memory(error, config, memory.meter, moment, memory.held(), session.state.model)
 
 
 def _finish(session: Session, outcome: Outcome) -> Ended:

@@ -30,8 +30,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.grains import Tensor as LaidOut
 from elastic_train.placement.holdings import Circle, Run
-from elastic_train.placement.recut import owned_of
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, owned_of
 from elastic_train.placement.seats import Seat
 from elastic_train.placement.table import Table
 

@@ -41,8 +41,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.domains import paths_of_cells
 from elastic_train.placement.holdings import Run, grains_in_each
-from elastic_train.placement.recut import Recut, plan_recut
-from elastic_train.placement.seating import Move, Seating
+from elastic_train.placement.seating import Move, Recut, Seating, plan_recut
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
 from elastic_train.placement.table import Table
 from elastic_train.system.failpoints import reach

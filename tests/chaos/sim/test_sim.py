@@ -30,8 +30,7 @@ from chaos.sim.machine.kernel import Kernel, Timeless
 from elastic_train.errors import ElasticTrainError
 from elastic_train.job.sharded.held_tree import written_of
 from elastic_train.placement.holdings import grains_in_each
-from elastic_train.placement.recut import owned_of, plan_recut
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, owned_of, plan_recut
 from elastic_train.placement.seats import seats_of_holders
 from elastic_train.training.session import Session
 

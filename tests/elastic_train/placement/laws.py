@@ -21,7 +21,7 @@ from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Circle, Run, shared_with
 from elastic_train.placement.norm import grain_squares
-from elastic_train.placement.recut import Recut, Transfer
+from elastic_train.placement.seating import Recut, Transfer
 from elastic_train.placement.seats import Seat, deal_lanes, group_lanes
 
 SHAPES = st.one_of(st.just(()), st.tuples(st.integers(0, 200)), st.tuples(st.integers(1, 300), st.integers(1, 3000)))

@@ -14,8 +14,7 @@ from elastic_train.placement.arcs import Arc, arcs_of, kept_part, length, overla
 from elastic_train.placement.domains import Path
 from elastic_train.placement.grains import GRAIN, Listed, lay_out
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.recut import owned_of
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, owned_of
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.placement.laws import blocks, models
 

@@ -14,8 +14,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.placement.domains import Path, are_apart
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import column_of, grains_in, grains_side_by_side, runs_of
-from elastic_train.placement.recut import plan_recut
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, plan_recut
 from elastic_train.placement.seats import Seat, seats_of_holders
 from tests.elastic_train.placement import oracle
 from tests.elastic_train.placement.laws import models

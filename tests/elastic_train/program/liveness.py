@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Axis, Cell, Mesh
-from elastic_train.program.memory import by_unit
+from elastic_train.planning.arithmetic.memory import by_unit
 from elastic_train.program.schedules import (
     AddExperts,
     Close,

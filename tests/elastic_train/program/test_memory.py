@@ -24,7 +24,7 @@ from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import circle_of
 from elastic_train.placement.seating import Seating
 from elastic_train.placement.seats import seats_of
-from elastic_train.program.memory import RankProgram, UnitBytes, peak_of
+from elastic_train.planning.arithmetic.memory import RankProgram, UnitBytes, peak_of
 from elastic_train.program.schedules import Close, Kind, Open, Pass, Pipeline, step_program
 
 Gathers = Literal["never", "turn", "step"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.program.memory import RankProgram, UnitBytes, peak_of
+from elastic_train.planning.arithmetic.memory import RankProgram, UnitBytes, peak_of
 from elastic_train.program.schedules import (
     Exchange,
     Kind,

@@ -21,7 +21,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state import TrainProgress
-from elastic_train.training import loop, step
+from elastic_train.training import evaluation, loop, step
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums, StepTables
 
@@ -156,7 +156,7 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
     world.group.all_gather = lambda mine: torch.stack([mine, torch.tensor(int(not others_lack_it))])
     session = Session(plan, world, state, *[MagicMock()] * 8, None)
     assert session.is_validation_missed() == (others_lack_it or not has_it)
-    session._note({"loss": 2.0})
+    evaluation._note(session, {"loss": 2.0})
     assert state.reached.improvement == Improvement("min loss", 1.0, 3, 6, 1)
     state.step = 7
     assert not session.is_validation_missed(), "none is due"
@@ -164,13 +164,14 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
 
 @pytest.mark.parametrize(("is_best", "is_committed", "commits"), [(True, False, 1), (True, True, 0), (False, False, 0)])
 def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
-    is_best: bool, is_committed: bool, commits: int
+    monkeypatch: pytest.MonkeyPatch, is_best: bool, is_committed: bool, commits: int
 ) -> None:
-    session = MagicMock(is_over=False, is_best=is_best)
+    session, validate = MagicMock(is_over=False, is_best=is_best), MagicMock()
+    monkeypatch.setattr(loop, "validate", validate)
     session.is_validation_missed.return_value = False
     session.commits.has_head_at.return_value = is_committed
     loop._catch_up(session)
-    assert session.commits.begin.call_count == commits and not session.validate.called
+    assert session.commits.begin.call_count == commits and not validate.called
 
 
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
@@ -211,6 +212,7 @@ def test_a_step_whose_gradient_all_hold_is_applied_or_kept_and_recorded_before_i
     calls = MagicMock()
     monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
     monkeypatch.setattr(loop, "meet", calls.meet)
+    monkeypatch.setattr(loop, "validate", lambda _: None)
     calls.meet.return_value = (norm, lost)
     session.state.measure, session.state.apply, session.state.hold = calls.measure, calls.apply, calls.hold
     session.record_step = lambda *_, standing: getattr(calls, f"record({standing!r})")()

@@ -20,7 +20,7 @@ from elastic_train.job.sharded.zero3_share import Zero3Share
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run
-from elastic_train.placement.recut import Recut
+from elastic_train.placement.seating import Recut
 from elastic_train.placement.table import Table
 
 PARAMETERS = replace(SHAPE, copies=2, shards="parameters")
