@@ -144,7 +144,7 @@ def _chosen(view: View, policy: Policy) -> tuple[Member, ...]:
 
 def _seal(view: View, chosen: tuple[Member, ...]) -> Seal:
     head_term = 0 if view.head is None else view.head.term
-    term = max(view.term, head_term, *(member.after for member in chosen)) + 1
+    term = max(view.term, view.over, head_term, *(member.after for member in chosen)) + 1
     seats = tuple(Seat(member.id, member.num_workers, member.role) for member in chosen)
     return Seal(term, seats, _cause(view, chosen))
 

@@ -128,6 +128,12 @@ def test_terms_grow_above_what_members_remember() -> None:
     assert isinstance(decision, Seal) and decision.term == 13
 
 
+def test_terms_grow_above_the_newest_that_was_left() -> None:
+    """Otherwise, worlds whose term is not above it would be over as soon as they are sealed, one after another."""
+    decision = decisions.decide(view(member("a"), over=9), "a", TWO, 9.0)
+    assert isinstance(decision, Seal) and decision.term == 10
+
+
 def test_below_the_minimum_nothing_is_sealed() -> None:
     assert decisions.decide(view(member("a")), "a", Policy(2, 3), 99.0) == Wait("nodes")
 
