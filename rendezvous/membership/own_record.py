@@ -9,13 +9,14 @@ thread at a time rewrites the record.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership.latest_view import LatestView, Now
-from rendezvous.membership.records import Keys, Member, Terms, View, World
+from rendezvous.membership.records import Keys, Member, Terms, View, World, encode
 from rendezvous.membership.rules import changes
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import (
@@ -30,6 +31,9 @@ MOST_TRIES, PAUSE_S = 20, 0.1
 """Number of tries of an update if the record keeps changing, and the longest wait for the watch to bring a change."""
 BROUGHT_S = 0.5
 """Longest wait for the watch to bring a member's own write; then its stream may be broken, and the keys are listed."""
+
+KEEP_S = 10.0
+"""Seconds after which a member that waits for others checks that etcd still has its terms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class OwnRecord:
         self._rank, self._rank_in = -1, 0
         self._written = 0, "", Terms(0)
         """The terms that were written last, and the life of etcd and the id for which they were."""
+        self._kept_at = 0.0
+        """When etcd was last known to have them."""
         self._writing = threading.Lock()
 
     @property
@@ -100,12 +106,30 @@ class OwnRecord:
                 try:
                     if wanted == mine or self._rewrite(now, mine, wanted):
                         self._written = now.snapshot.life, wanted.id, Terms.of(wanted)
-                        self.id = wanted.id
+                        self.id, self._kept_at = wanted.id, time.monotonic()
                         return True
                 except StoreRefusedError:
                     return False
             self._latest.wait(now.snapshot, PAUSE_S)
         return False
+
+    def keep_terms(self) -> None:
+        """Write again the terms that were written last, if etcd has lost them alone; call it often while waiting.
+
+        Few follow them: nobody else would know that this member is ready, and it would not know that they do not.
+        """
+        if time.monotonic() - self._kept_at < KEEP_S:
+            return
+        with self._writing:
+            self._kept_at = time.monotonic()
+            now, key = self._latest.now(), self._keys.terms_of(self.id)
+            mine, text = self.mine(now), encode(self._written[2])
+            if mine is None or mine == now.view.member(self.id):
+                return
+            found = self._store.get(key).entries.get(key)
+            if found is None or found.value != text:
+                record = self._keys.member(self.id)
+                self.swap(Change({key: text}, {record: now.snapshot.revision_of(record)}), self.lease)
 
     def _rewrite(self, now: Now, mine: Member, wanted: Member) -> bool:
         change, over = changes.rewrite(now.snapshot, now.view, self._keys, mine, wanted), self._keys.over

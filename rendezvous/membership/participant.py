@@ -371,11 +371,20 @@ class Participant:
     def _needs_terms(self, waited_s: float) -> bool:
         """Return True if this member follows the others' terms, because it is to seal or looks for the dead.
 
-        If etcd has lost the last world, all follow them, since it depends on them who is to seal.
+        If etcd has lost the last world, or came back with an older one, all follow them, since it depends on them who
+        is to seal.
         """
         view = self.view
-        has_lost = view.world is None and (view.head is not None or view.over > 0)
+        has_lost = view.term < self._latest.newest_term or (
+            view.world is None and (view.head is not None or view.over > 0)
+        )
         return has_lost or decisions.leads(view, self.id, self.policy) or is_looking(view, self.id, waited_s)
+
+    def _keep_terms(self) -> None:
+        try:
+            self._own.keep_terms()
+        except StoreError as error:
+            self._outage.waits(error)
 
     def _act(
         self, decision: Decision, snapshot: Snapshot, host: Callable[[Seal], tuple[str, int]], left_s: float
@@ -392,6 +401,8 @@ class Participant:
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S
+            if decision.why == "members":
+                self._keep_terms()
             if decision.why == "members" and snapshot.is_whole:
                 if self._bury(snapshot):
                     return

@@ -14,7 +14,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import read_view
 from rendezvous.membership.rules.admission import Policy
-from rendezvous.membership.store import Guards, Snapshot, Writes
+from rendezvous.membership.store import Guards, Put, Snapshot, Writes
 from tests.conftest import PATIENCE_S
 from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again, pair
 from tests.rendezvous.rendezvous_sides import eventually
@@ -93,6 +93,38 @@ def test_only_those_who_decide_are_told_who_is_ready(monkeypatch: pytest.MonkeyP
     assert all(world is not None and (world.term, len(world.seats)) == (2, 3) for world in worlds)
     assert all(node._watch.snapshot.is_whole for node in left)
     for node in left:
+        node.leave()
+
+
+@pytest.mark.parametrize("damage", [None, Put("garbage")])
+def test_terms_that_etcd_loses_alone_are_written_again(
+    damage: Put | None, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    """Whether the member follows the terms or not; otherwise all would wait for it until they give up."""
+    monkeypatch.setattr(own_record, "KEEP_S", 0.0)
+    store = MemoryStore()
+    nodes = [make_node(store, most=4, node=name) for name in "abcd"]
+    assert all(meet_again(nodes, pool))
+    for node in nodes:
+        node.join(PATIENCE_S)
+        store.swap({node.keys.terms_of(node.id): damage}, {})
+    worlds = list(pool.map(lambda node: node.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S), nodes))
+    assert all(world is not None and (world.term, len(world.seats)) == (2, 4) for world in worlds)
+    for node in nodes:
+        node.leave()
+
+
+def test_all_follow_the_terms_if_etcd_comes_back_with_an_older_world(pool: ThreadPoolExecutor) -> None:
+    """Who leads depends on ranks in the newest world, which only the terms tell."""
+    store = MemoryStore()
+    nodes = [make_node(store, most=5, node=name) for name in "abcde"]
+    first = meet_again(nodes, pool)
+    assert all(first) and not nodes[4]._needs_terms(0.0)
+    old = store.get(nodes[0].keys.world).entries[nodes[0].keys.world].value
+    assert all(meet_again(nodes, pool)) and not nodes[4]._needs_terms(0.0)
+    store.swap({nodes[0].keys.world: Put(old)}, {})
+    eventually(lambda: all(node._needs_terms(0.0) for node in nodes), "the older world")
+    for node in nodes:
         node.leave()
 
 
