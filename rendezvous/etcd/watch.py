@@ -2,8 +2,8 @@
 
 It lists at revision R and streams from R+1, from the etcd member that has just answered. When the stream breaks, or
 starts at a compacted revision, it lists again, through another member if necessary, and streams from there. After
-`PROBE_S` of silence the member must answer a request, and after `RELIST_S` the whole list is read again, so that a
-silently dead stream is noticed soon.
+`PROBE_S` of silence the member must answer a request. If its revision is not the newest that was shown, all is listed
+again after `RELIST_S`, so that a silently dead stream is noticed soon.
 
 Invariant: each snapshot is a state that etcd had at that revision, and none is older than the one before it or of an
 earlier life of etcd, before it lost its data.
@@ -126,13 +126,17 @@ class Mirror:
         self._listed_at = time.monotonic()
 
     def _probe(self, end: str) -> None:
-        """Send a small request; if this member does not answer, the connection moves to another."""
-        if time.monotonic() - self._listed_at >= RELIST_S:
+        """Send a small request; if this member does not answer, the connection moves to another.
+
+        Keys are listed only if any was written of which the stream has not told: if as many members listed all keys
+        every few seconds, an idle job's load of etcd would grow with the square of its members.
+        """
+        answer = self._connection.call(
+            lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
+        )
+        is_current = answer.header.revision == self.snapshot.revision
+        if not is_current and time.monotonic() - self._listed_at >= RELIST_S:
             self._list(end)
-        else:
-            self._connection.call(
-                lambda client: client.get_response(self._prefix, count_only=True), give_up_after_s=GIVE_UP_AFTER_S
-            )
 
     def _open(self, on_answer: Callable[[_Said], None], end: str, client: object) -> int:
         bounds = {"range_end": range_end_of(self._prefix, end), "start_revision": self.snapshot.revision + 1}

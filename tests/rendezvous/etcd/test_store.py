@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pyetcd
@@ -191,6 +192,41 @@ def test_a_watch_outlives_a_long_silence_of_etcd(
         assert written is not None
         seen = watch.wait(Snapshot(written - 1, {}), timeout_s=PATIENCE_S)
         assert seen is not None and sorted(seen.entries) == ["/a/after", "/a/before"]
+        watch.close()
+        store.close()
+
+
+def test_keys_are_listed_again_only_if_any_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream tells nothing here, as one that has died silently: what was written is found by the revision."""
+    lists, calls, list_in_life, call = list[int](), list[int](), mirror.list_in_life, Connection.call
+
+    def counted(*args: Any, **options: Any) -> Snapshot:
+        lists.append(len(calls))
+        return list_in_life(*args, **options)
+
+    def called(connection: Connection, *args: Any, **options: Any) -> Any:
+        calls.append(len(lists))
+        return call(connection, *args, **options)
+
+    def await_probes() -> None:
+        so_far = len(calls)
+        eventually(lambda: len(calls) > so_far + 10, "ten more calls")
+
+    monkeypatch.setattr(mirror, "PROBE_S", 0.02)
+    monkeypatch.setattr(mirror, "RELIST_S", 0.0)
+    monkeypatch.setattr(mirror, "list_in_life", counted)
+    monkeypatch.setattr(Connection, "call", called)
+    monkeypatch.setattr(mirror, "_applied", lambda snapshot, events: snapshot)
+    with EtcdServer() as server:
+        store = patient(server.endpoint)
+        watch = store.watch("/a/")
+        await_probes()
+        assert len(lists) == 1
+        written = store.swap({"/a/key": Put("1")}, {})
+        assert written is not None and watch.wait(Snapshot(written - 1, {}), PATIENCE_S) is not None
+        assert list(watch.snapshot.entries) == ["/a/key"]
+        await_probes()
+        assert len(lists) == 2
         watch.close()
         store.close()
 
