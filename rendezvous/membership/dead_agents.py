@@ -6,6 +6,8 @@ would connect to one agent ten times per second.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from rendezvous.membership.known_agents import KnownAgents, by_node
 from rendezvous.membership.records import Member, View
 
@@ -68,4 +70,12 @@ class DeadAgentProbe:
         late = by_node(member for member in view.members if member.agent and not view.is_ready(member))
         gone = {name for name, members in late.items() if self._agents.has_ended(members, PROBE_TIMEOUT_S)}
         found = sorted(believed(gone, len(by_node(view.members)) - 1))
+        if found and self._is_refused_by_the_living(view):
+            return []
         return [member for name in found for member in late[name] if self._agents.has_met(member)]
+
+    def _is_refused_by_the_living(self, view: View) -> bool:
+        """Return True if the first few nodes that have just become ready refuse as well: then it is this machine."""
+        ready = (members for members in by_node(view.ready).values() if self._agents.is_known(members))
+        refusals = [self._agents.has_ended(members, PROBE_TIMEOUT_S) for members in islice(ready, NUM_LOOKING)]
+        return bool(refusals) and all(refusals)

@@ -46,9 +46,11 @@ class KnownAgents:
 
     def has_ended(self, members: Collection[Member], timeout_s: float) -> bool:
         """Return True if a node's agent that this member has met now refuses connections; faster than `ask`."""
-        first = next(iter(members))
-        is_known = first.node_id != self._node and any(member.id in self._met for member in members)
-        return is_known and refuses(first.agent, timeout_s)
+        return self.is_known(members) and refuses(next(iter(members)).agent, timeout_s)
+
+    def is_known(self, members: Collection[Member]) -> bool:
+        """Return True if this member has met the agent of a node, another than its own."""
+        return any(member.id in self._met and member.node_id != self._node for member in members)
 
     def forget_all_but(self, view: View) -> None:
         """Forget members that have left."""

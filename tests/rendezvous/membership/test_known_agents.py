@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rendezvous.agent.identity import Answer
@@ -92,3 +94,20 @@ def test_who_is_refused_by_most_suspects_itself() -> None:
     assert believed({"b"}, 1) == {"b"} and believed({"b"}, 2) == {"b"}
     assert believed({"b", "c"}, 2) == set()
     assert believed({"b", "c"}, 4) == {"b", "c"} and believed({"b", "c", "d"}, 4) == set()
+
+
+@pytest.mark.parametrize(("refusing", "dead"), [("bd", ["b0"]), ("bcd", []), ("bc", [])])
+def test_who_is_refused_by_the_living_as_well_buries_nobody(
+    monkeypatch: pytest.MonkeyPatch, refusing: str, dead: list[str]
+) -> None:
+    """A late node may be busy with a long step, and a firewall of one's own machine refuses in its name.
+
+    Here `b` is late; `c`, and once `d`, are ready.
+    """
+    agents, ready = KnownAgents("a", Net()), [replace(worker(f"{node}0", node), after=1) for node in "acd"]
+    for member in (worker("b0", "b"), *ready[1 : 2 + (len(refusing) == 3)]):
+        agents.ask([member], 1.0)
+    world = World(1, tuple(Seat(f"{node}0", 1) for node in "abcd"), "start", "a", 1, 0.0)
+    monkeypatch.setattr(known_agents, "refuses", lambda agent, *_: agent[0] in refusing)
+    view = View(2, (ready[0], worker("b0", "b"), *ready[1:]), world)
+    assert [member.id for member in DeadAgentProbe(agents).gone(view)] == dead
