@@ -210,13 +210,13 @@ def _train_through(process: Process) -> Ended:
             if not worlds.is_live:
                 raise  # the job, and the tracker's run, continue in the next world
             formed.group.abandon()
-            _clear_frames(error)
+            _let_go(process.leave, error)
             continue
         except StepDropped as error:
             if not worlds.is_live:
                 return _leave_alone(process)
             formed.group.abandon()
-            _clear_frames(error)
+            _let_go(process.leave, error)
             continue
         except StorageError as error:
             num_failed += 1
@@ -224,7 +224,7 @@ def _train_through(process: Process) -> Ended:
                 raise
             sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
             formed.group.abandon()
-            _clear_frames(error)
+            _let_go(process.leave, error)
             process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
             if formed.group.size > 1 and not process.use.has_probed():
@@ -232,15 +232,19 @@ def _train_through(process: Process) -> Ended:
             continue
         if ended is not None:
             return ended
+        _let_go(process.leave)
         num_failed = 0
     return result_of(plan, state, CLOSED, digest_of_all(state.shards))
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Clear the frames of an error and of those that it came from, of which one may keep the error itself.
+def _let_go(leave: LeaveRequest, error: BaseException | None = None) -> None:
+    """Release the memory of a world that has ended, which the next one needs.
 
-    Such a cycle would keep the gradients of a world that has ended until Python next looks for cycles.
+    The answers to a request are those of its session from now on. The frames of an error, and of those that it came
+    from, are cleared, as one may keep the error itself: such a cycle would keep gradients until Python next looks for
+    cycles.
     """
+    leave.lost, leave.may_go = functools.partial(str, leave.lost()), functools.partial(bool, leave.may_go())
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -343,15 +347,6 @@ def _train_in(session: Session) -> Ended | None:
     leave = session.leave
     leave.lost = functools.partial(_lost, session)
     leave.may_go = functools.partial(_has_nothing_to_lose, session)
-    try:
-        return _train_and_end(session)
-    finally:  # the session's memory is needed for the next world's
-        leave.lost = functools.partial(str, leave.lost())
-        leave.may_go = functools.partial(bool, leave.may_go())
-
-
-def _train_and_end(session: Session) -> Ended | None:
-    leave = session.leave
     try:
         outcome = train_steps(session)
         session.watchdog.leave()
