@@ -67,8 +67,9 @@ def in_chunks(group: Group, bucket_bytes: float | None) -> list[list[float]]:
                 with total.turn(lanes[one.number], one.chunk):
                     add(chunks[one.chunk], lanes[one.number])
     total.finish(3.0)
+    found = gradients_of(chunks)
     total.close()
-    return gradients_of(chunks)
+    return found
 
 
 def ranks(rank: int, size: int) -> list[list[list[float]]]:
@@ -92,8 +93,9 @@ def in_any_order(rank: int, size: int) -> list[list[float]]:
                 add(chunk, lane)
     assert [part for part, _ in total.tensors()] == ["gradients"] * len(chunks), "nothing is put aside"
     total.finish(3.0)
+    found = gradients_of(chunks)
     total.close()
-    return gradients_of(chunks)
+    return found
 
 
 def test_a_sum_in_any_order_is_that_of_the_tree_but_for_rounding() -> None:

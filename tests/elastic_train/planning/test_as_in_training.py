@@ -128,8 +128,9 @@ def kept_for_arrivals(rank: int, size: int, bucket_bytes: float | None) -> int:
     with total.turn(rank):
         torch.stack(weights).sum().backward()
     total.finish(1.0)
+    kept = sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")
     total.close()
-    return sum(tensor.nbytes for part, tensor in total.tensors() if part == "exchange")
+    return kept
 
 
 @pytest.mark.parametrize("bucket_mb", [None, 0.5])
