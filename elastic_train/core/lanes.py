@@ -181,7 +181,7 @@ class Counter(Generic[T]):
         return {part: self._sums[part] for part in sorted(self._sums, key=lambda part: part.lo)}
 
     def push(self, part: Part, total: T) -> None:
-        """Add the sum of one subtree, none of whose lanes were pushed before."""
+        """Add the sum of one subtree; each lane is pushed once."""
         part = settle(part, self._num_lanes)
         while part.sibling in self._sums:
             other = self._sums.pop(part.sibling)

@@ -321,16 +321,15 @@ def name_others(sums: Sequence[int], what: str = "weights", ranks: Sequence[int]
     right.
     """
     ranks = ranks or range(len(sums))
-    alike: dict[int, list[int]] = {}
+    by_value: dict[int, list[int]] = {}
     for rank, value in zip(ranks, sums, strict=True):
-        alike.setdefault(value, []).append(rank)
-    most = max(alike.values(), key=len)
+        by_value.setdefault(value, []).append(rank)
+    most = max(by_value.values(), key=len)
     if 2 * len(most) > len(sums):
         others = [rank for rank in ranks if rank not in most]
         return f"ranks {others} hold other {what} than the {len(most)} others", most[0]
     if len(sums) == 2:
-        return f"ranks {ranks[0]} and {ranks[1]} hold different {what}, and nothing says which of them is right", ranks[
-            0
-        ]
-    sets = " and ".join(str(ranks) for ranks in alike.values())
+        first, second = ranks
+        return f"ranks {first} and {second} hold different {what}, and nothing says which of them is right", first
+    sets = " and ".join(str(ranks) for ranks in by_value.values())
     return f"ranks {sets} hold different {what}, and no majority says which are right", ranks[0]

@@ -209,22 +209,19 @@ def _train_through(process: Process) -> Ended:
                 return _leave_alone(process)  # a peer that was asked to leave as well has dropped the step first
             if not worlds.is_live:
                 raise  # the job, and the tracker's run, continue in the next world
-            formed.group.abandon()
-            _let_go(process.leave, error)
+            _let_go(process, formed, error)
             continue
         except StepDropped as error:
             if not worlds.is_live:
                 return _leave_alone(process)
-            formed.group.abandon()
-            _let_go(process.leave, error)
+            _let_go(process, formed, error)
             continue
         except StorageError as error:
             num_failed += 1
             if not worlds.is_live or num_failed >= (MOST_FAILED_WORLDS if state.step else MOST_FIRST_WORLDS):
                 raise
             sys.stderr.write(f"the world of step {state.step} could not begin, trying on: {error}\n")
-            formed.group.abandon()
-            _let_go(process.leave, error)
+            _let_go(process, formed, error)
             process.use.begin_probe()
             time.sleep(FAILED_WORLD_PAUSE_S)
             if formed.group.size > 1 and not process.use.has_probed():
@@ -232,18 +229,20 @@ def _train_through(process: Process) -> Ended:
             continue
         if ended is not None:
             return ended
-        _let_go(process.leave)
+        _let_go(process, formed)
         num_failed = 0
     return result_of(plan, state, CLOSED, digest_of_all(state.shards))
 
 
-def _let_go(leave: LeaveRequest, error: BaseException | None = None) -> None:
-    """Release the memory of a world that has ended, which the next one needs.
+def _let_go(process: Process, formed: Formed, error: BaseException | None = None) -> None:
+    """Abandon a world that has ended, and release its memory, which the next one needs.
 
     The answers to a request are those of its session from now on. The frames of an error, and of those that it came
     from, are cleared, as one may keep the error itself: such a cycle would keep gradients until Python next looks for
     cycles.
     """
+    formed.group.abandon()
+    leave = process.leave
     leave.lost, leave.may_go = functools.partial(str, leave.lost()), functools.partial(bool, leave.may_go())
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -352,7 +351,6 @@ def _train_in(session: Session) -> Ended | None:
         session.watchdog.leave()
         if outcome is Outcome.REGROUP:
             session.pause()
-            session.world.group.abandon()
             return None
         return _finish(session, outcome)
     except (PeerLostError, FencedError):

@@ -51,7 +51,7 @@ class Pieces:
             if lo <= span[0] and span[1] <= hi:
                 assert tensor.shape == (hi - lo,) and tensor.dtype == self.dtype, "held memory is of another kind"
                 return tensor[span[0] - lo : span[1] - lo]
-        raise AssertionError(f"elements {span} are in none of the spans that this rank holds")
+        raise AssertionError(f"this rank does not hold elements {span}")
 
     def overlapping(self, span: Span) -> Iterator[Span]:
         """Yield the overlaps of a span with the held ones."""

@@ -1,4 +1,4 @@
-"""When the next commit is due: by steps, by time, or with `interval: auto` at the interval with the least waste.
+"""Decide when the next commit is due: by steps, by time, or, with `interval: auto`, so that the least is wasted.
 
 By steps every rank decides alike; by time only rank 0's clock and measurements count.
 

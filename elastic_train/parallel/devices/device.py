@@ -176,7 +176,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
 class Guard(Protocol):
-    """A group's way to wait: it gives up when the world is broken, and turns failures into PeerLostError."""
+    """A group waits through it: a wait ends when the world is broken, and every failure is a PeerLostError."""
 
     def guard(self, call: Callable[[], T]) -> T:
         """Make a call that may not return, on another thread."""
