@@ -13,7 +13,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
 
-.PHONY: setup demo test hunts test-and-hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
+.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -42,11 +42,6 @@ test: setup
 hunts: setup
 	@echo "hunts: planted bugs, combinations at more exchanges, and by processes"
 	@$(PYTEST) $(OVERLAPPING) -m "hunt and not long"
-
-# Both, as CI runs them: what each of the three processes imports and collects takes it half a minute.
-test-and-hunts: setup
-	@echo "test-and-hunts: the whole suite, with planted bugs and with all cases"
-	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy"
 
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it fifty jobs in virtual time"

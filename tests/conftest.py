@@ -62,11 +62,13 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip modules of slow tests when no slow test runs, to save importing them and deselecting their tests."""
+    """Skip modules without a test that runs, to save importing them: of slow tests, or without any hunt."""
     terms = config.option.markexpr.split(" and ")
-    if "not slow" not in terms or " or " in config.option.markexpr or collection_path.suffix != ".py":
+    if " or " in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
+    if "not slow" in terms and ALL_SLOW.search(collection_path.read_text(encoding="utf-8")):
+        return True
+    return True if "hunt" in terms and "mark.hunt" not in collection_path.read_text(encoding="utf-8") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

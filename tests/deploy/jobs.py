@@ -16,11 +16,6 @@ from tests.elastic_train.training.live.test_live import JOB, NO_HANG_S, history,
 SCRIPTS = ROOT / "deploy" / "slurm"
 PATIENCE_S = 500.0
 """For whatever has to come: nodes have their imports to do first, and a machine may do much else."""
-NEXT_STEP_S, LEFT_S, DOCTOR_S = 12.0, 30.0, 120.0
-"""Bounds: from a power loss to the next step, with a lease of 3 s; from a step's signal until all nodes have left with
-75; and from the start of all nodes' `doctor` to its last word. Three times the first goal and six times the others, for
-which all nodes' processes start or end: leaving took 15.5 s beside thirty busy ones. Benchmarks say whether goals are
-met."""
 STEPS, LANE_MS = 160, 600.0
 """Of a job that waits for faults: what is left of its steps once they are over is computed, so few long ones cost less
 than many short ones."""

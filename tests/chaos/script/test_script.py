@@ -365,15 +365,20 @@ def test_a_stock_script_repeats_and_skips(tmp_path: Path, rendezvous: str, capsy
     assert {name for name in ("agreement", "rpo", "cleanliness") if found[name]["truth"] != "true"} == set(), found
 
 
-def test_a_worker_is_not_older_than_what_made_it_start() -> None:
+def test_a_worker_is_not_older_than_what_made_it_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reports start times in ticks of 10 ms: rounded down, one would precede the fault that caused it."""
+    monkeypatch.setattr(scripts, "booted_at", lambda: 0.0)
     environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
+    events = list[float]()
     for _ in range(20):
-        before = time.time()
+        events.append(time.clock_gettime(time.CLOCK_BOOTTIME))
         with subprocess.Popen(["sleep", "600"], env=environ) as process:
             try:
                 while (worker := worker_of(process.pid, 0)) is None:
                     assert process.poll() is None, "it has an environment as soon as it runs"
             finally:
                 process.kill()
-        assert before <= worker.started_at <= time.time() + 1
+        events.append(worker.started_at)
+    assert all(cause <= worker for cause, worker in zip(events[::2], events[1::2], strict=True))
+    assert events[1::2] == sorted(events[1::2])
+    assert events[1] < events[-2], "a worker is not younger than the cause of a much later one"
