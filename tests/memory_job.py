@@ -33,7 +33,7 @@ from elastic_train.training import loop, supervisor
 from elastic_train.training import run as product
 from elastic_train.world import agreement, forming
 from tests.conftest import Finished, environ_of
-from tests.memory_machine import Machine, die, let_others_run, rank_here, when_all_have_ended
+from tests.memory_machine import Machine, die, let_others_run, machine_here, rank_here, when_all_have_ended
 from tests.memory_world import group_of
 
 LOOK_EVERY_S = 1e-3
@@ -41,11 +41,15 @@ LOOK_EVERY_S = 1e-3
 
 
 class Loss(NamedTuple):
-    """The loss of a rank after its `nth` exchange, or the `nth` time that it reaches a failpoint."""
+    """The loss of a rank after its `nth` exchange, or the `nth` time that it reaches a failpoint.
+
+    With `part` it is lost later: after that many times the exchanges since it last reached the failpoint.
+    """
 
     rank: int
     nth: int
     point: str | None = None
+    part: float | None = None
 
 
 AT_SECOND_COMMIT = Loss(0, 2, "commit")
@@ -121,13 +125,19 @@ def exchanges(losses: Iterable[Loss]) -> dict[int, int]:
 
 def _losing(losses: Iterable[Loss]) -> Callable[[Path, str], None]:
     """Return the handler of a failpoint that loses ranks."""
-    places, seen = set(losses), Counter[tuple[int | None, str]]()
+    places = {lose[:3]: lose.part for lose in losses}
+    seen, last = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
 
     def come(_: Path, point: str) -> None:
-        rank = rank_here()
+        if (rank := rank_here()) is None:
+            return
         seen[rank, point] += 1
-        if rank is not None and Loss(rank, seen[rank, point], point) in places:
-            die()
+        now = machine_here().num_exchanges[rank]
+        since, last[rank, point] = now - last[rank, point], now
+        if (place := (rank, seen[rank, point], point)) in places:
+            if (part := places[place]) is None:
+                die()
+            machine_here().lose_after(rank, int(part * since))
 
     return come
 

@@ -8,7 +8,6 @@ newcomer, which starts when the rank is gone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 from unittest import mock
@@ -27,15 +26,7 @@ from tests.memory_machine import Machine, rank_here
 from tests.memory_world import group_of
 
 
-@dataclass(frozen=True)
-class Ended(Finished):
-    """The outcome of a live job."""
-
-    num_exchanges: tuple[int, ...] = ()
-    """By member."""
-
-
-def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss], on_devices: bool = False) -> Ended:
+def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss], on_devices: bool = False) -> Finished:
     """Run a live job of `num_ranks` members that loses one per `Loss`; newcomers get the next higher numbers.
 
     `on_devices` gives ranks fake devices, as in `tests.memory_world`.
@@ -55,7 +46,7 @@ def start(arguments: list[str], *, num_ranks: int, losses: Sequence[Loss], on_de
         with mock.patch.object(supervisor, "open_worlds", lambda *_: MemoryWorlds(membership)):
             codes = machine.run(live)
     found = tuple(-9 if code is None else code for code in codes)
-    return Ended(max(found), output.getvalue(), found, tuple(machine.num_exchanges))
+    return Finished(max(found), output.getvalue(), found)
 
 
 class Membership:

@@ -150,6 +150,10 @@ class Machine:
             raise Died
         self.num_exchanges[rank] += 1
 
+    def lose_after(self, rank: int, num_exchanges: int) -> None:
+        """Lose a rank after that many more exchanges."""
+        self._lose[rank] = self.num_exchanges[rank] + num_exchanges
+
     def wait(self, why: str, can_go: Callable[[], bool]) -> None:
         """Let other ranks run until this one can continue; a thread that is no rank just waits."""
         if getattr(_machine, "here", None) is not self:
