@@ -1,14 +1,19 @@
-"""Abandonable calls: results and errors arrive, and a caller that leaves does not wait."""
+"""Waiting: callers abandon calls that hang, and pauses do not advance the global generator of random numbers."""
 
 from __future__ import annotations
 
 import gc
+import random
+import re
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import tenacity
 
+from rendezvous.pauses import RandomExponential, between
 from rendezvous.waiting import Bystander, GivenUp, begin
 from tests.conftest import PATIENCE_S
 
@@ -84,3 +89,34 @@ def test_calls_run_in_the_order_they_were_begun(bystander: Bystander) -> None:
     assert made == [] and not any(call.ended.is_set() for call in (stuck, *calls))
     is_free.set()
     assert has_left.wait(PATIENCE_S) and made == [0, 1, 2] and stuck.result(0)
+
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_pauses_do_not_draw_from_the_global_generator() -> None:
+    before = random.getstate()
+    assert 1.0 <= between(1.0, 2.0) <= 2.0
+    pauses = list[float]()
+    again = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(9), wait=RandomExponential(multiplier=0.5, max=2.0), sleep=pauses.append
+    )
+    tries = iter([*[OSError()] * 8, None])
+
+    def fail() -> None:
+        if (error := next(tries)) is not None:
+            raise error
+
+    again(fail)
+    most = [0.5, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    assert len(pauses) == 8 and all(0 <= pause <= limit for pause, limit in zip(pauses, most, strict=True))
+    assert len(set(pauses)) == 8 and random.getstate() == before
+
+
+def test_no_module_of_ours_draws_from_the_global_generator() -> None:
+    """Only the module that seeds it for a task's draws may seed or inspect it."""
+    names = "random|uniform|choices?|sample|shuffle|randint|randrange|gauss"
+    drawing = re.compile(rf"(?<![\w.])random\.({names})\(|wait_random\w*\(")
+    files = [file for package in ("elastic_train", "rendezvous") for file in (REPOSITORY / package).rglob("*.py")]
+    assert len(files) > 100
+    assert [str(file) for file in files if drawing.search(file.read_text())] == []

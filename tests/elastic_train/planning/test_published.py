@@ -1,18 +1,36 @@
-"""Known rows: what papers give for memory and for the use of devices, within what the model promises."""
+"""Plans agree with published models and machines, up to a hundred billion parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from elastic_train.planning.arithmetic.catalogue import parse_cluster
+from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.sources import load_config
+from elastic_train.core.mesh import Mesh
+from elastic_train.errors import ConfigError
+from elastic_train.job.cells.cell_plan import CellPlan, cell_plan_of
+from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.cells.stage import Stage
+from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.pipeline import StageLinks
+from elastic_train.planning.arithmetic.catalogue import Cluster, Link, parse_cluster, shipped
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit, Work
 from elastic_train.planning.arithmetic.step_time import model_flops_utilisation, step_time
+from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, scaling
+from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.decoder.model import Decoder
+from elastic_train.tasks.decoder.shape import DecoderShape
 from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, LLAMA_405B, MIXED, Transformer, gpt
+from tests.elastic_train.training.jobs import config
 
 
 def of_parameters(number: float) -> ModelFacts:
@@ -164,3 +182,167 @@ def test_the_targets_are_not_met_over_a_slow_link() -> None:
     rows = {row.devices: row for row in scaling(job, Layout(), weak=False)}
     assert rows[64].efficiency < 0.5
     assert rows[64].outcome.figures["communication"] > 0.3
+
+
+SIZES = {"vocabulary": 32_000, "dim": 20_480, "depth": 24, "heads": 160, "kv_heads": 8, "hidden": 55_296, "tied": False}
+PARALLEL = ParallelConfig(tensor=8, pipeline=8)
+LANES, STAGE_BLOCKS = 16, 3
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Read:
+    """Return what a plan has read of it."""
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"max_tokens": 16, "model": SIZES}}
+    tree = {"task": task, "batch": {"global_batch": LANES, "micro_batch": 1}}
+    path = config(tmp_path_factory.mktemp("hundred-billion"), rows, tree)
+    return read_config(load_config(path, {"parallel.tensor": 8, "parallel.pipeline": 8}))
+
+
+def cut_for(place: int) -> tuple[CutModel, CellPlan]:
+    """Return the model that a place has, as training cuts it."""
+    with torch.device("meta"):
+        model = Decoder(DecoderShape(**SIZES))  # type: ignore[arg-type]
+    plan = cell_plan_of(CausalLM(model=SIZES), model, PARALLEL)
+    assert plan is not None, "the decoder has cells"
+    cut = CutModel(model, plan, PARALLEL.cell, CellLinks())
+    cut.take_place(place, list(model.state_dict().items()))
+    return cut, plan
+
+
+class Counting:
+    """One of eight tensor ranks: what it sends is counted, and what it is to receive is there."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self.sent_bytes = rank, 8, 0
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        return False
+
+    def send(self, rank: int, tensor: Tensor) -> None:
+        self.sent_bytes += tensor.nbytes
+
+    def receive(self, rank: int, tensor: Tensor) -> None: ...
+
+    def wait(self, works: Sequence[None]) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hundred billion")
+def test_every_device_holds_what_is_planned(read: Read) -> None:
+    """Weights, gradients and moments: the fullest place as the plan says, and all places together all of the model."""
+    planned = memory_of(read.facts, read.layout, read.batch, parse_cluster("8x8xH100"))
+    cut, _ = cut_for(0)
+    places, model = range(PARALLEL.cell.size), cut.model
+    held = [sum(4 * one.part_shape(place).numel() for one in cut.cuts.values()) for place in places]
+    assert set(cut.cuts) == {name for name, _ in model.named_parameters()}, "all are cut"
+    assert held[0] == sum(one.nbytes for one in model.parameters()), "and this one has its parts"
+    assert read.facts.elements > 100e9 and len(held) == 64
+    assert max(held) == pytest.approx(planned.weights, rel=0.01)
+    whole = 4 * read.facts.elements
+    on_all = 4 * 7 * read.facts.rest.elements  # embedding and output layer are whole on the eight ranks of their stages
+    assert sum(held) == pytest.approx(whole + on_all, rel=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for one in model.parameters():
+        one.grad = torch.empty_like(one)
+    optimizer.step()
+    assert sum(one.grad.nbytes for one in model.parameters() if one.grad is not None) == pytest.approx(
+        planned.gradients, rel=0.01
+    )
+    moments = [one.nbytes for kept in optimizer.state.values() for one in kept.values() if one.dim()]
+    assert sum(moments) == pytest.approx(planned.optimizer, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hundred billion")
+def test_a_stage_sends_what_is_planned(read: Read) -> None:
+    """Forward and backward of a lane in the middle of the pipeline: sums over tensor ranks, and what goes on to others.
+
+    A plan has seconds; on links that have no latency and carry a gigabyte a second they are bytes.
+    """
+    mesh = Mesh(3 * 8 + 5, 64, PARALLEL.cell)
+    cut, plan = cut_for(mesh.place)
+    group = Counting(mesh.coordinates.tensor)
+    cut.links.bind(group)  # type: ignore[arg-type]
+    tokens = torch.empty(1, read.facts.tokens, dtype=torch.int64, device="meta")
+    given = torch.empty(1, read.facts.tokens, SIZES["dim"], device="meta", requires_grad=True)
+    links = StageLinks(group, None, None, torch.device("cpu"))  # type: ignore[arg-type]
+    stage = Stage(CausalLM(model=SIZES), cut.model, plan, mesh.coordinates.stage, "1f1b", links)
+    made = stage.run(0, {"tokens": tokens}, given)
+    assert isinstance(made, Tensor) and made.shape == given.shape
+    torch.autograd.backward(made, torch.empty_like(made))
+    assert given.grad is not None
+    at_once = Link("at once", 1.0, 0.0)
+    cluster = parse_cluster("8x8xH100")
+    plain = Cluster(cluster.device, at_once, at_once, 8, 8)
+    step = step_time(read.facts, read.layout, read.batch, plain)
+    planned = 1e9 * step.tensor_s / LANES / read.facts.blocks[0].output_bytes  # rows have unlike lengths
+    assert (group.sent_bytes + made.nbytes + given.grad.nbytes) / made.nbytes == pytest.approx(planned, rel=1e-6)
+    assert group.sent_bytes == STAGE_BLOCKS * 4 * 2 * 7 * made.nbytes // 8
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node", "device", "between"),
+    [
+        ("CPU", 1, 1, "CPU", "10GbE"),
+        ("8xh100", 1, 8, "H100", "IB-NDR"),
+        ("64xA100", 8, 8, "A100", "IB-HDR"),
+        ("4x8xH200@roce-400", 4, 8, "H200", "RoCE-400"),
+        ("2x4xL4@25GbE", 2, 4, "L4", "25GbE"),
+    ],
+)
+def test_a_cluster_is_named_by_its_nodes_devices_and_link(
+    text: str, nodes: int, per_node: int, device: str, between: str
+) -> None:
+    found = parse_cluster(text)
+    assert (found.nodes, found.per_node, found.device.name, found.between.name) == (nodes, per_node, device, between)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH10", "did you mean 'H100'"),
+        ("2x8xH100@IB-NDX", "did you mean 'IB-NDR'"),
+        ("Gaudi3", "there are A100"),
+        ("12xH100", "do not divide 12"),
+        ("0xH100", "at least one node"),
+        ("8 x H100", "write DEVICE"),
+    ],
+)
+def test_what_cannot_be_named_so_is_said(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_cluster(text)
+
+
+def test_a_shared_link_is_cut_among_the_devices_of_a_node() -> None:
+    shared, own = parse_cluster("2x8xL4@100GbE"), parse_cluster("2x8xH100@IB-NDR")
+    assert shared.between_bytes_per_s == shared.between.bytes_per_s / 8
+    assert own.between_bytes_per_s == own.between.bytes_per_s
+
+
+def test_every_device_has_a_link_and_sane_numbers() -> None:
+    known = shipped()
+    assert set(known.devices) == {"A100", "H100", "H200", "B200", "L4", "CPU"}
+    for device in known.devices.values():
+        assert known.link(device.link).bytes_per_s > 0
+        assert device.usable_bytes > 0 and 0 < device.matmul_share <= 1
+
+
+def test_a_file_describes_devices_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text(
+        "cluster: {device: H101, nodes: 2, per_node: 4, between: ours}\n"
+        "devices: {H101: {tflops_bf16: 900, tflops_fp32: 60, memory_gb: 96, memory_gb_per_s: 4000, matmul_share: 0.6, "
+        "memory_share: 0.8, call_s: 4.0e-6, reserved_gb: 2, link: NVLink4}}\n"
+        "links: {ours: {gb_per_s: 40, alpha_s: 1.0e-5}}\n"
+    )
+    found = parse_cluster(str(path))
+    assert (found.size, found.device.memory_gb, found.between.gb_per_s) == (8, 96, 40)
+
+
+def test_all_mistakes_of_a_file_are_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    path.write_text("cluster: {device: X}\nlinks: {ours: {gb_per_second: 40, alpha_s: fast}}\n")
+    with pytest.raises(ConfigError) as raised:
+        parse_cluster(str(path))
+    assert len(raised.value.problems) == 3
+    assert "did you mean 'gb_per_s'" in str(raised.value)

@@ -1,4 +1,4 @@
-"""The report on runs: seconds that tile, steps that count, prices of faults, and pages of runs in any state."""
+"""Reports about runs, among them about a real one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from elastic_train.cli.main import main
 from elastic_train.drawing.page import draw
 from elastic_train.errors import ConfigError
+from elastic_train.insight.phases import PHASES
 from elastic_train.insight.utilisation import FILE, Utilisation
 from elastic_train.runs.figures.heat_map import compute_figure
 from elastic_train.runs.figures.over_time import _rates
@@ -22,7 +23,9 @@ from elastic_train.runs.report import RunReport, report_on
 from elastic_train.runs.story import Story, read_story
 from elastic_train.system.file_systems import STARTED_IN
 from elastic_train.tracking.run_folder import RunFolder
+from tests.conftest import start
 from tests.elastic_train.runs.folders import T0, begin, faulted
+from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
 
 
 def reported(folder: Path) -> RunReport:
@@ -286,3 +289,25 @@ def test_the_data_of_a_run_is_found_from_anywhere(tmp_path: Path, monkeypatch: p
 def test_one_rank_has_no_other_to_be_compared_with_and_that_is_no_problem() -> None:
     drawn = draw(lambda: compute_figure(Story(Path("one"), [])))
     assert drawn.problem is None and drawn.nothing == "no world of two ranks or more has phases"
+
+
+@pytest.mark.slow
+def test_a_real_run_has_a_whole_report(tmp_path: Path, rows: Path) -> None:
+    """Its time tiles, all of its figures are drawn, and its commits prove the coverage."""
+    succeed(start([config(tmp_path, rows, CLASSIFIER), "--monitoring.phases-every-steps", "2"], num_ranks=2))
+    report = report_on(str(tmp_path / "run"))
+    assert (report.state, report.step, report.changes) == ("done", report.result["step"], [])
+    assert report.seconds == pytest.approx(report.story.ended - report.story.began)
+    assert report.spent["steps"] > 0 and report.spent["validation"] > 0 and report.spent["ending"] > 0
+    assert report.coverage.proven and not report.coverage.wrong
+    assert set(report.phases_s()) == {*PHASES, "hidden"}
+    assert report.memory is not None and [one.rank for one in report.memory.ranks] == [0, 1]
+    for facts in (one.facts for one in report.memory.ranks):
+        taken = facts.parts
+        assert taken["weights"] == taken["gradients"] > 0 and taken["optimizer"] == pytest.approx(
+            2 * taken["weights"], rel=0.01
+        )
+        assert facts.peak > facts.program + sum(taken.values()) > facts.program > 0
+    assert report.samples_per_s is not None and report.environment()["hosts"]
+    page = render([report])
+    assert page.count("<svg") >= 8 and "Cannot be drawn" not in page
