@@ -63,8 +63,13 @@ def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     cluster.run("sh", "-c", "scancel --signal=KILL --full -u root; scancel -u root; scancel -u root --state=PENDING")
     for name in cluster.nodes:
         cluster.restore(name)
-    eventually(lambda: not cluster.run("squeue", "-h").strip(), "no jobs are left")
+    eventually(lambda: is_empty(cluster), "no jobs are left")
     cluster.await_idle(len(cluster.nodes))
+
+
+def is_empty(cluster: SlurmCluster) -> bool:
+    """Say whether there are no jobs; cancel those that were requeued since, as a node that lost its power came back."""
+    return not cluster.run("sh", "-c", "scancel -u root --state=PENDING; squeue -h").strip()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from chaos.services.slurm.cluster import SlurmCluster
 from chaos.services.slurm.machines import eventually
 from rendezvous.process_table import is_stopped
 
-pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-etcd")]
+pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-codes")]
 
 
 def test_nodes_have_a_name_an_address_and_a_tmp_of_their_own(slurm: SlurmCluster, tmp_path: Path) -> None:

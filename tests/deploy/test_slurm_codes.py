@@ -10,7 +10,7 @@ import pytest
 from chaos.services.slurm.cluster import SlurmCluster
 from tests.deploy.jobs import PATIENCE_S, SCRIPTS
 
-pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-etcd")]
+pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("slurm-codes")]
 LAUNCHER = """#!/bin/bash
 if [ "$1" != launch ]; then exec "$(dirname "$0")/installed" "$@"; fi
 read -ra codes <<<"$CODES"

@@ -223,7 +223,7 @@ def test_every_change_ends_with_the_weights_of_one_rank(tmp_path: Path, shards: 
     chosen = [case for case in cases() if case.shards == shards]
     ends = {str(case): live_through(case, tmp_path / str(number)) for number, case in enumerate(chosen)}
     right = {alone()}
-    assert ends == {case: right for case in ends}
+    assert [case for case, end in ends.items() if end != right] == []
 
 
 def test_a_case_of_the_matrix_says_what_its_ranks_end_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
