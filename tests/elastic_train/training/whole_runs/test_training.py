@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import elastic_train as et
-from tests.conftest import PATIENCE_S, ROOT, begin, run_source
+from tests.conftest import ROOT, run_source
 from tests.conftest import start as start_processes
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, config, history, result, succeed
 from tests.memory_job import start
@@ -73,8 +73,8 @@ main_train()
 """
 
 
-def test_a_custom_task_and_schema(tmp_path: Path) -> None:
-    """The example trains a user's task and columns from outside the package, on one rank and on two of torchrun.
+def test_a_custom_task_and_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example trains a user's task and columns from outside the package, on one rank and on two.
 
     The task does not say how to cut its model, yet two ranks shard its parameters.
     """
@@ -85,20 +85,12 @@ def test_a_custom_task_and_schema(tmp_path: Path) -> None:
     )
     assert made.returncode == 0, made.stderr
     line = [str(example / "config.yaml"), "--data.train", str(tmp_path / "prices"), "--run.dir"]
-    shared = [*line, str(tmp_path / "two" / "run"), "--parallel.shards", "parameters"]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "elastic_train",
-    ]
-    job = begin([*torchrun, *shared], tmp_path / "log", {"PYTHONPATH": str(example)})
-    assert job.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
     alone = run_source(BESIDE, *line, str(tmp_path / "one" / "run"), cwd=example)
     assert alone.returncode == 0, alone.stderr
+    monkeypatch.syspath_prepend(example)
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    succeed(start([*line, str(tmp_path / "two" / "run"), "--parallel.shards", "parameters"], num_ranks=2))
+    del sys.modules["task"]
     assert result(tmp_path / "one")["weights_sha256"] == result(tmp_path / "two")["weights_sha256"]
 
 
