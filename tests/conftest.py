@@ -46,8 +46,8 @@ settings.register_profile("inner-loop", deadline=None, max_examples=25)  # a qua
 settings.load_profile("any machine")
 
 
-ALL_SLOW = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
-"""The line that marks every test of a module as slow."""
+MARK = re.compile(r"^pytestmark = \[?pytest\.mark\.(\w+)", re.MULTILINE)
+"""The line that marks every test of a module, such as slow."""
 RUNNING: list[pytest.Item] = []
 """The running test, if there is one."""
 UNFINISHED: dict[str, float] = {}
@@ -62,13 +62,12 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip modules without a test that runs, to save importing them: of slow tests, or without any hunt."""
-    terms = config.option.markexpr.split(" and ")
+    """Skip modules of which no test runs, to save importing them and deselecting their tests."""
     if " or " in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    if "not slow" in terms and ALL_SLOW.search(collection_path.read_text(encoding="utf-8")):
-        return True
-    return True if "hunt" in terms and "mark.hunt" not in collection_path.read_text(encoding="utf-8") else None
+    terms, text = config.option.markexpr.split(" and "), collection_path.read_text(encoding="utf-8")
+    is_left_out = (mark := MARK.search(text)) is not None and f"not {mark[1]}" in terms
+    return True if is_left_out or ("hunt" in terms and "mark.hunt" not in text) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
