@@ -320,6 +320,16 @@ def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_f
         return codes
 
 
+def eventually(
+    fact: Callable[[], object], what: str = "what the test waits for", timeout_s: float = PATIENCE_S
+) -> None:
+    """Return as soon as `fact` holds; fail with `what` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not fact():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+
+
 def places_of(num_ranks: int | None) -> list[dict[str, str]]:
     """Return the environment that a launcher gives each rank; an empty one without a launcher."""
     if num_ranks is None:

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, eventually
 from tests.deploy.images import IMAGE, IMAGE_FROM_INDEX, Images
-from tests.elastic_train.training.live.test_live import eventually
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("images")]
 

@@ -19,10 +19,10 @@ from elastic_train import ElasticTrainer
 from elastic_train.errors import ConfigError
 from rendezvous.etcd.server import free_ports
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import ROOT, begin
+from tests.conftest import ROOT, begin, eventually
 from tests.deploy.jobs import first_step_s, steps_done_twice, until_ranks, write_patient_config
 from tests.deploy.pages import command
-from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, undisturbed, weights
+from tests.elastic_train.training.live.test_live import ENDLESS, history, undisturbed, weights
 from tests.processes import command_line_of, parent_of
 
 pytestmark = [pytest.mark.deploy, pytest.mark.xdist_group("ray")]

@@ -16,8 +16,8 @@ from chaos.sim.machine.etcd import Etcd, EtcdClient
 from chaos.sim.machine.kernel import Kernel, Process
 from rendezvous import EtcdServer, EtcdStore, MemoryStore
 from rendezvous.membership.participant import Participant
-from tests.conftest import assert_slow
-from tests.rendezvous.rendezvous_sides import Side, beside, eventually, patient
+from tests.conftest import assert_slow, eventually
+from tests.rendezvous.rendezvous_sides import Side, beside, patient
 
 
 @pytest.fixture(autouse=True)

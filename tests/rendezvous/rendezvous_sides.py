@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,11 +38,3 @@ def client_of(store: EtcdStore) -> pyetcd.MultiEndpointEtcd3Client:
 def beside(act: Callable[[], object]) -> None:
     """Act on another thread, a moment later."""
     threading.Timer(0.05, act).start()
-
-
-def eventually(fact: Callable[[], bool], what: str, *, within_s: float = PATIENCE_S) -> None:
-    """Return as soon as `fact` holds; fail with `what` after `within_s`."""
-    deadline = time.monotonic() + within_s
-    while not fact():
-        assert time.monotonic() < deadline, f"{what}: not within {within_s} s"
-        time.sleep(0.02)

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from chaos.real.forked_node.begin import begin_fork
 from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.etcd.server import free_ports
 from rendezvous.process_table import environ_of, is_alive, is_stopped, name_of
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.processes import parent_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
@@ -28,13 +27,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
 def sleeps() -> list[str]:
     """Return the command of a node with a sleeping worker, and a store on its own port."""
     return [*TORCHRUN, "--master-port", str(free_ports(1)[0]), "--no-python", "sleep", "600"]
-
-
-def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
 
 
 def described(folder: Path, number: int, command: list[str] | None = None) -> Node:
@@ -54,7 +46,7 @@ def nodes(tmp_path: Path) -> Iterator[list[Node]]:
     for node in made:
         node.start()
         assert node.agent in node.pids(), "it carries its mark from the first moment"
-    until(lambda: all(has_worker(node) for node in made))
+    eventually(lambda: all(has_worker(node) for node in made))
     yield made
     for node in made:
         node.kill()
@@ -66,13 +58,13 @@ def test_every_process_of_a_forked_node_is_hit_and_none_of_another(nodes: list[N
     mine, others = first.pids(), second.pids()
     assert not {*mine} & {*others}
     assert sorted(first.freeze()) == sorted(mine)
-    until(lambda: all(is_stopped(pid) for pid in mine))
+    eventually(lambda: all(is_stopped(pid) for pid in mine))
     assert not any(is_stopped(pid) for pid in others)
     assert sorted(first.kill()) == sorted(mine)
     assert (first.pids(), first.code) == ([], -signal.SIGKILL)
     assert not any(is_alive(pid) for pid in mine) and all(is_alive(pid) for pid in others)
     first.start()
-    until(lambda: has_worker(first))
+    eventually(lambda: has_worker(first))
     assert sorted(second.stop()) == sorted(others)
     second.wait(PATIENCE_S)
     assert second.code == 1, "torchrun's own code for a SIGTERM"
@@ -95,7 +87,7 @@ def test_what_cannot_be_forked_is_started_as_a_program(tmp_path: Path, monkeypat
     """A command that is not torchrun's, and any command if the process that forks nodes was killed."""
     node = described(tmp_path, 0, ["sleep", "600"])
     node.start()
-    until(lambda: len(node.pids()) == 1)
+    eventually(lambda: len(node.pids()) == 1)
     assert node.kill()
 
     class Killed:

@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from chaos.services.surroundings import folders
 from chaos.services.torchrun_node import Node, clean_environ
 from rendezvous.process_table import is_alive, is_stopped
 from tests.chaos import fake_trainer
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -37,19 +36,12 @@ FAKE = [sys.executable, fake_trainer.__file__]
 ENDLESS = 10**9
 
 
-def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     """A started node with an agent, and a worker in another session."""
     node = Node(0, [*FAKE, str(tmp_path), "-1"], tmp_path / "node.log", dict(os.environ))
     node.start()
-    until(lambda: len(node.pids()) == 2)
+    eventually(lambda: len(node.pids()) == 2)
     yield node
     node.kill()
 
@@ -115,7 +107,7 @@ def test_a_stopped_node_comes_back_under_its_own_name(node: Node) -> None:
     before = node.pids()
     assert node.stop() == before
     node.start()
-    until(lambda: len(node.pids()) >= 2)
+    eventually(lambda: len(node.pids()) >= 2)
     assert node.is_up
 
 
@@ -129,12 +121,12 @@ def test_a_node_dies_with_the_executor(tmp_path: Path) -> None:
     executor = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert executor.stdout is not None
     agent = int(executor.stdout.readline())
-    until(lambda: (tmp_path / "log").exists() and "worker" in (tmp_path / "log").read_text())
+    eventually(lambda: (tmp_path / "log").exists() and "worker" in (tmp_path / "log").read_text())
     worker = int((tmp_path / "log").read_text().split()[1])
     try:
         executor.kill()
         executor.wait()
-        until(lambda: not is_alive(agent))
+        eventually(lambda: not is_alive(agent))
     finally:
         os.kill(worker, signal.SIGKILL)  # a real worker is bound to its agent; this one is not
 
@@ -290,10 +282,10 @@ def test_an_agent_is_frozen_without_its_workers(node: Node, tmp_path: Path) -> N
     struck = ACTS["freeze_agent"](waiting, Due("freeze_agent", 0, None, None))
     assert struck is not None and struck.undo is not None and struck.pids == [node.agent]
     proof = stopped(struck.pids)
-    until(lambda: proof() is not None)
+    eventually(lambda: proof() is not None)
     assert not any(is_stopped(pid) for pid in node.pids() if pid != node.agent)
     struck.undo()
-    until(lambda: proof() is None)
+    eventually(lambda: proof() is None)
 
 
 def test_the_end_of_a_fault_does_not_end_a_later_one(node: Node, tmp_path: Path) -> None:
@@ -363,7 +355,7 @@ def test_a_failpoint_is_armed_once_somebody_has_the_role(node: Node, tmp_path: P
     waiting._points.arm(waiting, at_form("kill"))
     assert armed(waiting) == []
     waiting.followed.pids = {0: next(pid for pid in node.pids() if pid != node.agent)}
-    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["kill 1"])
+    eventually(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["kill 1"])
     come(waiting)
     waiting._points.look(waiting)
     waiting._points.give_up(waiting)
@@ -383,7 +375,7 @@ def test_a_failpoint_is_armed_for_one_of_a_nodes_workers(node: Node, tmp_path: P
     waiting._points.look(waiting)
     assert armed(waiting) == []
     waiting.followed.pids = {0: worker, 1: -1, 2: agent}
-    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == [f"kill 1 {agent}"])
+    eventually(lambda: [waiting._points.look(waiting), armed(waiting)][1] == [f"kill 1 {agent}"])
 
 
 def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Path) -> None:
@@ -393,7 +385,7 @@ def test_a_second_fault_at_a_place_waits_for_the_first(node: Node, tmp_path: Pat
         waiting._points.arm(waiting, at_form(kind, 0, nth))
     assert armed(waiting) == ["raise 1"]
     come(waiting)
-    until(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["slow 2"])
+    eventually(lambda: [waiting._points.look(waiting), armed(waiting)][1] == ["slow 2"])
     waiting._points.give_up(waiting)
     ends = [(line["op"], line["kind"], line.get("why", "")) for line in without_proofs(tmp_path)]
     assert [(op, kind) for op, kind, _ in ends] == [("fault", "raise"), ("missed", "slow"), ("missed", "kill")]

@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from chaos.services.freezing_disk import FreezingDisk
 from chaos.services.network.namespace import Cable
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous.process_table import stat_of
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow
 
@@ -46,22 +45,15 @@ def sleeping(*where: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that sleeps in the environment of the preceding command; return once it is there."""
     with subprocess.Popen([*where, "sleep", "600"]) as process:
         try:
-            wait_for(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
+            eventually(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
             yield process
         finally:
             process.kill()
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def undo(done: Struck) -> None:
     assert done.undo is not None
-    wait_for(lambda: done.undo is None or done.undo() is not None)
+    eventually(lambda: done.undo is None or done.undo() is not None)
 
 
 @BITES
@@ -73,13 +65,13 @@ def test_a_write_of_our_own_waits_for_the_thaw(
         monkeypatch.setattr(disk, "freeze", lambda: None)
     done = storage.freeze_fs(job(freezing=[disk]), Due("freeze_fs", None, None, 0.0, for_s=1.0))
     assert done is not None
-    wait_for(lambda: bites or not [thread for thread in threading.enumerate() if thread.name == "held write"])
+    eventually(lambda: bites or not [thread for thread in threading.enumerate() if thread.name == "held write"])
     assert done.proof() is None
     undo(done)
     if bites:
-        wait_for(done.proof)
+        eventually(done.proof)
     assert (done.proof() is not None) == bites
-    wait_for(lambda: list(disk.folder.iterdir()) == [])
+    eventually(lambda: list(disk.folder.iterdir()) == [])
 
 
 def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Path) -> None:
@@ -92,7 +84,7 @@ def test_nothing_writes_to_a_frozen_file_system(disk: FreezingDisk, tmp_path: Pa
     assert frozen is not None
     assert storage.storage_full(seen, due) is None and storage.freeze_fs(seen, due) is None
     undo(frozen)
-    wait_for(frozen.proof)
+    eventually(frozen.proof)
 
 
 @BITES
@@ -140,7 +132,7 @@ def test_a_slow_disk_holds_a_write_of_our_own_for_a_while(
     due = Due("slow_disk", None, None, 0.0, for_s=1.0)
     done = storage.slow_disk(job(freezing=[disk]), due)
     assert done is not None
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "held write"])
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "held write"])
     assert (done.proof() is not None) == bites
     assert disk.is_frozen == bites, "other faults of the storage do not come between"
     assert bites == (storage.storage_full(job(freezing=[disk], disk=disk.folder), due) is None)
@@ -157,14 +149,14 @@ def test_a_worker_has_to_wait_for_the_core_that_it_shares(*, is_busy: bool) -> N
         try:
             if not is_busy:  # it has computed until then, and may have waited
                 assert worker.stdout is not None and worker.stdout.readline()
-                wait_for(lambda: (stat := stat_of(worker.pid)) is not None and stat.state == "S")
+                eventually(lambda: (stat := stat_of(worker.pid)) is not None and stat.state == "S")
             cores = os.sched_getaffinity(worker.pid)
             seen = job(node(worker))
             seen.followed = SimpleNamespace(pids={0: worker.pid})  # type: ignore[assignment]
             done = processes.slow_cpu(seen, Due("slow_cpu", 0, None, 0.0, for_s=1.0))
             assert done is not None and len(os.sched_getaffinity(worker.pid)) == 1
             if is_busy:
-                wait_for(done.proof)
+                eventually(done.proof)
             else:
                 assert done.proof() is None
             undo(done)
@@ -208,7 +200,7 @@ def test_etcd_has_to_have_forgotten(monkeypatch: pytest.MonkeyPatch, *, bites: b
         assert done is not None and done.proof() is None, "they are away"
         undo(done)
         if bites:
-            wait_for(done.proof)
+            eventually(done.proof)
         else:
             cluster.leader()
             assert done.proof() is None

@@ -22,8 +22,8 @@ from elastic_train.insight.utilisation import Utilisation
 from rendezvous import EtcdServer
 from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.tally import Tally
-from tests.conftest import PATIENCE_S, begin
-from tests.elastic_train.training.live.test_live import ENDLESS, STARTED, etcd, eventually, nothing_left, write_config
+from tests.conftest import PATIENCE_S, begin, eventually
+from tests.elastic_train.training.live.test_live import ENDLESS, STARTED, etcd, nothing_left, write_config
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
 

@@ -11,10 +11,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from elastic_train.insight.detection import MEANINGS
 from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges, _parts
 from rendezvous.etcd.server import free_ports
-from tests.conftest import PATIENCE_S, ROOT, begin
+from tests.conftest import PATIENCE_S, ROOT, begin, eventually
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config
 
 pytestmark = pytest.mark.monitoring
@@ -123,19 +122,6 @@ def answers(port: int, query: str) -> list[object]:
     return result
 
 
-def wait_for(is_so: Callable[[], object]) -> None:
-    """Return when something is so; a server that does not listen yet says no."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            if is_so():
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise AssertionError("not in time")
-
-
 @needs_prometheus
 @pytest.mark.slow
 def test_a_prometheus_that_scrapes_a_running_job_answers_every_query_of_the_dashboard(
@@ -153,8 +139,8 @@ def test_a_prometheus_that_scrapes_a_running_job_answers_every_query_of_the_dash
     )
     job = begin([sys.executable, "-m", "elastic_train", path], tmp_path / "output")
     try:
-        wait_for(lambda: answers(theirs, "max(elastic_train_last_commit_step) > 0"))
-        wait_for(
+        eventually(lambda: answers(theirs, "max(elastic_train_last_commit_step) > 0"))
+        eventually(
             lambda: all(answers(theirs, QUERIES[title][0]) for title in ("Where the time goes", "Bytes exchanged"))
         )
         empty = [title for title, queries in QUERIES.items() for query in queries if not answers(theirs, query)]

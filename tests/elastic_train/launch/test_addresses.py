@@ -11,8 +11,8 @@ import pytest
 from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.network.namespace import Cable
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S, begin
-from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
+from tests.conftest import PATIENCE_S, begin, eventually
+from tests.elastic_train.training.live.test_live import ENDLESS, history, until_whole, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
 

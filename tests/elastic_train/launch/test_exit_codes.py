@@ -16,8 +16,7 @@ from elastic_train.launch.parent import train_in_a_child
 from rendezvous.agent.worker_end import announce, declare_finished
 from rendezvous.process_table import children_of, is_alive
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S
-from tests.elastic_train.training.live.test_live import eventually
+from tests.conftest import PATIENCE_S, eventually
 
 
 @pytest.mark.parametrize(

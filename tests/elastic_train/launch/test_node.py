@@ -28,8 +28,8 @@ from rendezvous.membership.store import Put
 from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic import entry_point
 from rendezvous.torchelastic.conf import Conf
-from tests.conftest import PATIENCE_S, Finished, begin, run, start
-from tests.elastic_train.training.live.test_live import ENDLESS, PARAMS, eventually, history, until_whole, write_config
+from tests.conftest import PATIENCE_S, Finished, begin, eventually, run, start
+from tests.elastic_train.training.live.test_live import ENDLESS, PARAMS, history, until_whole, write_config
 from tests.rendezvous.rendezvous_sides import patient
 
 pytestmark = pytest.mark.slow

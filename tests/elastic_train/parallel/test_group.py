@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from elastic_train.parallel.group import SLOT_BYTES, SMALL_BYTES, Group, connect
 from elastic_train.parallel.point_to_point import Aside
 from rendezvous.process_table import is_stopped
 from rendezvous.waiting import Bystander
-from tests.conftest import PATIENCE_S, run_ranks
+from tests.conftest import eventually, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +102,7 @@ def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
+            eventually(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
         threading.Timer(0.3, is_broken.set).start()
         thread, vector = Bystander("beside"), torch.ones(1_000_000)
         if is_beside:  # this call is stuck as well, and nobody waits for it
@@ -116,9 +114,9 @@ def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool
         thread.leave()
         if rank == 0:
             if counts:
-                until(lambda: all(now <= first for now, first in zip(opened(), counts[0], strict=True)))
+                eventually(lambda: all(now <= first for now, first in zip(opened(), counts[0], strict=True)))
             else:
-                until(lambda: threading.active_count() == 1)
+                eventually(lambda: threading.active_count() == 1)
             counts.append(opened())
             os.kill(pid, signal.SIGCONT)
     if rank == 0:
@@ -129,13 +127,6 @@ def frozen_again_and_again(rank: int, size: int, folder: str, *, is_beside: bool
 def opened() -> list[int]:
     """Return the number of this process's file descriptors and threads."""
     return [len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task")]
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("is_beside", [False, True])

@@ -19,8 +19,7 @@ from elastic_train.system.watchdog import ENTERING_S, LEAST_S, MOST_LOOK_S, MOST
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
 from rendezvous.process_table import children_of, is_alive, is_stopped
-from tests.conftest import PATIENCE_S
-from tests.elastic_train.training.live.test_live import eventually
+from tests.conftest import PATIENCE_S, eventually
 
 
 @pytest.fixture

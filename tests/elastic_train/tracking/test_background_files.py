@@ -13,9 +13,8 @@ import pytest
 
 from elastic_train.tracking import background_files
 from elastic_train.tracking.background_files import BackgroundFiles
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.elastic_train.tracking.unqueued import Unqueued
-from tests.rendezvous.rendezvous_sides import eventually
 
 LINES = [b"line %d" % number for number in range(1000)]
 ALL_S = PATIENCE_S

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from elastic_train.tracking.destinations.destination import LostValuesError
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.tracker import Tracker
-from tests.conftest import PATIENCE_S
+from tests.conftest import eventually
 from tests.elastic_train.tracking.unqueued import start_term
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
@@ -60,13 +59,6 @@ def sent(folder: Path) -> int:
 def is_written(path: Path) -> bool:
     """Say whether a run's file has its end: another process writes it, some milliseconds after `finish`."""
     return any(record.HasField("exit") for record in records(path))
-
-
-def eventually(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

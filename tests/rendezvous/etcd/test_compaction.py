@@ -11,8 +11,8 @@ import pytest
 from rendezvous import EtcdServer, EtcdStore, etcd_options
 from rendezvous.etcd.compaction import Compaction
 from rendezvous.membership.store import Put, Snapshot
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
+from tests.conftest import PATIENCE_S, eventually
+from tests.rendezvous.rendezvous_sides import client_of, patient
 
 pytestmark = pytest.mark.slow
 

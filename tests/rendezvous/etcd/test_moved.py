@@ -14,8 +14,7 @@ from rendezvous.errors import OptionError, StoreRefusedError, StoreUnavailableEr
 from rendezvous.etcd import connection
 from rendezvous.membership.store import Put, Snapshot
 from rendezvous.torchelastic.addresses import own_address
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.conftest import PATIENCE_S, eventually
 
 
 def test_a_file_of_endpoints_is_read_whenever_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

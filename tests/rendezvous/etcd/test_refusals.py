@@ -26,8 +26,8 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Keys, World
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Put, Snapshot, Watch
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
+from tests.conftest import PATIENCE_S, eventually
+from tests.rendezvous.rendezvous_sides import client_of, patient
 
 pytestmark = pytest.mark.slow
 

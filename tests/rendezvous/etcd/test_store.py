@@ -27,8 +27,8 @@ from rendezvous.etcd.options import too_old
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
 from rendezvous.membership.store import Put, Snapshot
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
+from tests.conftest import PATIENCE_S, eventually
+from tests.rendezvous.rendezvous_sides import client_of, patient
 
 pytestmark = pytest.mark.slow
 

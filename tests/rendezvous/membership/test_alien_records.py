@@ -27,9 +27,9 @@ from rendezvous.membership.records import (
     read_view,
 )
 from rendezvous.membership.store import Entry, Put, Snapshot
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import enter, make_node, meet_again
-from tests.rendezvous.rendezvous_sides import client_of, eventually, patient
+from tests.rendezvous.rendezvous_sides import client_of, patient
 
 KEYS = Keys("job")
 MEMBER = Member("a-1", "h", "127.0.0.1", 1, after=0, missed=("b",))

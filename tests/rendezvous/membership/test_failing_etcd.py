@@ -16,9 +16,9 @@ from rendezvous.membership import participant
 from rendezvous.membership.latest_view import LatestView
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Entry, Guards, Lease, Put, Snapshot, Writes
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import TTL_S, enter, make_node, meet_again
-from tests.rendezvous.rendezvous_sides import eventually, patient
+from tests.rendezvous.rendezvous_sides import patient
 
 REAL_TTL_S = 10.0
 """TTL of leases on a real etcd: a machine may be busy for some seconds, and a test waits until they have expired."""

@@ -18,9 +18,8 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, Seat, View, World, read_view
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Guards, Put, Snapshot, Writes
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again, pair
-from tests.rendezvous.rendezvous_sides import eventually
 
 
 class CountingStore(MemoryStore):

@@ -20,9 +20,8 @@ from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.decisions import Seal
 from rendezvous.membership.store import Guards, Writes
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
-from tests.rendezvous.rendezvous_sides import eventually
 
 
 def test_nodes_started_together_make_one_world(store: MemoryStore, pool: ThreadPoolExecutor) -> None:

@@ -16,8 +16,7 @@ from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
 from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.conftest import PATIENCE_S, eventually
 
 
 def make_node(

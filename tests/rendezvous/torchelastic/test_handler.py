@@ -15,8 +15,7 @@ from rendezvous import EtcdServer, OptionError, context
 from rendezvous.process_table import is_alive
 from rendezvous.torchelastic.entry_point import create_handler, load
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
-from tests.conftest import PATIENCE_S
-from tests.rendezvous.rendezvous_sides import eventually
+from tests.conftest import PATIENCE_S, eventually
 
 
 def make(etcd: EtcdServer, run_id: str, **conf: str) -> EtcdRendezvousHandler:

@@ -17,9 +17,8 @@ from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, is_alive
 from rendezvous.torchelastic.entry_point import create_handler, make_agent
 from rendezvous.torchelastic.restart_agent import ElasticAgent
-from tests.conftest import PATIENCE_S, begin
+from tests.conftest import PATIENCE_S, begin, eventually
 from tests.processes import command_line_of
-from tests.rendezvous.rendezvous_sides import eventually
 
 
 class Program:

@@ -20,9 +20,8 @@ from rendezvous.process_table import is_alive, name_of
 from rendezvous.torchelastic import standby_process
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.standby import UNKNOWN_CODE, Program, Standby
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.processes import command_line_of, parent_of
-from tests.rendezvous.rendezvous_sides import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from rendezvous import EtcdServer
 from rendezvous.membership.records import Keys, read_view
 from rendezvous.process_table import is_alive
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S, ROOT, begin
+from tests.conftest import PATIENCE_S, ROOT, begin, eventually
 from tests.processes import parent_of
-from tests.rendezvous.rendezvous_sides import eventually, patient
+from tests.rendezvous.rendezvous_sides import patient
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from elastic_train.tracking.history_files import FOLDER
 from elastic_train.world import one_store
 from elastic_train.world.claims import term_key
 from elastic_train.world.fencing import StoreFence
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 
 
@@ -47,13 +46,6 @@ def refuse() -> None:
     raise StorageError("read-only file system")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
     probe(str(tmp_path))
     assert LocalStore(tmp_path).list(store_health.PROBES) == []
@@ -63,11 +55,11 @@ def test_a_process_vouches_for_itself_once_it_has_found_out(tmp_path: Path) -> N
     """It does not do so at the first question, nor after its own saves have failed."""
     use = StoreHealth(str(tmp_path))
     assert not use.confirm_writable()
-    until(use.confirm_writable)
+    eventually(use.confirm_writable)
     use.note_unwritten(StorageError("full"), is_silent=False)
     assert not use.confirm_writable()
     use.note_written()
-    until(use.confirm_writable)
+    eventually(use.confirm_writable)
 
 
 def test_a_barred_process_writes_again_when_it_can(
@@ -98,10 +90,10 @@ def test_storage_that_hangs_holds_nobody_up(
     use = StoreHealth(str(tmp_path))
     use.exclude()
     assert not use.try_again()
-    until(lambda: num_asked == [1])
+    eventually(lambda: num_asked == [1])
     assert not use.try_again() and num_asked == [1]
     thawed.set()
-    until(use.try_again)
+    eventually(use.try_again)
 
 
 def test_a_process_that_cannot_even_say_so_counts_at_once(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from elastic_train.cli.places.job import nodes_of, row_of
 from rendezvous import EtcdServer, MemoryStore
 from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
 from rendezvous.membership.store import Put
-from tests.conftest import PATIENCE_S, begin
-from tests.elastic_train.training.live.test_live import ENDLESS, eventually, history, until_whole, write_config
+from tests.conftest import PATIENCE_S, begin, eventually
+from tests.elastic_train.training.live.test_live import ENDLESS, history, until_whole, write_config
 from tests.rendezvous.rendezvous_sides import patient
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,11 +66,3 @@ def run_of(client: MlflowClient, tracker: Tracker) -> Run:
 
 def values(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[int, float]]:
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run_id, name))
-
-
-def wait_until(is_true: object, timeout_s: float = PATIENCE_S) -> None:
-    assert callable(is_true)
-    deadline, pause = time.monotonic() + timeout_s, threading.Event()
-    while not is_true():
-        assert time.monotonic() < deadline
-        pause.wait(0.02)

@@ -20,8 +20,8 @@ from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.mlflow_run import flatten, resolve
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
-from tests.conftest import PATIENCE_S, run_source
-from tests.elastic_train.tracking.mlflow.jobs import DOWN, EXPERIMENT, run_of, start, steps, wait_until
+from tests.conftest import PATIENCE_S, eventually, run_source
+from tests.elastic_train.tracking.mlflow.jobs import DOWN, EXPERIMENT, run_of, start, steps
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -36,7 +36,7 @@ def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, 
         tracker.log(step, {"loss": 1.0})
     run_id = run_of(client, tracker).info.run_id
     tracker.commit(5, "commits/00000001-000000000005.json")
-    wait_until(lambda: mlflow_run.COMMIT_TAG in client.get_run(run_id).data.tags)
+    eventually(lambda: mlflow_run.COMMIT_TAG in client.get_run(run_id).data.tags)
     assert steps(client, run_id) == Counter(range(1, 6))
     tracker.finish("FAILED")
     assert steps(client, run_id) == Counter(range(1, 11))
@@ -177,7 +177,7 @@ def test_many_terms_during_a_tracker_outage_leave_one_sender_and_one_run(
         if term < 6:
             tracker.pause()
     senders = [thread for thread in threading.enumerate() if thread not in before]
-    wait_until(lambda: sum(thread.is_alive() for thread in senders) == 1)
+    eventually(lambda: sum(thread.is_alive() for thread in senders) == 1)
     is_back.set()
     tracker.finish("FINISHED")
     experiment = client.get_experiment_by_name(EXPERIMENT)

@@ -24,8 +24,8 @@ from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.metric_log import Values, final_metrics, metrics_path, read_metrics
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import RunFolder
-from tests.conftest import PATIENCE_S, run_source
-from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values, wait_until
+from tests.conftest import PATIENCE_S, eventually, run_source
+from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps, values
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -72,7 +72,7 @@ def test_rollback_and_resume_keep_one_run_and_one_value_a_step(
         tmp_path, uri, term=2, lineage=((1, 0, 5),), config={**CONFIG, "batch": {"global_batch": 32}, "added": 1}
     )
     assert second.wait_run_id(PATIENCE_S) == run_id
-    wait_until(lambda: client.get_run(run_id).info.status == "RUNNING")
+    eventually(lambda: client.get_run(run_id).info.status == "RUNNING")
     for step in [*range(6, 13), *range(8, 16)]:  # back to 5 by a restart, then to 7 within the term
         second.log(step, {"loss": float(step)})
     second.finish("FINISHED")

@@ -18,11 +18,10 @@ from rendezvous import EtcdServer
 from rendezvous.etcd.connection import Connection, list_prefix
 from rendezvous.etcd.options import etcd_options
 from rendezvous.membership.records import Keys
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.elastic_train.training.live.test_live import (
     JOB,
     STARTED,
-    eventually,
     launch,
     nothing_left,
     undisturbed,

@@ -13,11 +13,10 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from rendezvous import EtcdServer
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S, write_rows
+from tests.conftest import PATIENCE_S, eventually, write_rows
 from tests.elastic_train.training.live.test_live import (
     ENDLESS,
     etcd,
-    eventually,
     history,
     launch_alone,
     nothing_left,

@@ -11,12 +11,11 @@ import pytest
 from chaos.judge.evidence.run_files import collect
 from chaos.services.store_mount import StoreMount, mounted
 from rendezvous import EtcdServer
-from tests.conftest import PATIENCE_S, begin
+from tests.conftest import PATIENCE_S, begin, eventually
 from tests.elastic_train.training.folders.test_folders import num_members
 from tests.elastic_train.training.live.test_live import (
     STARTED,
     etcd,
-    eventually,
     history,
     nothing_left,
     undisturbed,

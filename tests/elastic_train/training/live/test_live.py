@@ -22,7 +22,7 @@ from elastic_train.system.failpoints import VARIABLE, arm
 from rendezvous import EtcdServer
 from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic.standby import ForkedWorker
-from tests.conftest import PATIENCE_S, begin, start
+from tests.conftest import PATIENCE_S, begin, eventually, start
 
 pytestmark = pytest.mark.slow
 
@@ -213,13 +213,6 @@ def history(run: Path) -> list[dict[str, int]]:
     texts = [path.read_text() for path in (run / "history").glob("*.jsonl")]
     whole = [text.rpartition("\n")[0] for text in texts]  # the last line may be incomplete
     return [json.loads(line) for text in whole for line in text.splitlines() if line.endswith("}")]
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s"
-        time.sleep(0.05)
 
 
 def test_a_hanging_rank_is_ended_and_the_others_continue(

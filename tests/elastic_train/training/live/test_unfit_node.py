@@ -12,10 +12,9 @@ from chaos.tasks.orders import done_by, give
 from elastic_train.runs.glance import look
 from elastic_train.system.failpoints import VARIABLE
 from rendezvous import EtcdServer
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, eventually
 from tests.elastic_train.training.live.test_live import (
     etcd,
-    eventually,
     finish,
     launch,
     launch_alone,
