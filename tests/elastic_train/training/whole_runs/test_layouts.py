@@ -38,7 +38,7 @@ from tests.rounding import assert_same_but_for_rounding
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # reference runs
 Keys = Mapping[str, object]
 Reference = Callable[[Keys], Path]
-HUNT = pytest.mark.hunt  # other rows, or `test_lost_ranks`, have these
+HUNT = pytest.mark.hunt  # other rows, STRETCHES or `test_lost_ranks` have these
 DEVICES = {"on_devices": True}
 
 TENSOR, CONTEXT, EXPERT, STAGES = ({f"parallel.{key}": 2} for key in ("tensor", "context", "expert", "pipeline"))
@@ -95,7 +95,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, fewer_rows: Path) -> Ref
 ROWS = [
     # replicas
     pytest.param(2, UNITS, {}),
-    pytest.param(3, {**PARAMETERS, **SMALL}, {}),
+    pytest.param(3, {**PARAMETERS, **SMALL}, {}, marks=HUNT),
     pytest.param(4, {**GRADIENTS, "parallel.recompute": "selective"}, {}),
     # tensor parallelism: cells of two ranks
     pytest.param(4, {**TENSOR, **UNITS, **AUDITED, **SMALL}, {}),
@@ -104,19 +104,19 @@ ROWS = [
     pytest.param(4, {**TENSOR, **GRADIENTS, **UNITS}, DEVICES),
     pytest.param(4, {**TENSOR, **OPTIMIZER, **ONCE, **UNITS, **AUDITED}, {}, marks=HUNT),
     # sequence parallelism
-    pytest.param(4, {**SEQUENCE, **OPTIMIZER, **ONCE, **SMALL}, {}),
+    pytest.param(4, {**SEQUENCE, **OPTIMIZER, **ONCE, **SMALL}, {}, marks=HUNT),
     pytest.param(4, {**SEQUENCE, **PARAMETERS, **UNITS, **AUDITED}, DEVICES),
     pytest.param(4, {**SEQUENCE, **CHUNKS}, {}),
     # context parallelism
     pytest.param(4, {**CONTEXT, **UNITS, **AUDITED, **SMALL}, {}),
     pytest.param(4, {**CONTEXT, **OPTIMIZER}, DEVICES),
-    pytest.param(4, {**CONTEXT, **CHUNKS, **SMALL}, {}),
+    pytest.param(4, {**CONTEXT, **CHUNKS, **SMALL}, {}, marks=HUNT),
     pytest.param(8, {**CONTEXT, **GPIPE, **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
     pytest.param(8, {**CONTEXT, **CHUNKS, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **STAGES, **UNITS, **AUDITED}, {}, marks=HUNT),
     # pipeline stages
-    pytest.param(4, {"parallel.pipeline": 4}, {}),
+    pytest.param(4, {"parallel.pipeline": 4}, {}, marks=HUNT),
     pytest.param(4, {**GPIPE, **OPTIMIZER, **ONCE, **SMALL, **AUDITED}, {}),
     pytest.param(6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}, {}, marks=HUNT),
     pytest.param(4, {**STAGES, **GRADIENTS, **UNITS}, DEVICES, marks=HUNT),
@@ -127,7 +127,7 @@ ROWS = [
     pytest.param(4, {**GPIPE, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     # experts spread over ranks, some of which have one lane more
     pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}),
-    pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}),
+    pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, **GRADIENTS, **UNITS, **AUDITED}, {}),
     pytest.param(4, {**EXPERT, **OPTIMIZER, "parallel.offload": "optimizer", **ONCE}, {}, marks=HUNT),
@@ -138,11 +138,11 @@ ROWS = [
     pytest.param(4, {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}, DEVICES),
     pytest.param(8, {**EXPERT, **STAGES, **PARAMETERS, **ONCE}, {}, marks=HUNT),
     # combinations
-    pytest.param(8, {**TENSOR, **STAGES, **GRADIENTS, **ONCE}, {}),
+    pytest.param(8, {**TENSOR, **STAGES, **GRADIENTS, **ONCE}, {}, marks=HUNT),
     pytest.param(8, {**TENSOR, **CONTEXT, **UNITS, **OPTIMIZER, **ONCE}, {}),
     pytest.param(8, {**TENSOR, **CONTEXT, **STAGES}, {}, marks=HUNT),
     pytest.param(8, {**SEQUENCE, **CONTEXT, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
-    pytest.param(4, {**TENSOR, **EXPERT}, {}),
+    pytest.param(4, {**TENSOR, **EXPERT}, {}, marks=HUNT),
     pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
     # blocks compiled between their exchanges
