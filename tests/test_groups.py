@@ -37,12 +37,27 @@ def test_a_slow_test_may_start_processes() -> None:
     assert_slow("etcd")
 
 
-@pytest.mark.parametrize("line", ["pytest.mark.slow", '[pytest.mark.slow, pytest.mark.xdist_group("a")]  # one', "a"])
-@pytest.mark.parametrize("asked", ["not long and not slow", "not long", "slow", "long or not slow", ""])
-def test_a_module_of_slow_tests_is_not_imported_where_none_are_run(tmp_path: Path, line: str, asked: str) -> None:
-    """With slow tests selected nothing is skipped, nor is a module with some quick tests."""
+@pytest.mark.parametrize(
+    ("marks", "asked", "is_left_out"),
+    [
+        ("pytestmark = pytest.mark.slow", "not long and not slow", True),
+        ('pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("a")]  # one', "not long and not slow", True),
+        ("pytestmark = pytest.mark.deploy", "not long and not deploy", True),
+        ("pytestmark = a", "not long and not slow", False),
+        ("pytestmark = pytest.mark.slow", "not long", False),
+        ("pytestmark = pytest.mark.slow", "slow", False),
+        ("pytestmark = pytest.mark.slow", "long or not slow", False),
+        ("pytestmark = pytest.mark.slow", "", False),
+        ("pytestmark = pytest.mark.slow", "hunt and not long", True),
+        ("@pytest.mark.hunt", "hunt and not long", False),
+    ],
+)
+def test_a_module_of_which_no_test_runs_is_not_imported(
+    tmp_path: Path, marks: str, asked: str, is_left_out: bool
+) -> None:
+    """Those of slow or deployed tests where none are run, and those without hunts where only these are."""
     module = tmp_path / "test_a.py"
-    module.write_text(f"import pytest\n\npytestmark = {line}\n")
-    found = pytest_ignore_collect(module, Mock(option=Mock(markexpr=asked)))
-    assert found is (True if asked == "not long and not slow" and line != "a" else None)
-    assert pytest_ignore_collect(tmp_path, Mock(option=Mock(markexpr=asked))) is None
+    module.write_text(f"import pytest\n\n{marks}\n")
+    asked_for = Mock(option=Mock(markexpr=asked))
+    assert pytest_ignore_collect(module, asked_for) is (True if is_left_out else None)
+    assert pytest_ignore_collect(tmp_path, asked_for) is None
