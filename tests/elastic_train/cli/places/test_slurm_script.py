@@ -83,6 +83,8 @@ def slurm(tmp_path: Path) -> Slurm:
     [
         ("0 0", (0, False)),
         ("75 75 2", (75, True)),
+        ("0 2 75", (75, True)),
+        ("1 65 1", (65, False)),
         ("93 75 65", (75, True)),
         ("93 1 2", (2, False)),
         ("1 65 93", (65, False)),
