@@ -19,8 +19,8 @@ from chaos.scenario.model import find, load
 from chaos.scenario.schedule import Due, schedule
 from chaos.services.slurm.cluster import why_no_slurm
 from elastic_train.config.sources import load_config
-from tests.conftest import start
 from tests.deploy.jobs import COMMIT_EVERY, write_patient_config
+from tests.memory_job import start
 
 pytestmark = [pytest.mark.deploy]
 LEASE_S = 60.0
