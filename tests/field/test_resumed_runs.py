@@ -1,10 +1,8 @@
-"""Reports of resumed runs."""
+"""Reports about runs that were stopped and started again, and about what should not show in a run's weights."""
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 
 from elastic_train.inference.opening import open_trained
-from tests.conftest import ROOT
 from tests.elastic_train.training.jobs import CLASSIFIER, config, losses, result, succeed
 from tests.memory_job import start
 
@@ -99,39 +96,3 @@ def test_a_run_that_is_past_its_last_step_ends_at_once(tmp_path: Path, reported_
     train(tmp_path, reported_rows, "--max_steps", "3")
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
     assert result(tmp_path)["step"] == 4
-
-
-HERE = Path(__file__).parent
-ROW = re.compile(
-    r"^\| \[[^]]+\]\((?P<address>https://github\.com/[^)]+)\) \| [^|]+ \| `(?P<file>[^`:]+)::(?P<test>\w+)` \|$"
-)
-TABLE = (HERE / "README.md").read_text().partition("|---|---|---|\n")[2].splitlines()
-LINES = [line for line in TABLE if not line.startswith("| **")]
-ROWS = [found.groupdict() for line in LINES if (found := ROW.match(line))]
-OWN = re.compile(r"https://github\.com/[\w./-]+/(?:issues|pull)/\d+")
-
-
-def docstrings_of(file: Path) -> dict[str, str]:
-    """Return the tests of a file with their docstrings."""
-    found = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: ast.get_docstring(node) or "" for node in found}
-
-
-def test_every_line_of_the_list_is_a_row_and_no_report_is_there_twice() -> None:
-    assert len(ROWS) == len(LINES)
-    addresses = [row["address"] for row in ROWS]
-    assert sorted(set(addresses)) == sorted(addresses)
-
-
-def test_every_row_names_a_test_that_exists() -> None:
-    assert [row for row in ROWS if row["test"] not in docstrings_of(ROOT / row["file"])] == []
-
-
-def test_reports_that_are_tested_here_are_listed_with_their_tests() -> None:
-    """A docstring has the address, and the list has it with this test."""
-    files = [file for file in HERE.glob("test_*.py") if file != Path(__file__)]
-    written = {
-        (address, name) for file in files for name, text in docstrings_of(file).items() for address in OWN.findall(text)
-    }
-    listed = {(row["address"], row["test"]) for row in ROWS if row["file"].startswith("tests/field/")}
-    assert written == listed
