@@ -34,7 +34,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 from rendezvous import errors as rendezvous_errors
@@ -207,7 +210,10 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if not isinstance(error, ElasticTrainError):
-            self._other(kind, error, where)
+            if self._other is sys.__excepthook__ and isinstance(error, Exception):
+                show(error)
+            else:
+                self._other(kind, error, where)
             return
         if self._other is not sys.__excepthook__:
             self._other(kind, error, where)
@@ -219,6 +225,40 @@ class _Hook:
                 sys.stderr.flush()
             os._exit(error.exit_code)
         raise SystemExit(error.exit_code)
+
+
+TRACEBACK = "ELASTIC_TRAIN_TRACEBACK"
+_NOT_THE_USERS = (
+    *(str(Path(__file__).parent.parent / package) + os.sep for package in ("elastic_train", "rendezvous")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")),
+    "<frozen ",
+)
+
+
+def show(error: BaseException) -> None:
+    """Print an unexpected error with the user's own frames, and all below the last of these.
+
+    Others are ours and libraries', which call the user's code. They are printed if there is none of the user's, or if
+    ELASTIC_TRAIN_TRACEBACK is `full`.
+    """
+    found: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
+    assert found is not None, "made just now"
+    text, num_hidden = found, 0
+    while found is not None and os.environ.get(TRACEBACK) != "full":
+        num_hidden += _hide_callers(found.stack)
+        found = found.__cause__ or found.__context__
+    hint = f"({num_hidden} frames outside your code are hidden; {TRACEBACK}=full shows them)\n" if num_hidden else ""
+    with contextlib.suppress(OSError):  # standard error may be a closed terminal
+        sys.stderr.write("".join(text.format()) + hint)
+
+
+def _hide_callers(stack: traceback.StackSummary) -> int:
+    """Remove the frames before the user's last one that are not the user's; return how many."""
+    is_users = [not frame.filename.startswith(_NOT_THE_USERS) for frame in stack]
+    last = max((place for place, is_own in enumerate(is_users) if is_own), default=0)
+    before = len(stack)
+    stack[:last] = [frame for frame, is_own in zip(stack[:last], is_users[:last], strict=True) if is_own]
+    return before - len(stack)
 
 
 def explain(error: ElasticTrainError) -> str:

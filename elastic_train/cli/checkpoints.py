@@ -1,4 +1,4 @@
-"""`elastic-train ckpt`: list, verify, prune and pin a run's commits; plan how often to save."""
+"""`elastic-train ckpt`: list, verify, prune and pin a run's commits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import time
 
 from cyclopts import App
 from pydantic import ByteSize, TypeAdapter, ValidationError
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from elastic_train.checkpoint.commits import lookup, retention_policies
@@ -19,10 +17,8 @@ from elastic_train.checkpoint.commits.reader import (
     records,
 )
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
-from elastic_train.checkpoint.interval.cadence import SaveCost
-from elastic_train.checkpoint.interval.measured import Measured, Outlook, forecast, measure
 from elastic_train.checkpoint.stores.store import Store
-from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_table, print_text
 from elastic_train.errors import CommitError, ConfigError, StorageError
 from elastic_train.system.wording import counted, duration, size
 from elastic_train.world.fencing import newest_term
@@ -30,15 +26,12 @@ from elastic_train.world.fencing import newest_term
 app = App(
     name="ckpt",
     help=(
-        "List, verify, prune and pin the commits of a run; plan how often to save.\n\n"
+        "List, verify, prune and pin the commits of a run.\n\n"
         "RUN is a run's folder, or the folder or URL of its commits (s3://bucket/run). Name a COMMIT by its step "
         "(4000), by term-step (3-4000), or by its key; the default is the one that training would resume from. Every "
         "command takes --json."
     ),
 )
-
-STALL_S_PER_GB, WRITE_MB_S = 0.11, 500.0
-"""Assumed cost of a save that no run has measured: the most that the benchmarks allow, and a local disk's rate."""
 
 
 @app.command
@@ -62,18 +55,21 @@ def ls(
     if json_:
         print_json(rows)
         return code
-    table = narrow_table("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks")
-    for row, fields in zip(found.rows, rows, strict=True):
-        age_s = None if row.record is None else time.time() - row.record.created_at
-        table.add_row(
-            *(cell(fields[name]) for name in ("step", "term", "epoch")),
-            "-" if age_s is None else duration(age_s),
-            "-" if row.record is None else size(row.record.num_bytes),
-            *(cell(fields[name]) for name in ("world", metric.metric)),
+    shown = [
+        (
+            *(fields[name] for name in ("step", "term", "epoch")),
+            None if row.record is None else duration(time.time() - row.record.created_at),
+            None if row.record is None else size(row.record.num_bytes),
+            *(fields[name] for name in ("world", metric.metric)),
             Text(row.wrong, "red") if row.wrong else Text("whole" if verify else "sizes ok", "green"),
             ", ".join(row.marks),
         )
-    _print_commits(store, table)
+        for row, fields in zip(found.rows, rows, strict=True)
+    ]
+    if not shown:
+        print_text(f"{store.url}: no commits")
+    else:
+        print_table(("step", "term", "epoch", "age", "size", "world", metric.metric, "validity", "marks"), shown)
     if rows or found.abandoned:
         left = f"; {size(found.abandoned_bytes)} in {counted(found.abandoned, 'abandoned attempt')}, see `ckpt prune`"
         print_text(f"{size(found.num_bytes)} in {counted(len(rows), 'commit')}{left if found.abandoned else ''}")
@@ -93,10 +89,8 @@ def _show(store: Store, commit: str, *, verifies: bool, is_json: bool) -> int:
     if is_json:
         print_json(fields)
         return code
-    table = narrow_table("field", "value")
-    for name, value in fields.items():
-        table.add_row(name, value if isinstance(value, str) else json.dumps(value))
-    Console(markup=False).print(table)
+    shown = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+    print_table(("field", "value"), shown.items())
     return code
 
 
@@ -161,69 +155,6 @@ def pin(run: str, commit: str, *, remove: Flag = False, json_: Json = False) -> 
     return print_json({"pinned": record.key}) if json_ else print_text(f"{record.key} is pinned")
 
 
-@app.command
-def plan(
-    run: str | None = None,
-    *,
-    state_gb: float | None = None,
-    mtbf_h: float | None = None,
-    rpo_min: float = 15.0,
-    stall_s: float | None = None,
-    write_mb_s: float | None = None,
-    restart_s: float = 30.0,
-    keep_last: int = 5,
-    json_: Json = False,
-) -> int:
-    """Show the cost of saving more or less often.
-
-    The cost is in time, lost work and storage, by RUN's measurements or your numbers. RUN's folder gives the size,
-    stall, time to publication and fault rate; options override them. --state-gb: size of a commit (for AdamW in fp32
-    three times the weights). --mtbf-h: hours between faults that end the whole job (N nodes fail N times as often as
-    one). --rpo-min: minutes of training that a fault may cost at most. --stall-s: how long a save stops training
-    (without RUN 0.11 s per GB). --write-mb-s: the store's write rate (500). --restart-s: seconds from a fault to
-    training again.
-    """
-    facts = measure(run) if run else Measured(None, None, None, 0)
-    state_gb, mtbf_s = state_gb or facts.state_gb, mtbf_h * 3600 if mtbf_h else facts.mtbf_s
-    if state_gb is None or mtbf_s is None:
-        raise ConfigError("give --state-gb and --mtbf-h, or name a RUN that has commits")
-    cost = _cost(facts.cost, state_gb, stall_s, write_mb_s)
-    choice, rows = forecast(cost, mtbf_s, rpo_min * 60, restart_s)
-    if json_:
-        stated = {"chosen_s": choice.interval_s, "reason": choice.reason, "num_saves_measured": facts.num_saves}
-        taken = {"state_gb": state_gb, "mtbf_s": mtbf_s, "stall_s": cost.stall_s, "publish_s": cost.publish_s}
-        return print_json({**stated, **taken, "rows": [_outlook(r) for r in rows]})
-    table = narrow_table("interval", "wasted", "by stalls", "by faults", "lost at most", "written a day", "")
-    for row in rows:
-        chosen = ("chosen ", "green") if row.interval_s == choice.interval_s else ""
-        mark = Text.assemble(chosen, "" if row.is_allowed else ("over the RPO", "red"))
-        shares = (f"{share:.2%}" for share in (row.waste, row.stall_share, row.fault_share))
-        written = size(86400 / row.interval_s * state_gb * 1e9)
-        table.add_row(duration(row.interval_s), *shares, duration(row.rpo_s), written, mark)
-    Console(markup=False).print(table)
-    source = f"measured from the last {facts.num_saves} saves of {run}" if facts.cost else "assumed, not measured"
-    return print_text(
-        f"{choice.reason}\na save's cost is {source}\n"
-        f"keep_last {keep_last} takes {size((keep_last + 1) * state_gb * 1e9)} at most"
-    )
-
-
-def _cost(measured: SaveCost | None, state_gb: float, stall_s: float | None, write_mb_s: float | None) -> SaveCost:
-    """Return the cost of a save: as given, else as measured, else as assumed."""
-    if stall_s is None:
-        stall_s = measured.stall_s if measured else STALL_S_PER_GB * state_gb
-    if measured and write_mb_s is None:
-        return SaveCost(stall_s, max(stall_s, measured.publish_s))
-    return SaveCost(stall_s, max(stall_s, state_gb * 1000 / (write_mb_s or WRITE_MB_S)))
-
-
-def _print_commits(store: Store, table: Table) -> None:
-    if table.row_count:
-        Console(markup=False).print(table)
-    else:
-        print_text(f"{store.url}: no commits")
-
-
 def _drop_unfinished(store: Store, *, is_rehearsal: bool) -> list[str]:
     """Abort what killed processes have begun to upload; where it may not be listed, the bucket's own rules have to."""
     try:
@@ -240,10 +171,6 @@ def _bytes(text: str) -> int:
         raise ConfigError(
             f"--keep-last '{text}' is neither a number of commits nor a size: write 5, 200GB or 1.5TiB"
         ) from error
-
-
-def _outlook(row: Outlook) -> dict[str, object]:
-    return {name: getattr(row, name) for name in Outlook.__dataclass_fields__}
 
 
 def _check_best(store: Store, text: str) -> None:

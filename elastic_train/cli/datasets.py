@@ -8,20 +8,18 @@ and `validation/` in it.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import fsspec
 from cyclopts import App
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from elastic_train.cli.imports import Split, report_written
 from elastic_train.cli.imports import app as imports
-from elastic_train.cli.output import Flag, Json, print_json, print_made, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_made, print_table, print_text
 from elastic_train.data.corpora import origin, synthetic
 from elastic_train.data.dataset import describe, row_lengths, verify
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS, check_images, verify_images
@@ -31,7 +29,7 @@ from elastic_train.data.packing.pack import Packed, PackOptions, PartReport
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import shown
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, size
 
 app = App(name="data", help="Import, pack, describe and verify datasets.")
 app.command(imports)
@@ -119,8 +117,37 @@ def describe_(data: str, *, json_: Json = False) -> int:
         rows = [fact.to_dict() for fact in facts]
         return print_json(rows[0] if len(rows) == 1 else rows)
     for fact in facts:
-        describe.render(fact, Console(markup=False))
+        _show(fact)
     return 0
+
+
+_BAR_CELLS = 32
+
+
+def _show(facts: describe.Description) -> None:
+    """Print a description as tables, with shares as bars."""
+    names = ("digest", "schema_name", "rows", "files", "row_groups", "vocabulary_size")
+    shown = {name.replace("_", " "): getattr(facts, name) for name in names} | {"size": size(facts.size_bytes)}
+    print_text(facts.url)
+    rows = [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in shown.items()]
+    print_table(("dataset", ""), rows)
+    if facts.labels:
+        _print_bars(str(facts.label_column), facts.labels)
+    if facts.mean_length is not None:
+        _print_bars(f"tokens (mean {facts.mean_length:.1f})", facts.rows_by_length())
+    missing = ((name, f"{share:.1%}" if share else "none") for name, share in facts.missing.items())
+    print_table(("column", "missing"), missing)
+
+
+def _print_bars(title: str, counts: Mapping[str, int]) -> None:
+    """Print a bar for each count, up to the last that is not zero."""
+    used = max((place + 1 for place, count in enumerate(counts.values()) if count), default=0)
+    total, largest = max(1, sum(counts.values())), max(counts.values(), default=0) or 1
+    rows = [
+        (name, f"{count:,}", f"{count / total:.1%}", "█" * round(_BAR_CELLS * count / largest))
+        for name, count in list(counts.items())[:used]
+    ]
+    print_table((title, "rows", "share", ""), rows)
 
 
 @app.command(name="verify")
@@ -184,10 +211,8 @@ def _print_verdicts(manifests: Sequence[Manifest], found: Sequence[tuple[str, ve
         rows = [(path, one.wrong, [asdict(part) for part in one.damage]) for path, one in found]
         print_json([{"path": path, "wrong": wrong, "damage": damage} for path, wrong, damage in rows])
         return
-    table = Table("file", "verdict")
-    for path, verdict in found:
-        table.add_row(path, Text(verdict.wrong, "red") if verdict.wrong else Text("whole", "green"))
-    Console(markup=False).print(table)
+    verdicts = [(path, Text(one.wrong, "red") if one.wrong else Text("whole", "green")) for path, one in found]
+    print_table(("file", "verdict"), verdicts)
     for manifest in (one for one in manifests if not verify.has_checksums(one)):
         print_text(
             f"{manifest.url}: has no checksums of row groups, so training cannot detect damaged data; add them with "

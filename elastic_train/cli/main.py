@@ -28,7 +28,7 @@ from elastic_train.cli.output import (
 from elastic_train.config import sources
 from elastic_train.config.schema import keys as all_keys
 from elastic_train.config.schema import nearest_key
-from elastic_train.errors import ConfigError, ElasticTrainError, StorageError, explain
+from elastic_train.errors import ConfigError, ElasticTrainError, StorageError, explain, show
 from elastic_train.launch.options import Flags
 
 app = App(
@@ -136,26 +136,25 @@ def keys(part: str = "", /, *, json_: Json = False) -> int:
     if json_:
         fields = ("key", "type", "default", "meaning")
         return print_json([dict(zip(fields, row, strict=True)) for row in rows])
-    console = Console(markup=False, highlight=False)
+    terminal = Console(markup=False, highlight=False)
     for key, kind, default, meaning in rows:
-        console.print(Text.assemble((key, "bold"), f" = {default}", (f"  ({kind})", "dim")))
-        console.print(Padding(Text(" ".join(meaning.split())), (0, 0, 0, 4)))
+        terminal.print(Text.assemble((key, "bold"), f" = {default}", (f"  ({kind})", "dim")))
+        terminal.print(Padding(Text(" ".join(meaning.split())), (0, 0, 0, 4)))
     return 0
 
 
 @app.command(group=LOOK)
-def compare(runs: list[str], /, *, scaling: Flag = False, mlflow_uri: str | None = None, json_: Json = False) -> int:
-    """Compare runs: keys, metrics, speed, goodput, faults, weights.
+def compare(runs: list[str], /, *, scaling: Flag = False, json_: Json = False) -> int:
+    """Compare the folders of runs: keys, metrics, speed, goodput, faults, weights.
 
-    A run is its folder, or its id in MLflow (mlflow:ID, or ID alone), at --mlflow-uri. --scaling: of runs of one job
-    on different numbers of ranks, speed-up, efficiency, share of communication, alpha and beta of the exchanges as
-    fitted, and what limits.
+    --scaling: of runs of one job on different numbers of ranks, speed-up, efficiency, share of communication, and what
+    limits.
     """
     from elastic_train.cli.runs import compare as comparing
 
     if scaling:
         return comparing.scaling(runs, is_json=json_)
-    return comparing.compare(runs, mlflow_uri=mlflow_uri, is_json=json_)
+    return comparing.compare(runs, is_json=json_)
 
 
 @app.command(group=LOOK)
@@ -234,26 +233,15 @@ def top(
 
 
 @app.command(group=LOOK)
-def profile(
-    run: str,
-    *overrides: Overrides,
-    at: int = 3,
-    steps: int = 2,
-    ranks: int = 1,
-    out: str | None = None,
-    on: str | None = None,
-    json_: Json = False,
-) -> int:
+def profile(run: str, *, json_: Json = False) -> int:
     """Merge the traces of RUN's ranks into one for Perfetto.
 
     It also prints what the ranks exchanged, by kind and size. RUN is a folder in which `profile.at_steps` had traces
-    taken, or a configuration: then --ranks processes here train up to step --at, of which --steps steps are traced, in
-    --out (by default run.dir with -profile). Any key of a configuration can follow. --on: a cluster, as `plan --on` has
-    it, or what `plan calibrate` has written; each bandwidth is then given as a share of what its links can do.
+    taken.
     """
     from elastic_train.cli.runs.profile import profile as profile_run
 
-    return profile_run(run, overrides, at=at, steps=steps, ranks=ranks, out=out, on=on, is_json=json_)
+    return profile_run(run, is_json=json_)
 
 
 @app.command(group=LOOK)
@@ -274,6 +262,7 @@ def sync(run: Path, *, mlflow_uri: str | None = None, tensorboard: Flag = False)
 
 RENAMED = {
     "why": "status RUN --why",
+    "diff": "compare RUN RUN",
     "resume": "train CONFIG, the same line again",
     "checkpoint": "ckpt ls RUN",
     "ckpt show": "ckpt ls RUN COMMIT",
@@ -325,10 +314,14 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.write(explain(error) + "\n")
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None:
-            raise  # of no place that anybody named
+        if error.filename is None:  # of no place that anybody named
+            show(error)
+            sys.exit(1)
         sys.stderr.write(f"error: {error.filename}: {error.strerror}; name another place, or repair this one\n")
         sys.exit(StorageError.exit_code)
+    except Exception as error:  # noqa: BLE001 - of a task's code, or ours
+        show(error)
+        sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 
 

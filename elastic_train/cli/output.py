@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import itertools
 import json
@@ -10,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +24,8 @@ from cyclopts import (
     default_name_transform,
 )
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +43,8 @@ NO_EMPTY = Parameter(negative_iterable="")
 """For a whole program: no `--empty-...` for options that take several values."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 """Keys of a configuration and their values, between a command's own flags or after them."""
+WIDEST = 4096
+"""Columns of a line in a file or a pipe, which no terminal wraps."""
 
 
 def _name_of(field: str) -> str:
@@ -130,9 +135,64 @@ def print_json(value: object) -> int:
     return print_text(json.dumps(value, indent=2))
 
 
-def narrow_table(*columns: str) -> Table:
+def console() -> Console:
+    """Return a console for tables; a file or a pipe has room for rows of any length."""
+    found = Console(markup=False, highlight=False)
+    if not found.is_terminal and "COLUMNS" not in os.environ:
+        found.width = WIDEST
+    return found
+
+
+class NarrowTable(Table):
+    """A table without vertical lines, in which no word is cut.
+
+    Columns for which a terminal has no room follow in further tables, each of which begins with the first column.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [_widths(console, [column.header, *column.cells]) for column in self.columns]
+        lo, end = 1, len(self.columns)
+        while lo == 1 or lo < end:
+            hi = min(lo + 1, end)
+            while hi < end and _room(options, widths, lo, hi + 1) >= 0:
+                hi += 1
+            places = [0, *range(lo, hi)]
+            spare, part = max(0, _room(options, widths, lo, hi)), copy.copy(self)
+            chosen = _spread([widths[place] for place in places], spare)
+            part.columns = [
+                replace(self.columns[place], _index=number, overflow="fold", width=chosen[number])
+                for number, place in enumerate(places)
+            ]
+            part.title, part.caption = self.title if lo == 1 else None, self.caption if hi == end else None
+            yield from Table.__rich_console__(part, console, options)
+            lo = max(2, hi)
+
+
+def _widths(console: Console, cells: Iterable[RenderableType]) -> tuple[int, int]:
+    """Return the widths of a column whose cells are broken at every space, and at none."""
+    found = [Measurement.get(console, console.options.update(max_width=WIDEST), each) for each in cells]
+    return max(1, *(each.minimum for each in found)), max(1, *(each.maximum for each in found))
+
+
+def _room(options: ConsoleOptions, widths: Sequence[tuple[int, int]], lo: int, hi: int) -> int:
+    """Return the columns that a table of the first column and [lo, hi) leaves of the terminal; negative if too wide."""
+    least = [widths[0][0], *(low for low, _ in widths[lo:hi])]
+    return options.max_width - sum(least) - 2 * len(least) - 1  # a space after each, between them, and at both edges
+
+
+def _spread(widths: Sequence[tuple[int, int]], spare: int) -> list[int]:
+    """Return the width of each column: its least, and of the spare ones as many as it can use, the same for all."""
+    chosen = [low for low, _ in widths]
+    by_use = sorted(range(len(widths)), key=lambda place: widths[place][1] - widths[place][0])
+    for rank, place in enumerate(by_use):
+        more = min(widths[place][1] - widths[place][0], spare // (len(widths) - rank))
+        chosen[place], spare = chosen[place] + more, spare - more
+    return chosen
+
+
+def narrow_table(*columns: str) -> NarrowTable:
     """Return an empty table without vertical lines, for many columns on a terminal."""
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    return NarrowTable(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
@@ -142,7 +202,7 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]], title: st
         table.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in row))
     if title:
         print_text(title)
-    Console(markup=False).print(table)
+    console().print(table)
 
 
 def cell(value: object) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console
 
-from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Flag, Json, cell, console, narrow_table, print_json, print_text
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 app = App(name="plan", help="Predict memory, time, cost and the price of faults.")
 
 MOST_NAMED = 3
-"""Of layouts that one reason is against; --json and --html have all."""
+"""Of layouts that one reason is against; --json has all."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 
 
@@ -42,7 +41,6 @@ def plan(
     ep: int | None = None,
     cells: Flag = False,
     json_: Json = False,
-    html: Path | None = None,
 ) -> int:
     """Work out what CONFIG needs, from its real model and its data, and which layouts serve it best.
 
@@ -70,8 +68,6 @@ def plan(
         Ranks over which experts are spread, parallel.expert by default.
     cells
         Compare cells, too.
-    html
-        Write a page with charts to this file, too.
     """
     from elastic_train.planning.arithmetic.catalogue import parse_cluster
     from elastic_train.planning.arithmetic.goodput import Reliability
@@ -92,7 +88,12 @@ def plan(
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)
     report = make_report(job, layout, by, with_cells=cells or layout.cell > 1)
-    return _print_plan(report, read.refused, html, json_=json_)
+    if json_:
+        return print_json({**report.as_json(), "refused": list(read.refused)})
+    show(report)
+    for reason in read.refused:
+        print_text(f"The trainer refuses this: {reason}")
+    return 0
 
 
 def _wrong_numbers(least: Mapping[str, tuple[float | None, int]], mtbf_h: float) -> list[str]:
@@ -100,19 +101,6 @@ def _wrong_numbers(least: Mapping[str, tuple[float | None, int]], mtbf_h: float)
     given = [(name, value, low) for name, (value, low) in least.items() if value is not None]
     wrong = [f"--{name} must be at least {low}, not {value}" for name, value, low in given if value < low]
     return wrong + ([] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"])
-
-
-def _print_plan(report: Report, refused: Sequence[str], html: Path | None, *, json_: bool) -> int:
-    if html is not None:
-        from elastic_train.planning.page import render
-
-        write_atomically(html, render(report))
-    if json_:
-        return print_json({**report.as_json(), "refused": list(refused)})
-    show(report)
-    for reason in refused:
-        print_text(f"The trainer refuses this: {reason}")
-    return print_text(f"written to {html}") if html is not None else 0
 
 
 @app.command
@@ -168,9 +156,9 @@ def calibrate(
 
 
 def show(report: Report) -> None:
-    console = Console(markup=False, highlight=False)
+    terminal = console()
     for line in report.lines():
-        console.print(line)
+        terminal.print(line)
     own = report.own
     if own.memory is not None:
         table = narrow_table("memory of a device", "bytes")
@@ -178,20 +166,20 @@ def show(report: Report) -> None:
             table.add_row(name, size(num_bytes))
         if own.memory.host_bytes:
             table.add_row("(in its machine's memory)", size(own.memory.host_bytes))
-        console.print(table)
+        terminal.print(table)
     for title, rows in (("the run's global batch", report.strong), ("as many lanes a device", report.weak)):
-        console.print(_scaling(title, rows, report.job.model.amount))
+        terminal.print(_scaling(title, rows, report.job.model.amount))
     if report.best:
-        console.print(f"The best by {report.by}:")
+        terminal.print(f"The best by {report.by}:")
         for number, one in enumerate(report.best, 1):
-            console.print(f"  {number}  {one.layout.name}", soft_wrap=True)  # whole, to be copied
-        console.print(_outcomes(report.best, report.job.model.amount))
+            terminal.print(f"  {number}  {one.layout.name}", soft_wrap=True)  # whole, to be copied
+        terminal.print(_outcomes(report.best, report.job.model.amount))
     else:
-        console.print("No layout can be used on these devices.")
+        terminal.print("No layout can be used on these devices.")
     if report.refused:
-        console.print("Out of the question are:")
+        terminal.print("Out of the question are:")
         for why, names in report.refused_by_reason().items():
-            console.print(f"  {counted(len(names), 'layout')}: {why} ({_some(names)})", soft_wrap=True)
+            terminal.print(f"  {counted(len(names), 'layout')}: {why} ({_some(names)})", soft_wrap=True)
 
 
 def _some(names: list[str]) -> str:

@@ -181,6 +181,22 @@ task:
   # keep_best: {best}        # also keep the best of the validations
 """
 
+_TASK = '''\
+"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
+
+from torch import nn
+
+from elastic_train.tasks.{module} import {name}
+
+
+class Mine({name}):
+    """The package's {what}, until a method is overridden."""
+
+    def build_model(self) -> nn.Module:
+        # {model}
+        return super().build_model()
+'''
+
 _IMAGES = Starter(
     data=("elastic-train data import images data --digits",),
     params="""\
@@ -213,21 +229,12 @@ optimizer: {lr: 2.0e-3, weight_decay: 0.05, warmup_steps: 0.05}        # 1.0e-4 
 validation: {every: 1 epoch}
 epochs: 10
 """,
-    task='''\
-"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
-
-from torch import nn
-
-from elastic_train.tasks.image_classifier import ImageClassifier
-
-
-class Mine(ImageClassifier):
-    """The package's image classifier, until a method is overridden."""
-
-    def build_model(self) -> nn.Module:
-        # Any module that maps images (batch, channels, size, size) to logits (batch, self.num_classes).
-        return super().build_model()
-''',
+    task=_TASK.format(
+        module="image_classifier",
+        name="ImageClassifier",
+        what="image classifier",
+        model="Any module that maps images (batch, channels, size, size) to logits (batch, self.num_classes).",
+    ),
 )
 
 _TEXT = Starter(
@@ -259,21 +266,12 @@ optimizer: {lr: 1.0e-3, warmup_steps: 0.05}
 validation: {every: 1 epoch}
 epochs: 3
 """,
-    task='''\
-"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
-
-from torch import nn
-
-from elastic_train.tasks.text_classifier import TextClassifier
-
-
-class Mine(TextClassifier):
-    """The package's text classifier, until a method is overridden."""
-
-    def build_model(self) -> nn.Module:
-        # It is called with tokens, lengths, numeric, is_missing and categories, and returns logits (batch, classes).
-        return super().build_model()
-''',
+    task=_TASK.format(
+        module="text_classifier",
+        name="TextClassifier",
+        what="text classifier",
+        model="Called with tokens, lengths, numeric, is_missing and categories, and returns logits (batch, classes).",
+    ),
 )
 
 _LM = Starter(
@@ -301,21 +299,12 @@ optimizer: {lr: 6.0e-4, weight_decay: 0.1, warmup_steps: 0.05}        # 1.0e-5 t
 validation: {every: 50 steps}
 epochs: 3
 """,
-    task='''\
-"""The task of this job: change it as you like. `elastic_train.Task` lists the methods that a task needs."""
-
-from torch import nn
-
-from elastic_train.tasks.causal_lm import CausalLM
-
-
-class Mine(CausalLM):
-    """The package's language model, until a method is overridden."""
-
-    def build_model(self) -> nn.Module:
-        # It is called with tokens, positions and mask, and returns logits (rows, width, self.vocabulary).
-        return super().build_model()
-''',
+    task=_TASK.format(
+        module="causal_lm",
+        name="CausalLM",
+        what="language model",
+        model="It is called with tokens, positions and mask, and returns logits (rows, width, self.vocabulary).",
+    ),
 )
 
 _SFT = Starter(

@@ -1,38 +1,23 @@
 """Compare runs: configuration, final metrics, throughput, goodput, faults, and equality of the weights' hashes.
 
-A run is named by its folder, which is read without MLflow, or by its MLflow run id (`mlflow:ID` or just the id). Keys
-and values are compared as MLflow stores them, as text by dotted name, so that a folder can be compared with a run whose
-folder no longer exists. Runs are labelled a, b, c, … in the given order.
+Keys and values are compared as text by dotted name. Runs are labelled a, b, c, … in the given order.
 """
 
 from __future__ import annotations
 
-import os
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from elastic_train.config.credentials import without_password
 from elastic_train.errors import ConfigError
 from elastic_train.runs.report import finite, report_on
-from elastic_train.system.wording import first_line
 from elastic_train.tracking.metric_log import final_metrics
-from elastic_train.tracking.mlflow_run import (
-    WEIGHTS_TAG,
-    bound_requests,
-    connect,
-    flatten,
-    resolve,
-    sqlite_path,
-    tracker_errors,
-)
-from elastic_train.tracking.run_folder import RunFolder
+from elastic_train.tracking.mlflow_run import flatten
+from elastic_train.tracking.run_folder import RunFolder, existing_folder
 
 V = TypeVar("V")
-DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
-PREFIX = "mlflow:"
 LETTERS = string.ascii_lowercase
 _OLDEST = 2
 """The last commit format before results named their format; it uses the weights' hash of format 1."""
@@ -42,8 +27,8 @@ _OLDEST = 2
 class Finding:
     """The facts of one run; `weights_sha256` is None if no result names it.
 
-    `format` is the commit format that defines the hash, None if unknown, as in MLflow. `figures` come from the history,
-    with None for unknown values.
+    `format` is the commit format that defines the hash, None if unknown. `figures` come from the history, with None for
+    unknown values.
     """
 
     name: str
@@ -101,29 +86,19 @@ class Comparison:
         return {**_lettered([finite(value) for value in values]), **apart}
 
 
-def compare(*runs: str | Path, mlflow_uri: str | None = None) -> Comparison:
-    """Compare runs, each a folder or an MLflow run id; raises one ConfigError that lists all missing runs."""
+def compare(*runs: str | Path) -> Comparison:
+    """Compare runs by their folders; raises one ConfigError that lists all missing runs."""
     if not 2 <= len(runs) <= len(LETTERS):
         raise ConfigError(f"name 2 to {len(LETTERS)} runs to compare, not {len(runs)}")
     found, wrong = list[Finding](), list[str]()
     for run in runs:
         try:
-            found.append(_find(run, mlflow_uri))
+            found.append(_from_folder(existing_folder(run)))
         except ConfigError as error:
             wrong += [problem for problem in error.problems if problem not in wrong]
     if wrong:
         raise ConfigError(*wrong)
     return Comparison(found)
-
-
-def _find(run: str | Path, mlflow_uri: str | None) -> Finding:
-    name, folder = str(run), Path(run)
-    if folder.is_dir():
-        return _from_folder(folder)
-    if name.startswith(PREFIX) or (folder.name == name and folder.suffix == ""):
-        uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_MLFLOW_URI
-        return _from_mlflow(name.removeprefix(PREFIX), uri)
-    raise ConfigError(f"{run}: there is no such folder, and it is not an MLflow run id")
 
 
 def _from_folder(folder: Path) -> Finding:
@@ -158,28 +133,6 @@ def _figures(folder: Path) -> dict[str, float | None]:
         "longest_rto_s": max(prices, default=None),
         **{f"phase/{name}_s": seconds for name, seconds in found.phases_s().items()},
     }
-
-
-def _from_mlflow(run_id: str, mlflow_uri: str) -> Finding:
-    uri = resolve(mlflow_uri)
-    _refuse_missing_database(run_id, uri)
-    bound_requests()
-    try:
-        run = connect(uri).get_run(run_id)
-    except tracker_errors() as error:
-        reason = first_line(error)
-        raise ConfigError(
-            f"{run_id}: neither a folder nor a run in MLflow at {without_password(mlflow_uri)}: {reason}; "
-            "name a run.dir or a run id, and the tracker with --mlflow-uri"
-        ) from error
-    return Finding(f"MLflow run {run_id}", run.data.params, run.data.metrics, run.data.tags.get(WEIGHTS_TAG))
-
-
-def _refuse_missing_database(run_id: str, uri: str) -> None:
-    """Raise ConfigError instead of letting MLflow create an empty database."""
-    database = sqlite_path(uri)
-    if database is not None and not database.exists():
-        raise ConfigError(f"{run_id}: there is no such folder, and no MLflow database {database}; set --mlflow-uri")
 
 
 def _side_by_side(runs: Iterable[Mapping[str, V]]) -> dict[str, tuple[V | None, ...]]:

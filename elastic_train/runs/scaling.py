@@ -1,19 +1,14 @@
 """Strong scaling of runs of one job on 1 to n ranks: speed-up, efficiency, waiting, and the limiting phase.
 
 The global batch does not depend on the world, so ideally W ranks take 1/W of the time of one. Phases tile a step, so
-the excess over the ideal is split over phases, and the phase with the largest excess is the limit. A step's exchanges
-are modelled as `alpha` per round plus 1/beta per byte that a rank sends; both are fitted to the time of exchanges,
-exposed and hidden, which includes waiting for late peers within an exchange.
+the excess over the ideal is split over phases, and the phase with the largest excess is the limit.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from elastic_train.errors import ConfigError
 from elastic_train.insight.phases import PHASES, RankFacts
@@ -54,16 +49,6 @@ class Point:
         """Fraction of a step in which ranks wait for peers and exchanges."""
         return (self.phases_s["wait"] + self.phases_s["exchange"]) / self.step_s
 
-    @property
-    def exchange_s(self) -> float:
-        return self.phases_s["exchange"] + self.hidden_s
-
-    @property
-    def rounds(self) -> float:
-        """Rounds of a recursive halving and doubling, or twice the number of peers for other world sizes."""
-        w = self.ranks
-        return 2 * math.log2(w) if w & (w - 1) == 0 else 2.0 * (w - 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -86,11 +71,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Rows by number of ranks; alpha and beta are None if too few world sizes determine them."""
+    """Rows by number of ranks."""
 
     rows: Sequence[Row]
-    alpha_s: float | None
-    bytes_per_s: float | None
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -110,8 +93,6 @@ class Scaling:
                 }
                 for row in self.rows
             ],
-            "alpha_s": self.alpha_s,
-            "bytes_per_s": self.bytes_per_s,
             "remedy": self.remedy(),
         }
 
@@ -148,7 +129,7 @@ def scaling(reports: Sequence[RunReport]) -> Scaling:
         raise ConfigError(*wrong)
     points.sort(key=lambda point: point.ranks)
     rows = [_row(points[0], point) for point in points]
-    return Scaling(rows, *fit(points))
+    return Scaling(rows)
 
 
 def point_of(report: RunReport) -> Point:
@@ -179,25 +160,6 @@ def point_of(report: RunReport) -> Point:
         hidden_s=mean[_HIDDEN],
         sent_bytes=mean[_BYTES],
     )
-
-
-def fit(points: Sequence[Point]) -> tuple[float | None, float | None]:
-    """Fit seconds per round and bytes/s to the exchanges of worlds of two and more; neither is negative."""
-    several = [point for point in points if point.ranks > 1 and point.sent_bytes > 0 and point.exchange_s > 0]
-    if not several:
-        return None, None
-    took = np.array([point.exchange_s for point in several])
-    sent = np.array([point.sent_bytes for point in several])
-    if len({point.ranks for point in several}) < 2:
-        return None, float(sent.sum() / took.sum())
-    terms = np.array([[point.rounds, point.sent_bytes] for point in several])
-    # Relative errors, so that every world has equal weight.
-    (alpha, per_byte), *_ = np.linalg.lstsq(terms / took[:, None], np.ones(len(several)), rcond=None)
-    if per_byte <= 0:
-        return float((took / terms[:, 0]).mean()), None
-    if alpha < 0:
-        return 0.0, float(sent.sum() / took.sum())
-    return float(alpha), float(1 / per_byte)
 
 
 def _row(first: Point, point: Point) -> Row:

@@ -43,10 +43,6 @@ class Traffic:
     def bytes_per_s(self) -> float | None:
         return self.num_bytes / self.seconds if self.seconds else None
 
-    def share_of(self, peak: float) -> float | None:
-        """Return the achieved fraction of a link's peak in bytes/s."""
-        return None if self.bytes_per_s is None else self.bytes_per_s / peak
-
 
 @dataclass(frozen=True, slots=True)
 class Merged:
@@ -70,14 +66,13 @@ class Merged:
 
 def merge_all(run: str | Path) -> list[Merged]:
     """Merge a run's traces step by step; raises ConfigError if it has none or one cannot be read."""
-    folder = existing_folder(run, "; name a run's folder, or a configuration") / FOLDER
+    folder = existing_folder(run) / FOLDER
     found: dict[tuple[Path, int], list[Path]] = {}
     for path in sorted(folder.glob("step-*/[0-9]*-[0-9]*.trace.json.gz")):
         found.setdefault((path.parent, int(path.name.partition("-")[0])), []).append(path)
     if not found:
         raise ConfigError(
-            f"{run} has no traces in {FOLDER}/: set profile.at_steps, such as --profile.at-steps '[10]', and train; or "
-            "name a configuration instead of a run"
+            f"{run} has no traces in {FOLDER}/: set profile.at_steps, such as --profile.at-steps '[10]', and train"
         )
     newest = dict(sorted(found))  # the latest term of each step
     return [_merge(step, term, found[step, term]) for step, term in newest.items()]

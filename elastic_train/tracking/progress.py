@@ -1,4 +1,4 @@
-"""Show a run's progress: a live panel on a terminal, plain lines elsewhere, and a banner on resume.
+"""Show a run's progress: a live line on a terminal, plain lines elsewhere, and a banner on resume.
 
 Training does not depend on it: a closed pipe or full disk behind the stream is reported once on stderr, and every later
 line is tried again.
@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from elastic_train.system.progress_bar import percent, progress_line
+from elastic_train.system.progress_bar import progress_line
 from elastic_train.system.wording import counted
 
 LINE_EVERY_S = 2.0
@@ -141,26 +140,15 @@ class Progress:
         self._shown_at, self._unshown = now, None
         if status.samples_per_s is not None:  # the first step takes longer, as it compiles and reads ahead
             self._rates = [*self._rates[-20:], (now, status.step)]
-        if self._console.is_terminal:
-            self._show(status)
+        line = progress_line("training", status.step, status.total_steps, "steps")
+        line += "".join(f", {name} {value}" for name, value in self._facts(status))
+        if not self._console.is_terminal:
+            self._console.print(line, highlight=False)
             return
-        facts = "".join(f", {name} {value}" for name, value in self._facts(status))
-        self._console.print(
-            progress_line("training", status.step, status.total_steps, "steps") + facts, highlight=False
-        )
-
-    def _show(self, status: Status) -> None:
-        table = Table.grid(padding=(0, 2))
-        done = f"{status.step}/{status.total_steps}, {percent(status.step, status.total_steps)}"
-        facts = [("step", done), *self._facts(status)]
-        for name, _ in facts:
-            table.add_column(name)
-        table.add_row(*(Text(name, style="dim") for name, _ in facts))
-        table.add_row(*(value for _, value in facts))
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(table, refresh=True)
+        self._live.update(Text(line), refresh=True)
 
     def _facts(self, status: Status) -> list[tuple[str, str]]:
         def shown(value: float | None, form: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.data.worker_failures import refuse_unguarded
-from elastic_train.errors import ElasticTrainError, OtherJobError, Preempted, UnfinishedError, explain
+from elastic_train.errors import ElasticTrainError, OtherJobError, Preempted, UnfinishedError, explain, show
 from elastic_train.system.preemption import LeaveRequest, launched_grace_s
 from elastic_train.tracking.history import note_failed
 from elastic_train.tracking.progress import flush_streams
@@ -96,8 +96,8 @@ def run(path: Path, overrides: Sequence[str]) -> int:
     except RendezvousError as error:
         _say(f"error: {error}")
         code = 1
-    except Exception:  # noqa: BLE001 - last resort: an unexpected error must be shown and end the process
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - last resort: an unexpected error must be shown and end the process
+        show(error)
         code = 1
     flush_streams()
     leave.hear_no_more()

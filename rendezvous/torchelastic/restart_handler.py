@@ -95,7 +95,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 raise RendezvousConnectionError(str(error)) from None
             if world is None:
                 self._check_what_is_done()
-                done = f"the job of the run id {self._run_id!r} is done: there is nothing left to do for this node"
+                done = (
+                    f"nothing started: the job of the run id {self._run_id!r} is done. To run it again, use another "
+                    f"--rdzv_id, or wait until {CLOSED_S:.0f} s after its end"
+                )
                 _log.warning(done)  # torchrun ends with 0 without a message
                 raise RendezvousGracefulExitError(done)
             if (store := self._meeting.connect(world)) is not None:

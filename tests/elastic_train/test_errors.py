@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +84,30 @@ def test_an_error_that_a_script_does_not_catch_ends_it_with_its_sentence_and_cod
     assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
     assert ended.stderr.startswith(error)
     assert ("Traceback" in ended.stderr) == (code == 1)
+
+
+def test_a_traceback_shows_the_users_frames_and_what_they_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frames that lead to them are hidden unless asked for, and all are shown of an error that is ours."""
+    source = tmp_path / "task.py"
+    source.write_text("import json\ndef loss(call): return call(lambda: json.loads('{'))\n")
+    exec(compile(source.read_text(), str(source), "exec"), names := dict[str, Any]())
+
+    def shown(call: Callable[[], object]) -> list[str]:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - whichever
+            errors.show(error)
+        said = capsys.readouterr().err
+        return [line.split('"')[1].rpartition("/")[2] for line in said.splitlines() if line.startswith("  File")]
+
+    def fail() -> None:
+        with translated():
+            names["loss"](lambda decode: decode())
+
+    monkeypatch.setattr(errors, "_NOT_THE_USERS", (*errors._NOT_THE_USERS, __file__))
+    assert shown(fail) == ["task.py", "task.py", "__init__.py", "decoder.py", "decoder.py"]
+    assert shown(lambda: 1 // 0) == ["test_errors.py", "test_errors.py"]
+    monkeypatch.setenv(errors.TRACEBACK, "full")
+    assert shown(fail)[:3] == ["test_errors.py", "test_errors.py", "task.py"]

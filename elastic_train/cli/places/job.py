@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 from urllib.parse import unquote
 
 from cyclopts import Parameter
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from elastic_train.cli.output import Json, cell, narrow_table, print_json, print_text
+from elastic_train.cli.output import Json, console, narrow_table, print_json, print_table, print_text
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
 from elastic_train.launch.schedulers import Found, said_to_torchrun
 from elastic_train.system.wording import counted, did_you_mean, nearest
@@ -60,6 +60,11 @@ class Node:
     missed_by: int
     """Number of members that cannot reach it."""
 
+    @property
+    def plain_host(self) -> str:
+        """The machine's own name, without the digits that tell machines of one name apart."""
+        return self.host.rpartition("-")[0]
+
 
 def etcd_of(flag: str | None, found: Found) -> EtcdOptions | None:
     """Return how etcd is reached, with certificates and user from PET_RDZV_CONF; None if nothing names one.
@@ -78,10 +83,12 @@ def list_jobs(etcd: str | None, *, is_json: bool) -> int:
         rows = [row_of(run_id, view) for run_id, view in _views(store.get(JOBS))]
     if is_json:
         return print_json([asdict(row) for row in rows])
-    table = narrow_table("job", "state", "nodes", "workers", "world", "term", "newest commit")
-    for row in rows:
-        table.add_row(*(cell(value) for value in asdict(row).values()))
-    Console(markup=False).print(table if rows else "no jobs")
+    if not rows:
+        return print_text("no jobs")
+    print_table(
+        ("job", "state", "nodes", "workers", "world", "term", "newest commit"),
+        ([*asdict(row).values()] for row in rows),
+    )
     return 0
 
 
@@ -92,20 +99,20 @@ def show(run_id: str, *, etcd: str | None, is_json: bool) -> int:
     row, nodes = row_of(run_id, view), nodes_of(view)
     if is_json:
         return print_json({**asdict(row), "members": [asdict(node) for node in nodes]})
-    Console(markup=False).print(_drawn(row, nodes))
+    console().print(_drawn(row, nodes))
     return 0
 
 
 def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> int:
     """Show a job's nodes again and again, until it is done or Ctrl-C is pressed; once where nobody looks."""
-    console = Console(markup=False)
+    terminal = console()
     with _store(etcd) as store:
         view = _view(store, run_id)
         shown = _drawn(row_of(run_id, view), nodes_of(view))
-        if is_once or not console.is_terminal:
-            console.print(shown)
+        if is_once or not terminal.is_terminal:
+            terminal.print(shown)
             return 0
-        with Live(shown, console=console, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
+        with Live(shown, console=terminal, auto_refresh=False) as live, contextlib.suppress(KeyboardInterrupt):
             while view.closed is None:
                 time.sleep(every_s)
                 view = _view(store, run_id)
@@ -114,12 +121,15 @@ def watch(run_id: str, etcd: str | None, *, is_once: bool, every_s: float) -> in
 
 
 def _drawn(row: Row, nodes: Sequence[Node]) -> Group:
-    head = f"{row.id}: {row.state}, term {row.term}, a world of {row.world}; newest commit {row.commit or '-'}"
-    table = narrow_table("node", "host", "address", "workers", "ranks", "notes")
+    world = f"a world of {counted(row.world, 'rank')}"
+    head = f"{row.id}: {row.state}, term {row.term}, {world}; newest commit {row.commit or '-'}"
+    table = narrow_table("node", "address", "workers", "ranks", "notes")
+    hosts = Counter(node.plain_host for node in nodes)
     for node in nodes:
         notes = ["leaving"] * node.is_leaving + [f"{node.missed_by} cannot reach it"] * bool(node.missed_by)
         ranks = ",".join(map(str, node.ranks)) or "-"
-        table.add_row(node.node, node.host, node.address, str(node.workers), ranks, "; ".join(notes))
+        name = node.plain_host if hosts[node.plain_host] == 1 else node.node  # both name it for `leave`
+        table.add_row(name, node.address, str(node.workers), ranks, "; ".join(notes))
     return Group(Text(head), table)
 
 

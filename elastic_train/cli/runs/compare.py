@@ -15,8 +15,8 @@ from elastic_train.runs.scaling import scaling as scaling_of
 from elastic_train.system.wording import duration, size
 
 
-def compare(runs: Sequence[str], *, mlflow_uri: str | None, is_json: bool) -> int:
-    comparison = compare_runs(*runs, mlflow_uri=mlflow_uri)
+def compare(runs: Sequence[str], *, is_json: bool) -> int:
+    comparison = compare_runs(*runs)
     if is_json:
         return print_json(comparison.as_json())
     show(comparison)
@@ -80,12 +80,5 @@ def _show(found: Scaling) -> None:
         rows.append((Path(point.name).name, point.ranks, *values))
     head = ("run", "ranks", "step", "samples/s", "speed-up", "efficiency", "waits", "sent", "limit")
     print_table(head, rows)
-    alpha = (
-        "unknown (runs on two sizes above 1 tell it)"
-        if found.alpha_s is None
-        else f"{found.alpha_s * 1e6:.0f} µs a round"
-    )
-    beta = "unknown" if found.bytes_per_s is None else f"{size(found.bytes_per_s)}/s"
-    print_text(f"exchanges, as fitted: alpha {alpha}, beta {beta}")
     if (remedy := found.remedy()) is not None:
         print_text(f"what limits {found.rows[-1].point.ranks} ranks: {remedy}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
-from elastic_train.cli.output import print_done, print_json, print_table, print_text
+from elastic_train.cli.output import console, print_done, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
 from elastic_train.runs.memory import read_plan
@@ -49,11 +48,11 @@ def _write(html: Path, page: str) -> None:
 
 
 def _show(reports: Sequence[RunReport]) -> None:
-    console = Console(markup=False)
+    terminal = console()
     names = [each.name for each in reports]
     for each in reports:
         for note in each.notes:
-            console.print(Text(f"{each.name}: {note}", style="yellow"), soft_wrap=True)
+            terminal.print(Text(f"{each.name}: {note}", style="yellow"), soft_wrap=True)
     sections = {
         "": tables.summary(reports),
         "what the time was spent on": tables.spent(reports),

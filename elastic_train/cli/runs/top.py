@@ -6,12 +6,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_train.cli.output import narrow_table, print_json
+from elastic_train.cli.output import console, narrow_table, print_json
 from elastic_train.cli.places import job
 from elastic_train.errors import ConfigError
 from elastic_train.runs.glance import Glance, look
@@ -35,11 +35,11 @@ def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: flo
     glance = look(run)
     if is_json:
         return print_json(glance.as_json())
-    console = Console(markup=False)
-    if is_once or not console.is_terminal:
-        console.print(frame(glance, time.time()))
+    terminal = console()
+    if is_once or not terminal.is_terminal:
+        terminal.print(frame(glance, time.time()))
         return 0
-    with Live(frame(glance, time.time()), console=console, auto_refresh=False) as live:
+    with Live(frame(glance, time.time()), console=terminal, auto_refresh=False) as live:
         try:
             while glance.status != "done":
                 time.sleep(every_s)

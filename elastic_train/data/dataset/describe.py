@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -10,8 +9,6 @@ import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from rich.console import Console
-from rich.table import Table
 
 from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import plain_name
@@ -23,7 +20,6 @@ from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import sdk_errors
 
 LENGTH_BOUNDS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-_BAR_CELLS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,10 @@ class Description:
 
     def to_dict(self) -> dict[str, object]:
         """Return the description for --json, with lengths keyed by range."""
-        return {**asdict(self), "lengths": dict(zip(_length_names(), self.lengths, strict=True))}
+        return {**asdict(self), "lengths": self.rows_by_length()}
+
+    def rows_by_length(self) -> dict[str, int]:
+        return dict(zip(_length_names(), self.lengths, strict=True))
 
 
 def describe(manifest: Manifest, *, track: Track = silent) -> Description:
@@ -86,23 +85,6 @@ def describe(manifest: Manifest, *, track: Track = silent) -> Description:
     )
 
 
-def render(facts: Description, console: Console) -> None:
-    """Print a description as tables, with shares as bars."""
-    head = Table(show_header=False, box=None)
-    for name in ("url", "digest", "schema_name", "rows", "files", "row_groups", "size_bytes", "vocabulary_size"):
-        value = getattr(facts, name)
-        head.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-    console.print(head)
-    if facts.labels:
-        _print_bars(console, str(facts.label_column), list(facts.labels), list(facts.labels.values()))
-    if facts.mean_length is not None:
-        _print_bars(console, f"tokens (mean {facts.mean_length:.1f})", _length_names(), facts.lengths)
-    table = Table("column", "missing")
-    for name, share in facts.missing.items():
-        table.add_row(name, f"{share:.1%}" if share else "none")
-    console.print(table)
-
-
 def _labels(manifest: Manifest) -> dict[str, int]:
     if manifest.label_counts is None:  # it may name labels without naming their column
         return {}
@@ -124,13 +106,3 @@ def _histogram(lengths: Int64s) -> Int64s:
 def _length_names() -> list[str]:
     names = [f"{lo}-{hi - 1}" for lo, hi in pairwise(LENGTH_BOUNDS)]
     return [*names, f"{LENGTH_BOUNDS[-1]}+"]
-
-
-def _print_bars(console: Console, title: str, names: Sequence[str], counts: Sequence[int]) -> None:
-    """Print a bar for each count, up to the last that is not zero."""
-    used = max((place + 1 for place, count in enumerate(counts) if count), default=0)
-    table = Table(title, "rows", "share", "")
-    total, largest = max(1, sum(counts)), max(counts, default=0) or 1
-    for name, count in list(zip(names, counts, strict=True))[:used]:
-        table.add_row(name, f"{count:,}", f"{count / total:.1%}", "█" * round(_BAR_CELLS * count / largest))
-    console.print(table)

@@ -15,10 +15,8 @@ from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.cli.checkpoints import app
 from elastic_train.cli.models import export
 from elastic_train.errors import CommitError, ConfigError
-from elastic_train.tracking.history import History
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, trained, writer
 from tests.elastic_train.checkpoint.commit_samples import facts as some_facts
-from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
 
 
 def run(*arguments: str) -> int:
@@ -160,55 +158,6 @@ def test_an_invalid_retention_rule_deletes_nothing(local_store: Store, options: 
     with pytest.raises(ConfigError, match=message):
         run("prune", local_store.url, *options)
     assert len(commit_keys(local_store)) == 2
-
-
-def test_a_plan_shows_the_waste_of_each_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the intervals that the budget allows none wastes less than the chosen one, which is among the rows."""
-    options = ("plan", "--state-gb", "12", "--mtbf-h", "8")
-    found = run_json(capsys, *options)
-    assert isinstance(found, dict)
-    chosen = next(row for row in found["rows"] if row["interval_s"] == found["chosen_s"])
-    assert chosen["is_allowed"]
-    assert chosen["waste"] == min(row["waste"] for row in found["rows"] if row["is_allowed"])
-    assert [row["is_allowed"] for row in found["rows"]][-1] is False
-    assert run(*options) == 0
-    printed = capsys.readouterr().out
-    assert "chosen" in printed
-    assert "keep_last 5 takes 72 GB" in printed
-
-
-def test_a_plan_uses_what_a_run_has_measured(local_store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    """Size, stall, publication and faults are the run's own, by the medians of its last saves; what is given wins."""
-    (commit,) = commit_steps(local_store, 9)
-    for term in (1, 2):
-        history = History(Unqueued(), local_store.url, term=term, rank=0)
-        add_restore(history, 1, 3 if term == 2 else 0)
-        for number in range(6):
-            add_commit(history, number, 40.0, 2.0 if term == 2 else 9.0)
-        history.step(step=2, epoch=0, lo=1, hi=2, lanes=range(4), num_samples=4, world=1, loss=0.5)
-        history.close()
-    facts = run_json(capsys, "plan", local_store.url)
-    assert isinstance(facts, dict)
-    assert (facts["stall_s"], facts["publish_s"], facts["num_saves_measured"]) == (2.0, 40.0, 9)
-    assert facts["state_gb"] == commit.num_bytes / 1e9
-    assert facts["mtbf_s"] == pytest.approx(86400 / 2, rel=0.01)
-    assert run("plan", local_store.url) == 0
-    assert f"measured from the last 9 saves of {local_store.url}" in capsys.readouterr().out
-    facts = run_json(capsys, "plan", local_store.url, "--stall-s", "5", "--state-gb", "30", "--write-mb-s", "500")
-    assert isinstance(facts, dict)
-    assert (facts["stall_s"], facts["publish_s"]) == (5.0, 60.0)
-
-
-def test_a_plan_without_measurements_says_which_options_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without a run, and of a run without commits, the numbers have to be given; the cost is then assumed."""
-    (tmp_path / "history").mkdir()
-    for run_dir in ([], [str(tmp_path)]):
-        with pytest.raises(ConfigError, match="--state-gb and --mtbf-h"):
-            run("plan", *run_dir)
-        assert run("plan", *run_dir, "--state-gb", "10", "--mtbf-h", "8") == 0
-        assert "assumed, not measured" in capsys.readouterr().out
 
 
 def test_export_writes_the_weights(local_store: Store, tmp_path: Path) -> None:

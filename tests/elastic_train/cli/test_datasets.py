@@ -24,7 +24,7 @@ from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import PATIENCE_S, ROOT, Finished, write_rows
 from tests.elastic_train.data.chats.chat_tokenizers import CHATML, save_tokenizer
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
-from tests.elastic_train.data.corpora.test_text import write_texts
+from tests.elastic_train.data.tables.test_texts import write_texts
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def test_an_import_exits_with_0_and_an_empty_stderr(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     train = load_manifest(str(tmp_path / "out" / "train"))
-    assert f"{train.num_rows} rows in 4 files, 2 labels, digest {train.digest[:12]}" in done.stdout
+    assert f"{train.num_rows} rows in 4 files, 2 labels (torch 23, sympy 11), digest {train.digest[:12]}" in done.stdout
     assert [
         line for line in done.stderr.splitlines() if "reading source files" not in line and "stages" not in line
     ] == []
@@ -222,7 +222,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
     "an unknown corpus": (["import", "wikipedia", "OUT"], 2, "wikipedia"),
     "an unknown command": (["mine", "OUT"], 2, "mine"),
     "no files": (["import", "text", "OUT"], 2, "FILES is missing: write elastic-train"),
-    "a file of another kind": (["import", "text", "OUT", "a.pdf"], 2, "a.pdf: must be .jsonl, .csv or .txt"),
+    "a file of another kind": (["import", "text", "OUT", "a.pdf"], 2, "a.pdf: must be one of .jsonl"),
     "an empty text": (["import", "text", "OUT", "EMPTY"], 2, "empty.txt: holds no text"),
     "a missing file": (["import", "text", "OUT", "none.csv"], 2, "none.csv: cannot be read"),
     "too few samples": (["import", "docstrings", "OUT", "--samples", "1"], 2, "--samples must be at least 2"),

@@ -17,8 +17,6 @@ from elastic_train.planning.arithmetic.goodput import Reliability
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import Sizes
-from elastic_train.planning.page import render
-from elastic_train.planning.report import make_report
 from elastic_train.planning.search import LESS_IS_BETTER, Job, best, compare, scaling, work_out
 from elastic_train.program.schedules import Kind, Pipeline, timetable
 from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, Transformer
@@ -242,12 +240,3 @@ def test_days_and_cost_follow_from_steps_price_and_goodput() -> None:
     assert outcome.step is not None and outcome.goodput is not None
     assert outcome.days == pytest.approx(1000 * outcome.step.total_s / outcome.goodput.share / 86400)
     assert outcome.cost == pytest.approx(outcome.days * 24 * 2.0 * 16)
-
-
-def test_the_page_needs_nothing_but_itself_and_says_what_the_report_does() -> None:
-    report = make_report(replace(job(), model=LLAMA_7B.facts(1, OWN)), Layout(), "throughput", with_cells=False)
-    page = render(report)
-    assert page.startswith("<!doctype html>") and page.count("<svg") >= 4 and "Cannot be drawn" not in page
-    assert "://" not in page.replace('xmlns="http://www.w3.org/2000/svg"', "") and "<script" not in page
-    assert all(one.layout.name in page for one in report.best)
-    assert report.refused and all(name in page for name, _ in report.refused)

@@ -1,4 +1,4 @@
-"""Comparing runs by folder and by MLflow run id."""
+"""Comparing runs by their folders."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from elastic_train.cli.runs.compare import show
 from elastic_train.errors import ConfigError
 from elastic_train.runs.compare import Comparison, compare
 from elastic_train.system.atomic_files import write_atomically
-from elastic_train.tracking import mlflow_run
-from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
 from tests.elastic_train.runs.folders import faulted
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.slow
 Shown = Callable[[Comparison], str]
 
 
-def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, uri: str | None = None) -> str | None:
+def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None) -> None:
     config = {"optimizer": {"lr": lr}, "epochs": 1}
     write_atomically(folder / "config.yaml", json.dumps(config))
     tracker = Tracker.start(
@@ -31,7 +29,7 @@ def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, 
         run_dir=folder,
         term=1,
         config=config,
-        mlflow_uri=uri,
+        mlflow_uri=None,
         experiment="compare",
         run_name=folder.name,
     )
@@ -41,7 +39,6 @@ def write_run(folder: Path, *, lr: float, accuracy: float, weights: str | None, 
         result = {"weights_sha256": weights, "metrics": {"accuracy": accuracy}}
         write_atomically(folder / "result.json", json.dumps(result))
     tracker.finish("FINISHED")
-    return tracker.wait_run_id(0)
 
 
 @pytest.fixture
@@ -105,30 +102,10 @@ def test_a_run_without_a_result_has_unknown_weights(tmp_path: Path, shown: Shown
     assert "unknown" in shown(comparison)
 
 
-def test_a_folder_and_its_mlflow_run_are_equal(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run read from MLflow by its id has the configuration, metrics and hash of its folder."""
-    uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
-    mlflow_run.connect(uri)  # a new database takes its time
-    monkeypatch.setitem(tracking.FLUSH_TIMEOUT_S, "FINISHED", 120.0)
-    run_id = write_run(tmp_path / "a", lr=0.1, accuracy=0.5, weights="aa", uri=uri)
-    assert run_id is not None
-    comparison = compare(str(tmp_path / "a"), f"mlflow:{run_id}", mlflow_uri=uri)
-    assert comparison.config() == {}
-    assert comparison.metrics()["validation/accuracy"] == (0.5, 0.5)
-    assert comparison.same_weights() is True
-    with pytest.raises(ConfigError, match="neither a folder nor a run"):
-        compare(run_id, "0" * 32, mlflow_uri=uri)
-
-
 @pytest.mark.parametrize("name", ["no/such/folder", "0123abc"])
-def test_a_missing_run_is_a_user_error(name: str, tmp_path: Path) -> None:
-    """Neither a missing folder nor an unknown id creates a database or a traceback."""
-    database = tmp_path / "none.db"
-    with pytest.raises(ConfigError, match="no such folder"):
-        compare(name, name, mlflow_uri=f"sqlite:///{database}")
-    assert not database.exists()
+def test_a_missing_run_is_a_user_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        compare(name, name)
 
 
 def test_a_folder_that_is_not_a_run_is_a_user_error(tmp_path: Path) -> None:
@@ -152,16 +129,6 @@ def test_a_damaged_file_ends_compare_with_one_line(
     (tmp_path / "config.yaml").write_text("epochs: 1\n")
     (tmp_path / name).write_text(content)
     assert lines_of_failure([str(tmp_path), str(tmp_path)], capsys)[0].startswith(f"error: {tmp_path}/{name} ")
-
-
-def test_an_unusable_tracker_ends_compare_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A garbage database, a tracker that is down and one of no known kind are named in one line, and the code is 2."""
-    garbage = tmp_path / "garbage.db"
-    garbage.write_bytes(b"no database " * 1000)
-    for uri in (f"sqlite:///{garbage}", "http://127.0.0.1:1", "nonsense://x"):
-        (line,) = lines_of_failure(["0" * 32, "0" * 32, "--mlflow-uri", uri], capsys)
-        assert uri in line
-        assert "name a run.dir or a run id" in line
 
 
 def test_metrics_of_a_foreign_result_are_left_out(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The scaling of runs: known seconds, alpha and beta are recovered, and the limiting part is named."""
+"""The scaling of runs: known seconds are recovered, and the limiting part is named."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from elastic_train.cli.main import main
 from elastic_train.errors import ConfigError
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.report import report_on
-from elastic_train.runs.scaling import Point, Scaling, fit, scaling
+from elastic_train.runs.scaling import Scaling, scaling
 from tests.elastic_train.runs.folders import begin
-
-ALPHA_S, BETA = 0.002, 1e8
 
 
 def written(folder: Path, ranks: int, *, lanes: int = 8, **phases_s: float) -> Path:
@@ -63,29 +61,6 @@ def test_what_each_rank_repeats_does_not_scale(tmp_path: Path) -> None:
     assert (found.rows[-1].limit, found.rows[-1].excess_s["optimizer"]) == ("optimizer", pytest.approx(0.15))
 
 
-def point(ranks: int, num_bytes: float, exchange_s: float | None = None) -> Point:
-    phases = dict.fromkeys(PHASES, 0.0)
-    made = Point("run", ranks, 8, 1.0, 64.0, {**phases, "exchange": 0.0}, 0.0, num_bytes)
-    took = made.rounds * ALPHA_S + num_bytes / BETA if exchange_s is None else exchange_s
-    return Point("run", ranks, 8, 1.0, 64.0, {**phases, "exchange": took / 2}, took / 2, num_bytes)
-
-
-def test_alpha_and_beta_come_out_as_they_went_in() -> None:
-    alpha_s, bytes_per_s = fit([point(1, 0.0, 0.0), point(2, 1e6), point(4, 1.5e6), point(8, 1.75e6)])
-    assert (alpha_s, bytes_per_s) == (pytest.approx(ALPHA_S), pytest.approx(BETA))
-
-
-def test_one_size_tells_no_alpha() -> None:
-    assert fit([point(1, 0.0, 0.0)]) == (None, None)
-    assert fit([point(2, 1e6, 0.1)]) == (None, pytest.approx(1e7))
-
-
-def test_a_fit_is_never_negative() -> None:
-    """Exchanges that became cheaper with more rounds have no alpha; those that do not depend on bytes no beta."""
-    assert fit([point(2, 1e6, 0.2), point(4, 1e6, 0.1)])[0] == 0.0
-    assert fit([point(2, 4e6, 0.002), point(4, 1e6, 0.004)]) == (pytest.approx(0.001), None)
-
-
 def test_runs_that_cannot_be_compared_so_are_refused_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,8 +89,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     found = json.loads(capsys.readouterr().out)
     assert [row["ranks"] for row in found["rows"]] == [1, 2]
     assert found["rows"][1]["efficiency"] == pytest.approx(2 / 3)
-    assert (found["alpha_s"], found["bytes_per_s"]) == (None, pytest.approx(1e7))
     with pytest.raises(SystemExit):
         main(["compare", *runs, "--scaling"])
     printed = capsys.readouterr().out
-    assert "beta 10 MB/s" in printed and "what limits 2 ranks: exchange" in printed
+    assert "what limits 2 ranks: exchange" in printed

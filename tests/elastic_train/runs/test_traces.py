@@ -7,23 +7,18 @@ import gzip
 import json
 import logging
 import os
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
 
 from elastic_train.cli.main import main
-from elastic_train.cli.runs import profile
 from elastic_train.config.monitoring import ProfileConfig
 from elastic_train.errors import ConfigError
 from elastic_train.insight import tracing
 from elastic_train.insight.phases import PHASES, StepClock
 from elastic_train.insight.tracing import Tracer, trace_name
 from elastic_train.parallel.point_to_point import Traffic
-from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.runs.traces import clock_offsets, merge_all
 from tests.conftest import start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, result, succeed
@@ -106,41 +101,6 @@ def test_traffic_is_added_up_by_kind_and_size(tmp_path: Path) -> None:
     ]
 
 
-HERE = """
-cluster: {device: CPU, nodes: 2, per_node: 2, between: cable}
-links:
-  cable: {gb_per_s: 0.01, alpha_s: 1.0e-4, is_shared: true}
-"""
-
-
-@pytest.mark.parametrize(
-    ("hosts", "link", "peak"), [(("alpha", "beta"), "cable", 0.5e7), (("alpha", "alpha"), None, 0)]
-)
-def test_bandwidths_are_shares_of_the_link_that_ranks_have_between_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: tuple[str, str], link: str | None, peak: float
-) -> None:
-    """That between nodes, of which each rank has its part; or that of a machine which all of them are on."""
-    for rank, host in enumerate(hosts):
-        written(tmp_path, rank, host, 0)
-    (tmp_path / "here.yaml").write_text(HERE)
-    cluster = parse_cluster(str(tmp_path / "here.yaml"))
-    link, peak = (link, peak) if link else (cluster.inside.name, cluster.inside.bytes_per_s)
-    arguments = ["profile", str(tmp_path), "--on", str(tmp_path / "here.yaml")]
-    with pytest.raises(SystemExit) as left:
-        main([*arguments, "--json"])
-    [merged] = json.loads(capsys.readouterr().out)
-    assert (left.value.code, merged["link"], merged["link_bytes_per_s"]) == (0, link, pytest.approx(peak))
-    assert [one["of_link"] for one in merged["traffic"]] == [
-        None,
-        pytest.approx(7e6 / peak),
-        pytest.approx(20_002 / peak),
-    ]
-    with pytest.raises(SystemExit):
-        main(arguments)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"of {link}" in shown and f"{7e6 / peak:.0%}" in shown
-
-
 def test_a_run_without_traces_and_a_torn_trace_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"set profile\.at_steps"):
         merge_all(tmp_path)
@@ -201,35 +161,6 @@ def test_a_tracer_listens_for_its_steps_alone(
     (record,) = caplog.records
     assert "No space left on device" in record.message and "make room" in record.message
     assert [path for path in (tmp_path / "small").rglob("*") if path.is_file()] == [], "no half of a trace is left"
-
-
-@pytest.mark.slow
-def test_a_configuration_is_trained_for_the_steps_that_are_traced(
-    tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a folder of its own beside the run's, which is not touched; a second time that folder is in the way."""
-
-    def run(command: Sequence[str], **_: object) -> SimpleNamespace:
-        assert command[:3] == [sys.executable, "-m", "elastic_train"]
-        return SimpleNamespace(returncode=start([*command[3:]]).code)
-
-    monkeypatch.setattr(profile.subprocess, "run", run)
-    made = config(tmp_path, rows, CLASSIFIER)
-    arguments = ["profile", made, "--optimizer.lr", "0.02", "--at", "2", "--steps", "2", "--json"]
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 0
-    [merged] = json.loads(capsys.readouterr().out)
-    assert (merged["step"], merged["ranks"], Path(merged["path"]).parents[1]) == (
-        2,
-        [0],
-        tmp_path / "run-profile" / "profile",
-    )
-    assert json.loads((tmp_path / "run-profile" / "result.json").read_text())["step"] == 3
-    assert "0.02" in (tmp_path / "run-profile" / "config.yaml").read_text() and not (tmp_path / "run").exists()
-    with pytest.raises(SystemExit) as left:
-        main(arguments)
-    assert left.value.code == 2 and "run-profile exists" in capsys.readouterr().err
 
 
 @pytest.mark.slow

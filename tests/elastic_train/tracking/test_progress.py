@@ -1,4 +1,4 @@
-"""Progress is a line now and then, a panel on a terminal, and the last status at the end."""
+"""Progress is a line now and then, in place on a terminal, and the last status at the end."""
 
 from __future__ import annotations
 
@@ -114,16 +114,16 @@ def test_a_run_begins_with_0_percent_and_its_start_counts_for_no_rate() -> None:
     assert lines[0].startswith("training: 0 of 100 steps, 0%, ") and lines[-1].endswith("time left 0:01:29")
 
 
-def test_a_terminal_has_a_panel_that_ends_with_the_last_status() -> None:
+def test_a_terminal_has_a_line_in_place_that_ends_with_the_last_status() -> None:
     """On a terminal the status is drawn in place, and its last state stays."""
     clock, (out, text) = Clock(), console(is_terminal=True)
     progress = Progress(out, clock)
     progress.update(status(1))
     progress.update(status(2))
     progress.event("saved [5]")
-    assert "2/100" not in text()
+    assert "2 of 100" not in text()
     progress.close()
-    assert "2/100" in text()
+    assert "2 of 100" in text()
     assert "saved [5]" in text()
 
 

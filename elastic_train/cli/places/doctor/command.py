@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter, validators
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from elastic_train.cli.output import Json, print_json
+from elastic_train.cli.output import Json, console, print_json
 from elastic_train.cli.places.doctor.etcd import examine_etcd, examine_own_etcd
 from elastic_train.cli.places.doctor.machine import examine_computing, examine_gpus, examine_limits, examine_torch
 from elastic_train.cli.places.doctor.peers import Self, examine_peers
@@ -164,4 +163,4 @@ def _show(findings: Sequence[Finding]) -> None:
         if finding.remedy and finding.level != "ok":
             text.append(f"\n→ {finding.remedy}", style="italic")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), Text(finding.check), text)
-    Console(markup=False, highlight=False).print(table)
+    console().print(table)

@@ -24,12 +24,12 @@ from elastic_train.checkpoint.interval.cadence import (
     optimum,
     waste,
 )
-from elastic_train.checkpoint.interval.measured import faults_before, measured_saves
+from elastic_train.checkpoint.interval.measured import faults_before
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import FOLDER, lines_of
 from elastic_train.training.opening import resources
-from tests.elastic_train.tracking.unqueued import Unqueued, add_commit, add_restore
+from tests.elastic_train.tracking.unqueued import Unqueued, add_restore
 
 stalls = st.floats(1e-3, 100)
 mtbfs = st.floats(60, 1e8)
@@ -213,15 +213,3 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
     times = [float(str(line["t"])) for line in lines if line["rank"] == 0 and int(str(line["term"])) < 7]
     assert found.trained_s == pytest.approx(sum(b - a for a, b in zip(times[::2], times[1::2], strict=True)))
     assert faults_before(tmp_path / "none", before_term=7) == Faults(0, 0.0)
-
-
-def test_the_newest_saves_are_measured(tmp_path: Path) -> None:
-    """They come from rank 0 of the newest terms, the last first; no save stalls longer than it takes."""
-    for term, rank, costs in [(1, 0, [(1.0, 0.1)]), (2, 0, [(3.0, 0.3), (4.0, 5.0)]), (2, 1, [(9.0, 0.9)])]:
-        history = History(Unqueued(), tmp_path, term, rank)
-        for publish_s, stall_s in costs:
-            add_commit(history, 1, publish_s, stall_s)
-        history.close()
-    assert measured_saves(tmp_path, 2) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0)]
-    assert measured_saves(tmp_path, 9) == [SaveCost(4.0, 4.0), SaveCost(0.3, 3.0), SaveCost(0.1, 1.0)]
-    assert measured_saves(tmp_path / "none", 9) == []
