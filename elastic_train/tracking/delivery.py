@@ -82,16 +82,9 @@ class Delivery:
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
         """Send the values that MLflow lacks; return their number. Tags are kept for `tag`."""
-        missing, marks, tags = [], dict(self._marks), dict(self._tags)
-        for line in lines:
-            if isinstance(line, Settled):
-                tags |= line.tags
-                continue
-            by_name = {name: x for name, x in line.by_name.items() if line.step > marks.get(metric_name(name), -1)}
-            missing.append(replace(line, by_name=by_name))
-            marks |= {metric_name(name): line.step for name in by_name}
+        missing, marks = lacking(lines, self._marks, metric_name)
         self._opened().append(missing)
-        self._marks, self._tags = marks, tags
+        self._marks, self._tags = marks, self._tags | tags_of(lines)
         return count_values(missing)
 
     def tag(self) -> None:
@@ -116,6 +109,23 @@ def attempt(part: Callable[[], object]) -> list[Exception]:
     except Exception as error:  # noqa: BLE001 - artifact stores raise what their libraries raise; the caller reports it
         return [error]
     return []
+
+
+def lacking(
+    lines: Iterable[Values | Settled], marks: Mapping[str, int], name_of: Callable[[str], str] = str
+) -> tuple[list[Values], dict[str, int]]:
+    """Return the values above a tracker's furthest step of each metric, its `marks`, and the marks once it has them."""
+    missing, furthest = list[Values](), dict(marks)
+    for line in lines:
+        if isinstance(line, Values):
+            by_name = {name: x for name, x in line.by_name.items() if line.step > furthest.get(name_of(name), -1)}
+            furthest |= {name_of(name): line.step for name in by_name}
+            missing += [replace(line, by_name=by_name)] if by_name else []
+    return missing, furthest
+
+
+def tags_of(lines: Iterable[Values | Settled]) -> dict[str, str]:
+    return {tag: text for line in lines if isinstance(line, Settled) for tag, text in line.tags.items()}
 
 
 def count_values(lines: Iterable[Values | Settled]) -> int:

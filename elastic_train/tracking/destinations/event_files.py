@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -22,7 +21,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
 from elastic_train.system.file_locks import locked_by
-from elastic_train.tracking.delivery import SEND_EVERY_S, count_values
+from elastic_train.tracking.delivery import SEND_EVERY_S, count_values, lacking
 from elastic_train.tracking.metric_log import LineageReader, Settled, Values, settled_step, terms
 
 if TYPE_CHECKING:
@@ -58,13 +57,7 @@ class EventFiles:
         return []
 
     def send(self, lines: Sequence[Values | Settled]) -> int:
-        missing, marks = [], dict(self._marks)
-        for line in lines:
-            if isinstance(line, Values):
-                by_name = {name: value for name, value in line.by_name.items() if line.step > marks.get(name, -1)}
-                marks |= dict.fromkeys(by_name, line.step)
-                if by_name:
-                    missing.append(replace(line, by_name=by_name))
+        missing, marks = lacking(lines, self._marks)
         if missing:
             self._append(missing)
             write_atomically(self._sent, json.dumps(marks) + "\n")

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
-from elastic_train.tracking.delivery import count_values
+from elastic_train.tracking.delivery import count_values, lacking, tags_of
 from elastic_train.tracking.destinations.destination import LostValuesError
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import flatten
@@ -190,15 +190,8 @@ class WeightsAndBiases:
     def send(self, lines: Sequence[Values | Settled]) -> int:
         """Log the values that the run lacks, by step."""
         assert self._open is not None, "a run is opened before it is sent to"
-        missing, marks = list[Values](), _furthest(self._sent.steps, self._open.given)
-        for line in lines:
-            if isinstance(line, Settled):
-                self._tags |= line.tags
-                continue
-            by_name = {name: value for name, value in line.by_name.items() if line.step > marks.get(name, -1)}
-            marks |= dict.fromkeys(by_name, line.step)
-            if by_name:
-                missing.append(replace(line, by_name=by_name))
+        missing, marks = lacking(lines, _furthest(self._sent.steps, self._open.given))
+        self._tags |= tags_of(lines)
         for line in missing:
             self._open.run.log({**line.by_name, "step": line.step})
             self._open.num_unwritten += len(str(line.by_name))
