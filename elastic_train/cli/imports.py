@@ -17,15 +17,15 @@ from cyclopts import App, Parameter
 from elastic_train.cli.output import Flag, print_made, print_text
 from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats, refuse_chats
 from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
-from elastic_train.data.corpora import text as corpora
-from elastic_train.data.corpora.text import Options
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
 from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest
 from elastic_train.data.tables import digits as handwritten
 from elastic_train.data.tables import hf_folder, image_folder, importing
+from elastic_train.data.tables import texts as corpora
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
+from elastic_train.data.tables.texts import Options
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted
@@ -173,6 +173,7 @@ class Chats:
         )
 
 
+MOST_LABELS = 12
 _KINDS = {"jsonl": (".jsonl", ".json"), "csv": (".csv", ".tsv")}
 """Suffixes of files of rows, by their kind."""
 
@@ -284,7 +285,7 @@ def import_images(
     split: Split | None = None,
     images: Images | None = None,
 ) -> int:
-    """Import images from FOLDER/LABEL/FILE.
+    """Import images from FOLDER/LABEL/FILE, or from FOLDER/FILE without labels.
 
     FOLDER/train/LABEL/FILE and FOLDER/validation/… set the split. Every image is decoded once, and those that do not
     decode are refused by name. The table stores its bytes as they are. --digits: in place of a FOLDER, scikit-learn's
@@ -358,17 +359,24 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
 def _next_for(train: Manifest, out: str) -> str:
     """Return the next command for a dataset; rows without labels may be there to predict them."""
     columns, is_labelled = [*train.columns], train.label_column is not None
+    predict = f"elastic-train predict RUN --data {out}/train --out FILE"
+    if "image" in columns and not is_labelled:
+        return predict
     if "image" in columns or "input_ids" in columns:
         kind = "images" if "image" in columns else "text" if is_labelled else "lm"
         then = f"elastic-train init {kind} FOLDER --data {out}"
     else:
         then = f"elastic-train data describe {out}, and a task that takes {', '.join(columns)}"
-    return then if is_labelled else f"{then}; or elastic-train predict RUN --data {out}/train --out FILE"
+    return then if is_labelled else f"{then}; or {predict}"
 
 
 def report_written(manifest: Manifest) -> int:
-    """Print the size and the digest of a new dataset."""
-    labels = "" if manifest.label_counts is None else f"{counted(len(manifest.label_counts), 'label')}, "
+    """Print the size of a new dataset, the rows of each class unless there are many, and the digest."""
+    counts, labels = manifest.label_counts, ""
+    if counts is not None:
+        named = [f"{name} {count:,}" for name, count in zip(manifest.labels or range(len(counts)), counts, strict=True)]
+        of_each = f" ({', '.join(named)})" if len(named) <= MOST_LABELS else ""
+        labels = f"{counted(len(named), 'label')}{of_each}, "
     return print_text(
         f"{manifest.url}: {counted(manifest.num_rows, 'row', ',')} in {counted(len(manifest.files), 'file')}, "
         f"{labels}digest {manifest.digest[:12]}"

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
+from cyclopts import Parameter
 
-from elastic_train.cli.output import Flag, Json, cell, narrow_table, print_done, print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_done, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
 from elastic_train.system.wording import counted, size
 
 if TYPE_CHECKING:
     from elastic_train.checkpoint.commits.record import CommitRecord
+    from elastic_train.inference.opening import Trained
 
 _SCORES, _MOST_SHOWN = ("precision", "recall", "f1"), 20
 To = Literal["hf", "safetensors", "torch"]
@@ -31,15 +33,43 @@ _LOADING = {
 _NAMES = {"hf": "hf-{step}", "safetensors": "weights-{step}.safetensors", "torch": "weights-{step}.pt"}
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The model of a run that a command uses."""
+
+    commit: str | None = None
+    "newest, best, a step, term-step or key; default: the best if early stopping ended the run or it has keep_best."
+    weights: Weights = "trained"
+    "ema: the average of the weights, of a run with optimizer.ema_decay."
+    train: tuple[str, ...] = ()
+    "Where the training set is, if it has moved (once for each source of a mixture)."
+
+    def training_sets(self, run: str) -> list[str]:
+        from elastic_train.inference.given_places import find_dataset
+
+        return [find_dataset(run, each) for each in self.train]
+
+    def open(
+        self, run: str, train: Sequence[str], validation: str | None = None, max_samples: int | None = None
+    ) -> Trained:
+        """Load the model; say on stderr if it is not the newest commit's."""
+        from elastic_train.inference.opening import open_trained
+
+        key, weights = _chosen(run, self.commit).key, self.weights
+        return open_trained(run, key, train=train, validation=validation, max_samples=max_samples, weights=weights)
+
+
+_DEFAULT = Choice()
+
+
 def export(
     run: str,
     target: Path | None = None,
     *,
     to: To = "hf",
-    commit: str | None = None,
-    train: list[str] | None = None,
     merge: Flag = False,
-    weights: Weights = "trained",
+    choice: Choice = _DEFAULT,
     json_: Json = False,
 ) -> int:
     """Write RUN's model for transformers, safetensors or torch.
@@ -47,21 +77,18 @@ def export(
     TARGET: by default a name in RUN's folder. --to hf (the default): a folder that transformers' AutoModel classes
     load, with the tokenizer; the package's own decoder becomes a Llama, with experts a Mixtral or Qwen2-MoE; adapters a
     folder of peft, or with --merge a whole model. --to safetensors or torch: one file of weights, of any task.
-    --weights ema: their average, of a run with optimizer.ema_decay. --commit: newest, best, a step, term-step or key;
-    by default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train:
-    where the training set is, if it has moved (once for each source of a mixture).
     """
     if target is None and "://" in run:
         raise ConfigError(f"{run}: name a TARGET, a place on this machine")
-    from elastic_train.inference.given_places import check_new, find_dataset
+    from elastic_train.inference.given_places import check_new
 
     check_new(target)
-    train = [find_dataset(run, each) for each in train or ()]
+    train, weights = choice.training_sets(run), choice.weights
     from elastic_train.checkpoint.commits.lookup import open_run
     from elastic_train.checkpoint.commits.weights import export as export_file
     from elastic_train.inference.exporting import export_folder
 
-    store, record = open_run(run), _chosen(run, commit)
+    store, record = open_run(run), _chosen(run, choice.commit)
     name = _NAMES[to].format(step=record.step) + ("-merged" if merge and to == "hf" else "")
     place = target or Path(run) / name
     if to == "hf":
@@ -87,19 +114,14 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     seed: int = 0,
-    commit: str | None = None,
-    train: list[str] | None = None,
-    weights: Weights = "trained",
+    choice: Choice = _DEFAULT,
     json_: Json = False,
 ) -> int:
     """Continue a --prompt with RUN's language model, and print both.
 
     --chat: the prompt is a user's message, and the answer is printed alone. --ids 5,6,7 gives token ids in place of a
     text. --tokens: how many follow at most. --temperature 0 takes the likeliest token each time; above 0 tokens are
-    drawn from --seed, of the --top-k likeliest if that is given. --weights ema: with the average of the weights.
-    --commit: newest, best, a step, term-step or key; by default the best one if early stopping ended the run or it has
-    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
-    a mixture).
+    drawn from --seed, of the --top-k likeliest if that is given.
     """
     if (prompt is None) == (ids is None):
         raise ConfigError("give one of --prompt and --ids")
@@ -108,13 +130,11 @@ def generate(
     if tokens < 1 or not temperature >= 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
     given = prompt if prompt is not None else _parse_ids(ids or "")
-    from elastic_train.inference.given_places import find_dataset
-
-    train = [find_dataset(run, each) for each in train or ()]
-    from elastic_train.inference.opening import complete, open_trained
+    train = choice.training_sets(run)
+    from elastic_train.inference.opening import complete
     from elastic_train.tasks.task import Sampling
 
-    trained = open_trained(run, commit, train=train, weights=weights)
+    trained = choice.open(run, train)
     found, text = complete(trained, given, Sampling(tokens, temperature, top_k, seed), is_chat=chat)
     if json_:
         return print_json({"commit": trained.record.key, "ids": found, "text": text})
@@ -143,32 +163,27 @@ def predict(
     *,
     data: str,
     out: Path,
-    commit: str | None = None,
-    train: list[str] | None = None,
     batch: int | None = None,
-    weights: Weights = "trained",
+    choice: Choice = _DEFAULT,
     json_: Json = False,
 ) -> int:
     """Write RUN's predictions for --data to --out, a Parquet file.
 
     --data is a folder or URL with a manifest, and `id` a row's number in it. A classifier gives the likeliest class,
     its probability and those of all classes (in the order of `classes`, the column's metadata), and needs no labels; a
-    language model gives the mean loss of a row, and how many targets it has. --batch: rows at once (default: the run's
-    micro-batch). --weights ema: the average of the weights. --commit: newest, best, a step, term-step or key; by
-    default the best one if early stopping ended the run or it has checkpoint.keep_best, else the newest. --train: where
-    the training set is, if it has moved (once for each source of a mixture).
+    language model gives the mean loss of a row, and how many targets it has. Rows of imported images have the name of
+    their `file`. --batch: rows at once (default: the run's micro-batch).
     """
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch must be at least 1, not {batch}")
     from elastic_train.inference.given_places import check_parquet, find_dataset
 
     check_parquet(out)
-    train = [find_dataset(run, each) for each in train or ()]
+    train = choice.training_sets(run)
     data = find_dataset(run, data, train)
-    from elastic_train.inference.opening import open_trained
     from elastic_train.inference.predicting import predict_rows
 
-    trained = open_trained(run, _chosen(run, commit).key, train=train, weights=weights)
+    trained = choice.open(run, train)
     num_rows, columns, classes = predict_rows(trained, data, out, batch, shown)
     if json_:
         found = {"commit": trained.record.key, "step": trained.record.step, "data": data, "out": str(out)}
@@ -182,33 +197,25 @@ def evaluate(
     run: str,
     *,
     data: str | None = None,
-    commit: str | None = None,
-    train: list[str] | None = None,
     max_samples: int | None = None,
-    weights: Weights = "trained",
+    choice: Choice = _DEFAULT,
     json_: Json = False,
 ) -> int:
     """Compute the loss and metrics of RUN's model on its validation set.
 
     --data: a folder or URL with a manifest; by default the validation set of the run, where they are those of training,
-    to the last bit. --max-samples: only the first ones. --weights ema: the average of the weights. --commit: newest,
-    best, a step, term-step or key; by default the best one if early stopping ended the run or it has
-    checkpoint.keep_best, else the newest. --train: where the training set is, if it has moved (once for each source of
-    a mixture).
+    to the last bit. --max-samples: only the first ones.
     """
     if max_samples is not None and max_samples < 1:
         raise ConfigError(f"--max-samples must be at least 1, not {max_samples}")
     from elastic_train.inference.given_places import find_dataset, validation_set
 
-    train = [find_dataset(run, each) for each in train or ()]
+    train = choice.training_sets(run)
     data = find_dataset(run, data or validation_set(run), train)
-    from elastic_train.inference.opening import open_trained
     from elastic_train.inference.predicting import evaluate_trained
     from elastic_train.training.result import export_command
 
-    trained = open_trained(
-        run, _chosen(run, commit).key, train=train, validation=data, max_samples=max_samples, weights=weights
-    )
+    trained = choice.open(run, train, validation=data, max_samples=max_samples)
     metrics = dict(trained.plan.task.metrics())
     values = evaluate_trained(trained, metrics, shown)
     matrix, names = _confusion(metrics.get("accuracy"))
@@ -235,9 +242,7 @@ def _confusion(metric: object) -> tuple[list[list[int]], list[str]]:
 
 def _print_classes(values: Mapping[str, float | None], matrix: Sequence[Sequence[int]], names: Sequence[str]) -> None:
     """Print the scores of each class, and how many of its samples each class was predicted for."""
-    scores = narrow_table("class", "samples", *_SCORES)
-    counts = narrow_table("class \\ predicted", *names)
-    for name, row in zip(names, matrix, strict=True):
-        scores.add_row(name, str(sum(row)), *(cell(values.get(f"{score}/{name}")) for score in _SCORES))
-        counts.add_row(name, *map(str, row))
-    Console(markup=False).print(scores, counts)
+    rows = list(zip(names, matrix, strict=True))
+    scores = ((name, sum(row), *(values.get(f"{score}/{name}") for score in _SCORES)) for name, row in rows)
+    print_table(("class", "samples", *_SCORES), scores)
+    print_table(("class \\ predicted", *names), ((name, *row) for name, row in rows))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from elastic_train.config.schema import BatchConfig
 from elastic_train.core.mesh import Mesh
-from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Trained
 from elastic_train.job.sample_streams import Feed
@@ -36,7 +38,7 @@ from elastic_train.training.open_session import make_repeatable
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-ID, PROBABILITIES = "id", "probabilities"
+ID, FILE, PROBABILITIES = "id", "file", "probabilities"
 
 
 def predict_rows(
@@ -58,9 +60,8 @@ def predict_rows(
     make_repeatable(trained.plan.config)
     with _writing(target) as draft, contextlib.ExitStack() as stack:
         writer = None
-        for rows in _tables(
-            trained, track(steps, f"predicting {data}", -(-num_rows // size), f"batches of {size} rows")
-        ):
+        shown = track(steps, f"predicting {data}", -(-num_rows // size), f"batches of {size} rows")
+        for rows in _tables(trained, shown, _files_of(feed.manifests[-1])):
             if writer is None:
                 schema, classes = _schema_with_classes(rows, trained.plan.task)
                 writer = stack.enter_context(pq.ParquetWriter(draft, schema))
@@ -107,13 +108,26 @@ def _writing(target: Path) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
 
 
-def _tables(trained: Trained, steps: Iterable[Sequence[LaneBatch]]) -> Iterator[pa.Table]:
+def _files_of(manifest: Manifest) -> pa.ChunkedArray | None:
+    """Return the files from which the rows were imported; None if the dataset does not name them."""
+    if FILE not in manifest.columns:
+        return None
+    with reaching(manifest.url):
+        storage, root = fsspec.core.url_to_fs(manifest.url.rstrip("/"))
+        parts = [pq.read_table(f"{root}/{part.path}", filesystem=storage, columns=[FILE]) for part in manifest.files]
+        return pa.concat_tables(parts).column(FILE)
+
+
+def _tables(
+    trained: Trained, steps: Iterable[Sequence[LaneBatch]], files: pa.ChunkedArray | None
+) -> Iterator[pa.Table]:
     plan, state = trained.plan, trained.state
     with losses(plan.task, state.model, steps, state.shards, alone(), plan.device) as each:
         for batch, loss in each:
             if loss is not None:
                 found = _found(plan.task, batch, loss, plan.config.task.path)
-                yield pa.table({ID: pa.array(batch.ids), **{name: _array(values) for name, values in found.items()}})
+                rows = {ID: pa.array(batch.ids), **{name: _array(values) for name, values in found.items()}}
+                yield pa.table(rows if files is None else {ID: rows[ID], FILE: files.take(rows[ID]), **rows})
 
 
 def _found(task: Task, batch: LaneBatch, loss: LaneLoss, path: str) -> Mapping[str, Tensor | Sequence[str]]:

@@ -6,13 +6,10 @@ listed.
 
 from __future__ import annotations
 
-import itertools
-import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,16 +29,7 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.dataset.manifest import SHARE
 from elastic_train.data.packing.bins import Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS
-from elastic_train.data.tables.files import (
-    ROWS_AT_ONCE,
-    Chunk,
-    has_header,
-    is_json,
-    opened,
-    read_files,
-    shown_chunks,
-    size_of,
-)
+from elastic_train.data.tables.files import Chunk, shown_chunks
 from elastic_train.data.tables.images import UnfitRows
 from elastic_train.data.tables.importing import (
     TOKENS,
@@ -52,11 +40,12 @@ from elastic_train.data.tables.importing import (
     load_parts,
     write_table,
 )
+from elastic_train.data.tables.objects import Objects, read_objects
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError, ElasticTrainError
 from elastic_train.system.extras import version_of
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.system.wording import a, counted, did_you_mean, json_fault, nearest
+from elastic_train.system.wording import counted, did_you_mean, nearest
 
 _NAMES = (TOKENS.name, LABELS)
 _PREFERENCE_NAMES = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
@@ -139,7 +128,7 @@ def refuse_chats(paths: Sequence[Path], text_key: str) -> None:
 
 
 def _first_columns(paths: Sequence[Path]) -> list[str]:
-    for _, row in next(read_rows(paths[:1])).values:
+    for _, row in next(read_objects(paths[:1])).values:
         if isinstance(row, dict):
             return list(row)
     raise ConfigError(f"{paths[0]}: its first rows are not JSON objects; write one object a line, or an array of them")
@@ -190,7 +179,7 @@ class _Chats:
         self._unknown_roles: dict[str, str] = {}
 
     def all(self, paths: Sequence[Path], what: str, track: Track) -> Iterator[Chunk]:
-        chunks = (self._chunk(rows) for rows in read_rows(paths, self._layout.columns))
+        chunks = (self._chunk(rows) for rows in read_objects(paths))
         yield from shown_chunks(chunks, what, track)
 
     def notes(self) -> Iterator[str]:
@@ -226,7 +215,7 @@ class _Chats:
         """Length in tokens of the 99th percentile chat, as kept."""
         return int(np.percentile(self._lengths, 99, method="lower"))
 
-    def _chunk(self, rows: Rows) -> Chunk:
+    def _chunk(self, rows: Objects) -> Chunk:
         found = []
         for number, row in rows.values:
             try:
@@ -267,90 +256,3 @@ class _Chats:
         self._num_cut += num_kept < len(rendered.tokens)
         self._num_targets += num_targets
         self._longest = max(self._longest, len(rendered.tokens))
-
-
-_BLANK = b"\xef\xbb\xbf \t\r\n"
-"""Bytes of a blank line: white space, and the byte order mark that spreadsheets write."""
-Numbered = tuple[int, dict[str, Any] | str]
-"""Number of a row in its file, from 1, and the row, or the reason why it is not one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive rows of a file; `done` is the share of all bytes read so far."""
-
-    path: Path
-    values: Sequence[Numbered]
-    done: float
-
-
-def read_rows(paths: Sequence[Path], texts: Sequence[str] = ()) -> Iterator[Rows]:
-    """Yield the rows of several files; `texts` are text columns of files without types.
-
-    Raise ConfigError for a file that cannot be read, or has no rows.
-
-    Arrow would give all messages of a JSON file the same keys and types; tool calls and arguments differ.
-    """
-    sizes = [size_of(path) for path in paths]
-    total, before = sum(sizes) or 1, 0
-    for path, size in zip(paths, sizes, strict=True):
-        for values, share in _json_rows(path, size) if is_json(path) else _table_rows(path, texts):
-            yield Rows(path, values, (before + share * size) / total)
-        before += size
-
-
-def _table_rows(path: Path, texts: Sequence[str]) -> Iterator[tuple[list[Numbered], float]]:
-    for chunk in read_files([path], dict.fromkeys(texts, pa.string()) if has_header(path) else None):
-        rows = map(_without_nulls, chunk.rows.to_pylist())
-        yield list(enumerate(rows, start=chunk.number_of(0))), chunk.done
-
-
-def _json_rows(path: Path, size: int) -> Iterator[tuple[list[Numbered], float]]:
-    with opened(path) as file:
-        is_array = file.read(64).lstrip(_BLANK).startswith(b"[")
-        file.seek(0)
-        lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip(_BLANK))
-        rows = _array(path, file.read()) if is_array else ((number, _parsed(line)) for number, line in lines)
-        is_empty = True
-        while some := list(itertools.islice(rows, ROWS_AT_ONCE)):
-            is_empty = False
-            yield some, min(1.0, file.tell() / size)
-        if is_empty:
-            raise ConfigError(f"{path}: holds no rows")
-
-
-def _array(path: Path, content: bytes) -> Iterator[Numbered]:
-    try:
-        found = json.loads(content.decode("utf-8-sig"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: begins as a JSON array, and cannot be read as one: {error}") from error
-    yield from ((number, _object(row)) for number, row in enumerate(found, start=1))
-
-
-def _parsed(line: bytes) -> dict[str, Any] | str:
-    try:
-        return _object(json.loads(line.rstrip(_BLANK).decode("utf-8-sig")))
-    except (ValueError, RecursionError) as error:
-        return f"is not JSON: {json_fault(error)}"
-
-
-def _object(value: Any) -> dict[str, Any] | str:
-    if not isinstance(value, dict):
-        return f"is {a(type(value).__name__)}, not an object"
-    return _whole(value)  # type: ignore[no-any-return]
-
-
-def _whole(value: Any) -> Any:
-    """Return a value whose texts have ? for lone surrogates, which JSON can write and UTF-8 cannot."""
-    if isinstance(value, str):
-        return value.encode(errors="replace").decode()
-    if isinstance(value, dict):
-        return {_whole(name): _whole(each) for name, each in value.items()}
-    return [_whole(each) for each in value] if isinstance(value, list) else value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a table value without the keys that Arrow filled with null because other rows have them."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -16,7 +16,6 @@ import pyarrow as pa
 from elastic_train.data.corpora import origin
 from elastic_train.data.dataset.manifest import TRAIN
 from elastic_train.data.tables.files import Chunk
-from elastic_train.data.tables.image_folder import SCHEMA
 from elastic_train.data.tables.images import COLUMN
 from elastic_train.data.tables.importing import Table, Written, load_parts, write_table
 from elastic_train.data.tables.labels import COLUMN as LABEL
@@ -57,4 +56,4 @@ def _chunks() -> Iterator[Chunk]:
         Image.fromarray(pixels).save(encoded, "png")
         images.append(encoded.getvalue())
     columns = [pa.array(images, COLUMN.type), pa.array(found.target, LABEL.type)]
-    yield Chunk(Path("digits"), 0, pa.RecordBatch.from_arrays(columns, schema=SCHEMA), 1.0)
+    yield Chunk(Path("digits"), 0, pa.RecordBatch.from_arrays(columns, schema=pa.schema([COLUMN, LABEL])), 1.0)

@@ -128,6 +128,15 @@ def has_header(path: Path) -> bool:
     return _kind_of(path) in _WITH_HEADER
 
 
+def header_of(path: Path) -> list[str]:
+    """Return the names in a file's first row, each once; raise ConfigError if it cannot be read."""
+    with opened(path) as file:
+        try:
+            return list(dict.fromkeys(_open_csv(file, path, {}).schema.names))
+        except pa.ArrowInvalid:
+            return []  # the reader of the rows says what is wrong
+
+
 def is_json(path: Path) -> bool:
     return _kind_of(path) in _JSON
 

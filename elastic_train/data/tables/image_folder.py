@@ -1,6 +1,7 @@
 """Import folders of images: DIR/<label>/<image>, or DIR/train/<label>/<image> with DIR/validation or DIR/val.
 
-Files are shuffled by the seed, so that every row group mixes labels, and keep their bytes.
+Files are shuffled by the seed, so that every row group mixes labels, and keep their bytes. A folder with images and no
+folders is a dataset without labels, in the order of the names.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import counted
 
-SCHEMA = pa.schema([COLUMN, LABEL])
+FILE = pa.field("file", pa.string(), nullable=False)
+"""The image's path in the imported folder."""
 _VALIDATION_NAMES = ("validation", "valid", "val")
 _AT_ONCE = 64
 _MOST_NAMED = 50
 _WHERE = "put it directly into the folder of its class, or remove it"
+_UNLABELLED = (
+    "put them into folders of their classes, or all into a folder without folders: imported apart, such images have no "
+    "labels, and `elastic-train predict` takes them"
+)
 
 
 def import_images(
@@ -41,17 +47,20 @@ def import_images(
 ) -> Written:
     """Make a dataset of a folder of images with their bytes; raise ConfigError with all that do not decode."""
     check = check or ImageCheck()
-    files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
-    labels = sorted({path.parent.name for paths in files.values() for path in paths})
+    if loose := _unlabelled(folder):
+        files, labels, share = {TRAIN: loose}, list[str](), 0.0
+    else:
+        files = {name: _files_of(part) for name, part in _parts_of(folder).items()}
+        labels = sorted({path.parent.name for paths in files.values() for path in paths})
     for label in labels:
         if not label.isprintable():  # includes names that are not UTF-8
             raise ConfigError(f"{folder}: {label!r} cannot be a class's name: rename the folder")
-    if len(labels) < 2:
+    if len(labels) == 1:
         raise ConfigError(
             f"{folder}: has images in {counted(len(labels), 'folder')}, and a classifier needs two classes; put the "
             "images of each class in a folder of its name"
         )
-    for name, paths in files.items():
+    for name, paths in files.items() if labels else ():
         files[name] = [paths[place] for place in np.random.default_rng([seed, len(paths)]).permutation(len(paths))]
     made_from = {
         "source": "images",
@@ -64,9 +73,10 @@ def import_images(
     if origin.is_finished(out, made_from, replace=replace):
         return load_parts(out)
     chunks = {
-        name: shown_chunks(_chunks(paths, labels, check), f"decoding {name}", track) for name, paths in files.items()
+        name: shown_chunks(_chunks(folder, paths, labels, check), f"decoding {name}", track)
+        for name, paths in files.items()
     }
-    facts = {"label_column": LABEL.name, "labels": tuple(labels)}
+    facts = {"label_column": LABEL.name, "labels": tuple(labels)} if labels else {}
     return write_table(out, Table(chunks, facts, COLUMN.name), made_from, share, seed, unfit=check)
 
 
@@ -75,6 +85,12 @@ def _parts_of(folder: Path) -> Mapping[str, Path]:
     if not (folder / TRAIN).is_dir():
         return {TRAIN: folder}
     return {TRAIN: folder / TRAIN} | ({VALIDATION: held_out} if held_out else {})
+
+
+def _unlabelled(folder: Path) -> list[Path]:
+    """Return the images directly in a folder that has no folders of classes, in name order."""
+    has_folders = any(path.is_dir() and not path.name.startswith(".") for path in folder.iterdir())
+    return [] if has_folders else [path for path in sorted(folder.iterdir()) if _is_image(path)]
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -91,7 +107,9 @@ def _files_of(folder: Path) -> list[Path]:
         for path in files
         if path.suffix.lower() not in IMAGE_SUFFIXES
     ]
-    wrong += [f"{path}: is in no folder of a class; {_WHERE}" for path in sorted(folder.iterdir()) if _is_image(path)]
+    if loose := [path for path in sorted(folder.iterdir()) if _is_image(path)]:
+        others = f" and {counted(len(loose) - 1, 'other image')}" if len(loose) > 1 else ""
+        wrong.append(f"{loose[0]}{others}: no folder of a class holds them; {_UNLABELLED}")
     for inner in (path for path in found if path.is_dir() and not path.is_symlink()):
         wrong += [f"{path}: is deeper than FOLDER/LABEL/FILE; {_WHERE}" for path in inner.rglob("*") if _is_image(path)]
     if wrong:
@@ -116,12 +134,16 @@ def _digests(paths: Sequence[Path]) -> Iterator[tuple[Path, list[object]]]:
     yield from zip(paths, contents_of(paths), strict=True)
 
 
-def _chunks(paths: Sequence[Path], labels: Sequence[str], check: ImageCheck) -> Iterator[Chunk]:
+def _chunks(folder: Path, paths: Sequence[Path], labels: Sequence[str], check: ImageCheck) -> Iterator[Chunk]:
     number_of = {label: number for number, label in enumerate(labels)}
     for first in range(0, len(paths), _AT_ONCE):
         some = paths[first : first + _AT_ONCE]
         images = [path.read_bytes() for path in some]
         are_whole = check.are_whole(images, lambda row, some=some: str(some[row]))  # type: ignore[misc]
-        columns = [pa.array(images, COLUMN.type), pa.array([number_of[path.parent.name] for path in some], LABEL.type)]
-        rows = pa.RecordBatch.from_arrays(columns, schema=SCHEMA).filter(pa.array(are_whole, pa.bool_()))
+        columns = {COLUMN: images, FILE: [str(path.relative_to(folder)) for path in some]}
+        if labels:
+            columns[LABEL] = [number_of[path.parent.name] for path in some]
+        rows = pa.RecordBatch.from_arrays(
+            [pa.array(values, each.type) for each, values in columns.items()], schema=pa.schema(list(columns))
+        ).filter(pa.array(are_whole, pa.bool_()))
         yield Chunk(some[0], first, rows, (first + len(some)) / len(paths))

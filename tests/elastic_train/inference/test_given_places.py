@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.main import main
-from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.tables.texts import Options, import_text
 from elastic_train.errors import ConfigError
 from elastic_train.inference.given_places import check_new, check_parquet, find_dataset
 from tests.elastic_train.data.chats.chat_tokenizers import CHATML, save_tokenizer

@@ -15,9 +15,9 @@ import torch
 from elastic_train.checkpoint import discover, open_store
 from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.cli.main import app
-from elastic_train.data.corpora.text import Options, import_text
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.tables.importing import RowOptions, import_rows
+from elastic_train.data.tables.texts import Options, import_text
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.decoder.as_transformers import llama_name
 from tests.elastic_train.training.jobs import CLASSIFIER, WITNESS, config, result, succeed

@@ -287,7 +287,7 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
         ("cat/x.png", b"", r"cat/x\.png: holds no image"),
         ("cat/notes.txt", b"", r"cat/notes\.txt: is none of \.png"),
         ("cat/more/x.png", png(1), r"cat/more/x\.png: is deeper than FOLDER/LABEL/FILE"),
-        ("x.png", png(1), r"images/x\.png: is in no folder of a class"),
+        ("x.png", png(1), r"images/x\.png: no folder of a class holds them; put them"),
         ("cat/x.png", None, r"cat/x\.png: does not exist"),
         ("l\udcff/x.png", png(1), r"'l\\udcff' cannot be a class's name"),
     ],
@@ -341,6 +341,17 @@ def test_an_image_of_100_megapixels_is_opened_and_one_of_200_if_asked(monkeypatc
     with pytest.raises(TooLargeError, match=r"200.0 megapixels; at most 178 .*task.params.max_megapixels"):
         open_image(contents[20_000])
     assert open_image(contents[20_000], 250).width == 20_000
+
+
+def test_images_beside_no_folders_are_a_dataset_without_labels(tmp_path: Path) -> None:
+    """They keep their order and names, and none validates."""
+    (tmp_path / "images").mkdir()
+    for shade in range(3):
+        (tmp_path / "images" / f"{shade}.png").write_bytes(png(shade))
+    made = import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
+    assert [(manifest.label_column, manifest.num_rows) for manifest in made.manifests] == [(None, 3)]
+    rows = rows_in(tmp_path / "out" / "train")
+    assert rows == [{"image": png(shade), "file": f"{shade}.png"} for shade in range(3)]
 
 
 def test_images_without_classes_are_refused(tmp_path: Path) -> None:

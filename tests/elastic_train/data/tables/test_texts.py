@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from elastic_train.data.corpora import text as corpora
 from elastic_train.data.corpora.origin import Sample, measure
-from elastic_train.data.corpora.text import Imported, Options, origin
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.dataset.verify import verify
+from elastic_train.data.tables import texts as corpora
+from elastic_train.data.tables.texts import Imported, Options, origin
 from elastic_train.errors import ConfigError
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
 

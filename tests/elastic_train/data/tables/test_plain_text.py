@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.data.corpora.origin import Sample
-from elastic_train.data.corpora.text import read_files
+from elastic_train.data.tables.texts import read_samples
 from elastic_train.errors import ConfigError
 
 filled_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: bool(text.strip()))
@@ -19,7 +19,7 @@ filled_text = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda te
 def read(path: Path, content: str, *, text_key: str = "text", label_key: str = "label") -> list[tuple[str, str]]:
     """Write a file and read its samples."""
     path.write_text(content, encoding="utf-8", newline="")
-    return [(sample.text, sample.label) for sample in read_files([path], text_key, label_key)]
+    return [(sample.text, sample.label) for sample in read_samples([path], text_key, label_key)]
 
 
 @given(st.lists(st.tuples(filled_text, filled_text), min_size=1, max_size=8))
@@ -54,14 +54,13 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\nfine,x\nhello, world,x\n", r"a\.csv:3: has more values than the header .* needs quotes"),
-        ("a.csv", "text,label,text\na,x,b\n", r"a\.csv:1: has several columns named text"),
+        ("a.csv", "text,label\nfine,x\nhello, world,x\n", r"a\.csv: .*row 3: Expected 2 columns, got 3.* needs quotes"),
+        ("a.csv", "text,label,text\na,x,b\n", r"a\.csv: has several columns named text"),
         ("a.csv", "text,label\n", r"a\.csv: holds no rows"),
-        ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl:1: is not JSON: text is there twice"),
-        ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl:2: is not JSON: NaN"),
-        ("a.jsonl", '{"text": "x\\ud800", "label": 1}\n', r"a\.jsonl:1: 'text' has half of a surrogate pair"),
-        ("a.jsonl", '{"a": 1\n', r"a\.jsonl:1: is not JSON: Expecting ',' delimiter at column 8$"),
-        ("a.csv", "text,label\na,x\nb,NaN\n", r"a\.csv:3: has no label: 'label' is empty or NaN; give the row one"),
+        ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl: row 1: is not JSON: text is there twice"),
+        ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl: row 2: no value under 'text'"),
+        ("a.jsonl", '{"a": 1\n', r"a\.jsonl: row 1: is not JSON: Expecting ',' delimiter at column 8$"),
+        ("a.csv", "text,label\na,x\nb,NaN\n", r"a\.csv: row 3: has no label: 'label' is empty or NaN; give the row"),
         ("a.jsonl", "\n\n", r"a\.jsonl: holds no rows"),
     ],
 )
@@ -82,7 +81,7 @@ def test_files_are_read_in_their_order(tmp_path: Path) -> None:
     """Samples follow the order in which files are named, and have no metadata that the user did not give."""
     for name in ("b", "a"):
         (tmp_path / f"{name}.txt").write_text(f"text of {name}")
-    samples = read_files([tmp_path / "b.txt", tmp_path / "a.txt"], "text", "label")
+    samples = read_samples([tmp_path / "b.txt", tmp_path / "a.txt"], "text", "label")
     assert samples == [Sample(f"text of {name}", name) for name in ("b", "a")]
 
 
@@ -99,7 +98,7 @@ def test_a_bad_row_is_named(tmp_path: Path, case: str) -> None:
     """A row that is no JSON object, or lacks a text or a label, is an error with file and line: line 2 here."""
     name, content = BAD[case]
     with pytest.raises(
-        ConfigError, match=rf"{name}:2: (is not (a )?JSON|no value under '(text|label)'; keys there: text)"
+        ConfigError, match=rf"{name}: row 2: (is (not JSON|a list)|no value under '(text|label)'; keys there: text)"
     ):
         read(tmp_path / name, content)
 
@@ -114,10 +113,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     """A missing file, one of another encoding, one without text, one of another kind, and no file at all."""
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
     (tmp_path / "blank.txt").write_text("\n \n")
-    for name, message in (("none.csv", "cannot be read"), ("latin.jsonl", "cannot be read"), ("blank.txt", "no text")):
+    for name, message in (
+        ("none.csv", "cannot be read"),
+        ("latin.jsonl", "codec can't decode"),
+        ("blank.txt", "no text"),
+    ):
         with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
-            read_files([tmp_path / name], "text", "label")
-    with pytest.raises(ConfigError, match=r"a\.pdf: must be \.jsonl, \.csv or \.txt"):
-        read_files([tmp_path / "a.pdf"], "text", "label")
+            read_samples([tmp_path / name], "text", "label")
+    with pytest.raises(ConfigError, match=r"a\.pdf: must be one of \.jsonl, \.json, \.csv"):
+        read_samples([tmp_path / "a.pdf"], "text", "label")
     with pytest.raises(ConfigError, match="name at least one file"):
-        read_files([], "text", "label")
+        read_samples([], "text", "label")
