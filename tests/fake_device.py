@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device import Device, HostQueue, Mark
 
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """The types treated as device memory: weights and gradients; tables and messages have other types."""
@@ -80,7 +79,7 @@ class FakeWork:
         raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
-class FakeDevice:
+class FakeDevice(HostQueue):
     """One rank's device in all of its worlds; it starts nothing while `gate` is closed."""
 
     def __init__(self) -> None:
@@ -105,10 +104,7 @@ class FakeDevice:
             work.run(is_aborted)
             self.num_done += 1
 
-    def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], bool]:
+    def mark(self) -> Mark:
         asked = self.num_asked
         return lambda: self.num_done >= asked
 
@@ -118,7 +114,7 @@ class FakeDevice:
         def connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
             return (kind or FakeCommunicator)(self, store, rank, size, timeout)
 
-        return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, lambda: self, connect)
+        return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, lambda: self, lambda: self, connect)
 
 
 class FakeCommunicator:

@@ -13,6 +13,7 @@ the requests. An operation's output holds NaN until it is done, as in `fake_devi
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +27,9 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.utils._python_dispatch import _disable_current_modes as unseen  # network copies are no operations
 
-from elastic_train.parallel.devices.device import Device, DeviceGroup, OnDevice
+from elastic_train.parallel.devices.device import HOST, Device, DeviceGroup
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import Guard, OnDevice
 from rendezvous.waiting import Call
 from tests.conftest import PATIENCE_S
 from tests.memory_machine import Machine, machine_here, rank_here
@@ -35,7 +37,7 @@ from tests.memory_machine import Machine, machine_here, rank_here
 
 def group_of(name: str, rank: int, size: int) -> MemoryGroup:
     """Return the group of the world whose ranks meet under this name."""
-    device = DEVICE if size > 1 and machine_here().on_devices else None  # one rank needs no machine
+    device = DEVICE if size > 1 and machine_here().on_devices else HOST  # one rank needs no machine
     return MemoryGroup(rank, size, name, PATIENCE_S, device)  # type: ignore[arg-type]  # a name is where they meet
 
 
@@ -256,13 +258,18 @@ class _Posting(MemoryBackend):
 class MemoryDevice:
     """A rank's device in a group, the counterpart of the product's `DeviceGroup`."""
 
-    def __init__(self, group: MemoryGroup, backend: MemoryBackend, name: str) -> None:
+    def __init__(self, group: Guard, backend: MemoryBackend, name: str) -> None:
         self._group = group
         hub = backend.machine.hubs.setdefault(name, Hub(name, backend.hub.size))
         hub.members[backend.rank] = backend.hub.members[backend.rank]
         self.backend = _Posting(backend.machine, hub, backend.rank)
         self.queue = backend.machine.queues[hub.members[backend.rank]]
         self._count = backend.count
+
+    def beside(self, guard: Any) -> MemoryDevice:
+        made = copy.copy(self)
+        made._group = guard
+        return made
 
     def begin(self, operation: Callable[[Any], Any]) -> OnDevice:
         self._count()
@@ -315,7 +322,7 @@ class MemoryDevice:
         return lambda: not self.queue
 
 
-DEVICE = Device(torch.device("cpu"), torch.is_floating_point, MagicMock, MagicMock())
+DEVICE = Device(torch.device("cpu"), torch.is_floating_point, MagicMock, MagicMock, MagicMock())
 """The fake device, as groups see it."""
 
 
@@ -326,7 +333,7 @@ class MemoryGroup(Group):
     """True if a wait outside exchanges ends when a peer is gone, as it does with membership."""
     _name = "alone"
 
-    def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
+    def _connect(self, store: Store, timeout: timedelta, device: Device, address: str | None) -> None:
         machine, name = machine_here(), str(store)
         hub = machine.hubs.setdefault(name, Hub(name, self.size))
         assert hub.size == self.size and self.rank not in hub.members, f"two ranks are {self.rank} of {name}"
@@ -336,12 +343,12 @@ class MemoryGroup(Group):
         self._name, self.store = name, hub.store
         self._memory = MemoryBackend(machine, hub, self.rank)
         self._host = self._memory
-        if device is not None:
+        if device.connect is not None:
             self._device = MemoryDevice(self, self._memory, f"devices of {name}")  # type: ignore[assignment]
 
     def part(self, name: str, ranks: Any) -> MemoryGroup:
         place = ranks.index(self.rank)
-        made = MemoryGroup(place, len(ranks), f"{self._name}/{name}", self._timeout_s, self._of)  # type: ignore[arg-type]
+        made = MemoryGroup(place, len(ranks), f"{self._name}/{name}", self._timeout_s, self.device)  # type: ignore[arg-type]
         self._parts.append(made)
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import statistics
 import tempfile
@@ -10,13 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.beside import WARM_TURNS, Enough, Lanes, Watch, batches_of, now_of, plainly, train_while
 from benchmarks.gpu.job import NUM_LANES, SIZES, Size, write_job
 from benchmarks.jobs import PlainLoop
+from benchmarks.ranks import TIMEOUT_S, Meeting, run
+from elastic_train.config.parallel import bucket_bytes
 from elastic_train.config.sources import load_config
+from elastic_train.core.lanes import contiguous
 from elastic_train.core.order import Cursor
 from elastic_train.job.plan import Plan, make_plan
+from elastic_train.parallel.devices.device import device_of
+from elastic_train.parallel.gradient_sum import TreeSum, tree_of
+from elastic_train.parallel.group import Group
+from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.training.session import Session
 
 BETWEEN_SAVES = 8
@@ -76,6 +85,35 @@ def plain_peak(name: str, device: str) -> int:
 def peak_of(device: str) -> int:
     """Return the peak device bytes of this process."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def overlap(name: str, device: str, num_steps: int) -> float:
+    """Return the wait of two ranks that share the device for the gradient with buckets, over that without."""
+    return float(statistics.median(run(_overlap, 2, name, device, num_steps)))
+
+
+def _overlap(meeting: Meeting, name: str, device: str, num_steps: int) -> float:
+    """Return the ratio of this rank's median seconds from the end of the backward pass until it has the gradient."""
+    torch.set_deterministic_debug_mode("default")
+    rank, size, where, waits = meeting.group.rank, SIZES[name], torch.device(device), list[float]()
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # NCCL lets ranks of two hosts share it
+    store = FileStore(str(meeting.folder / "devices"), 2)
+    group = Group(rank, 2, store, TIMEOUT_S, device_of(where, "auto"))
+    model, tokens = Decoder(size.shape).to(where), torch.ones(1, size.num_tokens, dtype=torch.int64, device=where)
+    for least_bytes in (bucket_bytes("auto", on_cpu=device == "cpu"), None):
+        gradients = TreeSum([tree_of("canonical", list(model.parameters()), group, contiguous(2, 2))], least_bytes)
+        seconds = []
+        for _ in range(WARM_TURNS + num_steps):
+            meeting.group.barrier()
+            gradients.begin()
+            with gradients.turn(rank), torch.autocast(device, torch.bfloat16):
+                model(tokens).float().square().mean().backward()
+            began = now_of(where)
+            gradients.finish(2.0)
+            seconds.append(now_of(where) - began)
+        gradients.close()
+        waits.append(statistics.median(seconds[WARM_TURNS:]))
+    return waits[0] / waits[1]
 
 
 class Saving:

@@ -30,7 +30,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)[1:]
 CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
 TOTAL_STEPS = 10_000
-BUCKET_MB = ParallelConfig().bucket_mb
+BUCKET_MB = 2.0
+"""What `auto` means on a CPU."""
 
 
 class Computing(Protocol):

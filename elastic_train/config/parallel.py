@@ -14,6 +14,17 @@ from elastic_train.core.mesh import Cell
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
 
 
+BucketSize = PositiveFloat | Literal["auto"] | None
+_AUTO_MB: Mapping[bool, float] = {True: 2.0, False: 32.0}
+"""By whether it is a CPU: each exchange of a GPU costs some kernels, and few bytes take no time."""
+
+
+def bucket_bytes(size: BucketSize, *, on_cpu: bool) -> float | None:
+    """Return the least bytes of gradients to exchange at once during the backward pass; None if after it."""
+    megabytes = _AUTO_MB[on_cpu] if size == "auto" else size
+    return None if megabytes is None else megabytes * (1 << 20)
+
+
 class ParallelConfig(Section):
     shards: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     """Shard over data-parallel ranks: nothing (DDP), the optimizer state (ZeRO-1), also gradients (ZeRO-2), or also
@@ -44,9 +55,9 @@ class ParallelConfig(Section):
     recompute: Literal["none", "units", "selective"] = "none"
     """Activation checkpointing. units: keep only each block's input and compute the block again in the backward
     pass. selective: also keep matrix products and attention. Same bits."""
-    bucket_mb: PositiveFloat | None = 2.0
-    """Size (MB) of the gradient buckets that are exchanged during the backward pass. null: exchange after it. With
-    shards: gradients or parameters a bucket is a block."""
+    bucket_mb: BucketSize = "auto"
+    """Size (MB) of the gradient buckets that are exchanged during the backward pass. auto: 2 on CPUs, 32 on GPUs. null:
+    exchange after it. With shards: gradients or parameters a bucket is a block."""
     wire: Literal["exact", "bf16"] = "exact"
     """Format of gradients on the network. bf16: round each lane's gradient to half the bytes and add in fp32; needs
     shards: gradients or parameters. Same bits in every world."""

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE
 from elastic_train.config.combinations import refused
-from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.parallel import ParallelConfig, bucket_bytes
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.mesh import Cell
 from elastic_train.errors import ConfigError
@@ -68,8 +68,8 @@ def build_state(
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be split as `parallel` says.
     """
-    bucket_bytes = None if parallel is None or parallel.bucket_mb is None else parallel.bucket_mb * (1 << 20)
-    parallel = parallel or ParallelConfig()
+    parallel = parallel or ParallelConfig(bucket_mb=None)
+    least_bytes = bucket_bytes(parallel.bucket_mb, on_cpu=device == "cpu")
     cell_plan = cell_plan or CellPlan(dims=dims or {})
     store_in_memory_order(model, cell_plan.dims)
     recompute_blocks(model, parallel.recompute)
@@ -89,9 +89,9 @@ def build_state(
     if parallel.has_shares:
         if config.ema_decay is not None:
             slots = [replace(one, moments=(*one.moments, AVERAGE)) for one in slots]
-        make = _by_seat(made, parallel, first, slots, bucket_bytes)
+        make = _by_seat(made, parallel, first, slots, least_bytes)
     else:
-        make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, bucket_bytes)
+        make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, least_bytes)
     at_first = Table(
         parts,
         cell=parallel.cell,
@@ -173,7 +173,7 @@ def columns_of(
 
 
 def _by_seat(
-    made: Made, parallel: ParallelConfig, first: FirstStates, slots: Sequence[Slots], bucket_bytes: float | None
+    made: Made, parallel: ParallelConfig, first: FirstStates, slots: Sequence[Slots], least_bytes: float | None
 ) -> Callable[[Table], Share]:
     """Return a function that makes a column's sharded state; the optimizer still has all of the model's parameters.
 
@@ -191,13 +191,13 @@ def _by_seat(
     def make(table: Table) -> Share:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return kind(*made, table, first, slots, bucket_bytes, parallel.wire, offload)
+        return kind(*made, table, first, slots, least_bytes, parallel.wire, offload)
 
     return make
 
 
 def _whole(
-    made: Made, memory: OptimizerMemory, first: FirstStates, cell: Cell, bucket_bytes: float | None
+    made: Made, memory: OptimizerMemory, first: FirstStates, cell: Cell, least_bytes: float | None
 ) -> Callable[[Table], Share]:
     """Return a function that makes unsharded state for a column's part; the optimizer has no state for it yet."""
     _, optimizer, *_ = made
@@ -209,7 +209,7 @@ def _whole(
             for number, group in enumerate(optimizer.param_groups if has_state else ()):
                 optimizer.state.update({one: dict(first.of(number, one)[0]) for one in group["params"]})
             first.forget()
-        return Share(*made, table, memory, first, bucket_bytes)
+        return Share(*made, table, memory, first, least_bytes)
 
     return make
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.devices.device import Mark
 from elastic_train.parallel.group import Group
 from elastic_train.program.unit_turn import Begin, End, Walk, place_of
 from elastic_train.system.huge_pages import on_huge_pages
@@ -77,22 +78,29 @@ def check_once(parameter: Tensor, seen: set[int]) -> None:
 
 
 class ExchangeQueue:
-    """A thread that makes exchanges in order, and none after one that has failed; must be closed."""
+    """A thread that makes exchanges in order, and none after one that has failed; must be closed.
+
+    On a device it has a queue of its own. An exchange comes after the work that was enqueued before `begin`, and before
+    what is enqueued after `join`.
+    """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self._group, self._queue = group, group.device.beside()
         self._thread = Bystander(f"exchanges of rank {group.rank}")
         self._has_failed = False
         self._busy_s = 0.0
 
-    def begin(self, exchange: Callable[[], None]) -> None:
-        """Queue an exchange for the thread."""
-        self._group.expect(self._thread.begin(partial(self._in_turn, exchange)))
+    def begin(self, exchange: Callable[[], None], uses: Sequence[Tensor] = ()) -> None:
+        """Queue an exchange, which `uses` these tensors, for the thread."""
+        for tensor in uses:
+            self._queue.keep(tensor)
+        self._group.expect(self._thread.begin(partial(self._in_turn, exchange, self._group.device.queue().mark())))
 
     def join(self) -> None:
         """Wait until all exchanges are made; raise the thread's error."""
         waited_s = self._group.waited_s
         self._group.join()
+        self._group.device.queue().follow(self._queue.mark())
         self._group.beside_s += max(0.0, self._busy_s - (self._group.waited_s - waited_s))
         self._busy_s = 0.0
 
@@ -100,7 +108,7 @@ class ExchangeQueue:
         """End the thread once it is idle."""
         self._thread.leave()
 
-    def _in_turn(self, exchange: Callable[[], None]) -> None:
+    def _in_turn(self, exchange: Callable[[], None], after: Mark) -> None:
         """Make an exchange unless an earlier one has failed: then the world has ended.
 
         A peer that has not noticed still waits for the data that was not sent. It would take the next bucket for it,
@@ -110,7 +118,9 @@ class ExchangeQueue:
             return
         started = time.perf_counter()
         try:
-            exchange()
+            with self._queue.entered():
+                self._queue.follow(after)
+                exchange()
             self._busy_s += time.perf_counter() - started
         except BaseException:
             self._has_failed = True

@@ -222,8 +222,7 @@ class TreeSum:
     def __init__(self, trees: Sequence[Tree], bucket_bytes: float | None = None) -> None:
         """With `bucket_bytes`, exchange buckets of about this size during the last leaf's backward pass.
 
-        With None, exchange everything after it. On a GPU there is no overlap: it would need streams, and another group
-        for NCCL's order of calls.
+        With None, exchange everything after it.
         """
         self._trees = [_Adding(one, LaneTree(one.flats, one.ranks.rank, one.leaves), Aside(one.ranks)) for one in trees]
         self._scratch = Scratch()
@@ -288,7 +287,8 @@ class TreeSum:
     def _begin(self, one: _Adding, action: UnitAction) -> None:
         assert self._queue is not None, "exchanges overlap a pass only with a queue"
         bucket = one.buckets[place_of(action.unit, len(one.buckets))]
-        self._queue.begin(partial(self._finish_bucket, one, bucket))
+        flats = [buffers[bucket.flat] for buffers in (one.tree.flats, *one.merged)]
+        self._queue.begin(partial(self._finish_bucket, one, bucket), flats)
 
     def _finish_bucket(self, one: _Adding, bucket: Bucket) -> None:
         cut = slice(bucket.lo, bucket.hi)
@@ -308,6 +308,4 @@ class TreeSum:
 
 
 def _may_be_beside(tree: Tree) -> bool:
-    is_on_device = any(flat.is_cuda or tree.ranks.is_on_device(flat) for flat in tree.flats)
-    may_be = tree.is_beside and tree.placed and tree.ranks.size > 1 and tree.reduce.is_ordered
-    return bool(may_be) and not is_on_device
+    return bool(tree.is_beside and tree.placed and tree.ranks.size > 1 and tree.reduce.is_ordered)

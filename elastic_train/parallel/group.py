@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from elastic_train.errors import ConfigError, HungError, PeerLostError
 from elastic_train.parallel.connections import Connections, gloo_options
-from elastic_train.parallel.devices.device import ABORT_S, Device, DeviceGroup, OnDevice, abort_all
+from elastic_train.parallel.devices.device import ABORT_S, HOST, Device, DeviceGroup, abort_all
 from elastic_train.parallel.point_to_point import OWN_ERRORS, Backend, PointToPoint, ThroughHost, Traffic, Work
 from rendezvous.open_files import make_room_for
 from rendezvous.waiting import Bystander, Call, GivenUp
@@ -55,14 +55,14 @@ class Group(PointToPoint):
         size: int,
         store: Store | None,
         timeout_s: float,
-        device: Device | None = None,
+        device: Device = HOST,
         *,
         address: str | None = None,
         is_broken: Callable[[float], bool] | None = None,
         resting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.rank, self.size = rank, size
-        self._timeout_s, self._address, self._of = timeout_s, address, device
+        self._timeout_s, self._address, self.device = timeout_s, address, device
         self.store = None if size == 1 else store
         self._parts: list[Group] = []
         self.begun = {}
@@ -70,7 +70,7 @@ class Group(PointToPoint):
         self._is_broken = is_broken
         self._host: Backend | None = None
         self._device: DeviceGroup | None = None
-        self._holds = device.holds if device is not None else lambda tensor: False
+        self._holds = device.holds
         self._bystander = Bystander(f"group of rank {rank}") if is_broken is not None and size > 1 else None
         self._expected: list[Call[Any]] = []
         if size == 1:
@@ -83,7 +83,7 @@ class Group(PointToPoint):
             self.abandon()
             raise
 
-    def _connect(self, store: Store, timeout: timedelta, device: Device | None, address: str | None) -> None:
+    def _connect(self, store: Store, timeout: timedelta, device: Device, address: str | None) -> None:
         rank, size = self.rank, self.size
         gloo, connections = gloo_options(timeout, address), Connections(store)
         self._host = self.guard(
@@ -91,7 +91,7 @@ class Group(PointToPoint):
         )
         connections.note()
         self._connections = connections
-        if device is not None and device.connect is not None:
+        if device.connect is not None:
             self._device = DeviceGroup(device, PrefixStore("device", store), rank, size, timeout, self)
             self._device.connect()
 
@@ -106,7 +106,7 @@ class Group(PointToPoint):
             len(ranks),
             store,
             self._timeout_s,
-            self._of,
+            self.device,
             address=self._address,
             is_broken=self._is_broken,
             resting=self._resting,
@@ -117,44 +117,11 @@ class Group(PointToPoint):
     def is_on_device(self, tensor: Tensor) -> bool:
         return self._device is not None and self._holds(tensor)
 
-    def begin_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> tuple[list[Work], list[Work]]:
-        to_host, from_host = [[one for one in pairs if not self.is_on_device(one[1])] for pairs in (sends, receives)]
-        to, source = [[one for one in pairs if self.is_on_device(one[1])] for pairs in (sends, receives)]
-        arriving, leaving = super().begin_exchange(to_host, from_host)
-        if self._device is not None and (to or source):
-            self._count("exchange", sum(tensor.nbytes for _, tensor in (*to, *source)))
-            arriving.append(self._device.begin_exchange(to, source, self._tag))
-        return arriving, leaving
-
-    def begin(self, operation: Callable[[Backend], Work], tensor: Tensor, kind: str) -> Work:
-        if self._device is None or not self._holds(tensor):
-            return super().begin(operation, tensor, kind)
-        self._count(kind, tensor.nbytes)
-        return self._device.begin(operation)
-
-    def _count(self, kind: str, num_bytes: int) -> None:
-        """Count an operation on a device."""
-        self.num_bytes += num_bytes
-        if self.traffic is not None:
-            self.traffic.note(kind, num_bytes)
-
     def listen(self, traffic: Traffic | None) -> None:
         """Start (or, with None, stop) recording the operations of this group and its parts."""
         self.traffic = traffic
         for part in self._parts:
             part.listen(traffic)
-
-    def send(self, rank: int, tensor: Tensor) -> Work:
-        if self.is_on_device(tensor):
-            return self.begin_exchange([(rank, tensor)], [])[0][0]
-        return super().send(rank, tensor)
-
-    def receive(self, rank: int, tensor: Tensor) -> Work:
-        if self.is_on_device(tensor):
-            return self.begin_exchange([], [(rank, tensor)])[0][0]
-        return super().receive(rank, tensor)
 
     def wait(self, works: Iterable[Work]) -> None:
         """Wait until all works are done, on a device by polling it; every wait of this package is here.
@@ -162,11 +129,7 @@ class Group(PointToPoint):
         In gloo, a send's or receive's `is_completed()` turns True only inside `wait`, and a wait that times out closes
         all connections. To stay responsive, wait on another thread; do not poll or wait briefly.
         """
-        pending, on_device = list[Work](), list[OnDevice]()
-        for work in works:
-            on_device.append(work) if isinstance(work, OnDevice) else pending.append(work)
-        if self._device is not None and on_device:
-            self._device.finish(on_device)
+        pending = self._finish_on_device(works)
         if not pending:
             return
 
@@ -374,7 +337,7 @@ def _in_slot(slot: Tensor) -> tuple[int, bytes]:
 def connect(
     prefix: str,
     timeout_s: float,
-    device: Device | None = None,
+    device: Device = HOST,
     resting: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Group:
     """Form the group that torchrun's environment describes; a world of one without a launcher.

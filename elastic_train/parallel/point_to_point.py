@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from elastic_train.errors import PeerLostError
 
+T = TypeVar("T")
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """This rank's device errors: torch makes them RuntimeErrors, but no peer is lost, and a new world would not help."""
 _ASIDE = 1
@@ -25,6 +26,27 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """An operation enqueued on a device."""
+
+    work: Any
+
+    def wait(self) -> object:
+        """Make later work on the device wait for this operation; returns at once."""
+        return self.work.wait()
+
+
+class Guard(Protocol):
+    """A group waits through it: a wait ends when the world is broken, and every failure is a PeerLostError."""
+
+    def guard(self, call: Callable[[], T]) -> T:
+        """Make a call that may not return, on another thread."""
+
+    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
+        """Call a function that returns by itself, given a function that says if the world is broken."""
+
+
 class Backend(Protocol):
     """The operations used of a torch.distributed backend, which torch's stubs lack."""
 
@@ -34,6 +56,17 @@ class Backend(Protocol):
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> Work: ...
     def gather(self, gathered: list[list[Tensor]], tensors: list[Tensor], options: dist.GatherOptions) -> Work: ...
+
+
+class DeviceExchanges(Protocol):
+    """The operations of ranks whose devices are connected (`devices.device.DeviceGroup`)."""
+
+    def beside(self, guard: Guard) -> DeviceExchanges: ...
+    def begin(self, operation: Callable[[Any], Work]) -> OnDevice: ...
+    def begin_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], tag: int
+    ) -> OnDevice: ...
+    def finish(self, operations: Sequence[OnDevice]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -94,6 +127,7 @@ class PointToPoint(ABC):
     traffic: Traffic | None = None
     """Recorder of operations, if any."""
     _tag = 0
+    _device: DeviceExchanges | None = None
     begun: dict[int, Work]
     """Works that nobody has waited for to their end, by identity.
 
@@ -103,6 +137,8 @@ class PointToPoint(ABC):
 
     def send(self, rank: int, tensor: Tensor) -> Work:
         """Begin to send a contiguous tensor to a rank; it must not change until the work was waited for."""
+        if self.is_on_device(tensor):
+            return self.begin_exchange([(rank, tensor)], [])[0][0]
         return self.begin(lambda group: group.send([tensor], rank, self._tag), tensor, "send")
 
     def receive(self, rank: int, tensor: Tensor) -> Work:
@@ -110,6 +146,8 @@ class PointToPoint(ABC):
 
         Post receives early: a peer's send does not start before its receive is posted.
         """
+        if self.is_on_device(tensor):
+            return self.begin_exchange([], [(rank, tensor)])[0][0]
         return self.begin(lambda group: group.recv([tensor], rank, self._tag), tensor, "receive")
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
@@ -125,13 +163,19 @@ class PointToPoint(ABC):
         Return the works to wait for before reading received tensors, and before changing sent ones. Receives have one
         work each, in order; a device's exchange has a single work, which includes the sends.
         """
-        arriving = [self.receive(rank, part) for rank, part in receives]
-        return arriving, [self.send(rank, part) for rank, part in sends]
+        to, source = [[one for one in pairs if self.is_on_device(one[1])] for pairs in (sends, receives)]
+        arriving = [self.receive(rank, part) for rank, part in receives if not self.is_on_device(part)]
+        leaving = [self.send(rank, part) for rank, part in sends if not self.is_on_device(part)]
+        if to or source:
+            self._note("exchange", sum(tensor.nbytes for _, tensor in (*to, *source)))
+            arriving.append(self._known_device.begin_exchange(to, source, self._tag))
+        return arriving, leaving
 
     def begin(self, operation: Callable[[Backend], Work], tensor: Tensor, kind: str) -> Work:
         """Begin an operation of a kind on a tensor; raises PeerLostError if it cannot begin."""
-        self.num_bytes += tensor.nbytes
-        noted = self.traffic.note(kind, tensor.nbytes) if self.traffic is not None else None
+        noted = self._note(kind, tensor.nbytes)
+        if self.is_on_device(tensor):
+            return self._known_device.begin(operation)
         try:
             work = operation(self.backend(tensor))
             work = work if noted is None else _Timed(work, noted)
@@ -141,6 +185,25 @@ class PointToPoint(ABC):
             raise
         except RuntimeError as error:
             raise self.lost(str(error)) from error
+
+    def _note(self, kind: str, num_bytes: int) -> Operation | None:
+        """Count an operation's bytes, and record its start if there is a recorder."""
+        self.num_bytes += num_bytes
+        return self.traffic.note(kind, num_bytes) if self.traffic is not None else None
+
+    @property
+    def _known_device(self) -> DeviceExchanges:
+        assert self._device is not None, "it exchanges this tensor"
+        return self._device
+
+    def _finish_on_device(self, works: Iterable[Work]) -> list[Work]:
+        """Wait for the works on a device; return the others."""
+        pending, on_device = list[Work](), list[OnDevice]()
+        for work in works:
+            on_device.append(work) if isinstance(work, OnDevice) else pending.append(work)
+        if self._device is not None and on_device:
+            self._device.finish(on_device)
+        return pending
 
     @abstractmethod
     def wait(self, works: Iterable[Work]) -> None:
@@ -167,13 +230,15 @@ class PointToPoint(ABC):
 class Aside(PointToPoint):
     """A group's sends and receives for one other thread, which its own thread may give up on (`Group.join`).
 
-    They use a separate tag, so they do not mix with the group's. Collectives would, as these are matched by count.
+    They use a separate tag, so they do not mix with the group's. Collectives would, as these are matched by count, and
+    so would all operations of devices: the group's own thread begins none of those before it has joined the other.
     """
 
     _tag = _ASIDE
 
     def __init__(self, group: PointToPoint) -> None:
         self.rank, self.size, self._group, self.begun = group.rank, group.size, group, group.begun
+        self._device = None if group._device is None else group._device.beside(self)
 
     @property
     def traffic(self) -> Traffic | None:  # type: ignore[override]
@@ -181,13 +246,29 @@ class Aside(PointToPoint):
         return self._group.traffic
 
     def wait(self, works: Iterable[Work]) -> None:
-        try:
-            for work in works:
+        pending = self._finish_on_device(works)
+
+        def finish() -> None:
+            for work in pending:
                 self.finish(work)
+
+        self.guard(finish)
+
+    def guard(self, call: Callable[[], T]) -> T:
+        """Make a call here: this thread may be stuck in it."""
+        return self.polling(lambda is_broken: call())
+
+    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
+        """Wait until the peers have come or are gone: the group's own thread looks whether the world is broken."""
+        try:
+            return wait(lambda: False)
         except OWN_ERRORS:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise self.lost(str(error)) from error
+
+    def is_on_device(self, tensor: Tensor) -> bool:
+        return self._group.is_on_device(tensor)
 
     def backend(self, tensor: Tensor) -> Backend:
         return self._group.backend(tensor)

@@ -16,7 +16,7 @@ from elastic_train.world import forming
 __all__ = ["PacedLanguage"]
 
 
-def connected_by_nccl(device: torch.device, transport: str) -> Device | None:
+def connected_by_nccl(device: torch.device, transport: str) -> Device:
     os.environ["NCCL_HOSTID"] = f"host-{os.getpid()}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return device_of(device, "auto")

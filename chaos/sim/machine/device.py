@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chaos.sim.machine.collectives import Hub
-from elastic_train.parallel.devices.device import Device
+from elastic_train.parallel.devices.device import Device, HostQueue, Mark
 
 PostTo = Callable[[int, Sequence[Tensor]], None]
 """Sends tensors to a rank; they arrive together."""
@@ -71,7 +70,7 @@ class Operation:
 
 
 @dataclass(slots=True)
-class SimDevice:
+class SimDevice(HostQueue):
     """One process's device, for all of its worlds."""
 
     queue: deque[Operation] = field(default_factory=deque)
@@ -84,10 +83,7 @@ class SimDevice:
         self.num_asked += 1
         return operation
 
-    def entered(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def mark(self) -> Callable[[], bool]:
+    def mark(self) -> Mark:
         asked = self.num_asked
         return lambda: self._num_ended() >= asked
 
@@ -170,7 +166,7 @@ def device_of(device: SimDevice, hub: Hub, post: PostTo) -> Device:
     def connect(store: object, rank: int, size: int, timeout: timedelta) -> SimCommunicator:
         return SimCommunicator(device, hub, rank, size, post)
 
-    return Device(torch.device("cpu"), _is_vector, lambda: device, connect)  # type: ignore[arg-type]  # made for torch
+    return Device(torch.device("cpu"), _is_vector, lambda: device, lambda: device, connect)  # type: ignore[arg-type]  # made for torch
 
 
 def _is_vector(tensor: Tensor) -> bool:

@@ -17,9 +17,9 @@ from chaos.sim.machine.kernel import Process
 from chaos.sim.machine.meeting import MeetingStore
 from chaos.sim.machine.network import Net
 from elastic_train.errors import PeerLostError
-from elastic_train.parallel.devices.device import DeviceGroup, OnDevice
+from elastic_train.parallel.devices.device import DeviceGroup
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.point_to_point import Work
+from elastic_train.parallel.point_to_point import OnDevice, Work
 
 T = TypeVar("T")
 BLOCKED_S = 10.0

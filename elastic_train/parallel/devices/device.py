@@ -11,14 +11,15 @@ in its outputs. Only `abort` ends it.
 
 from __future__ import annotations
 
+import copy
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from elastic_train.parallel.point_to_point import Backend, Work
+from elastic_train.parallel.point_to_point import Backend, Guard, OnDevice, Work
 from rendezvous.waiting import LOOK_EVERY_S, Call, GivenUp, begin
 
 _OWN_SETTINGS = {
@@ -58,43 +59,94 @@ class Communicator(Backend, Protocol):
     def abort(self) -> None: ...
 
 
+class Mark(Protocol):
+    """A point in a queue."""
+
+    def __call__(self) -> bool:
+        """Return True, without waiting, if all work enqueued before it is done."""
+
+
 class Queue(Protocol):
-    """The order in which a device executes one thread's work: for CUDA, that thread's current stream."""
+    """The order in which a device executes work: for CUDA, a stream."""
 
     def entered(self) -> AbstractContextManager[object]:
         """Return a context in which any calling thread's work is enqueued here."""
 
-    def mark(self) -> Callable[[], bool]:
-        """Return a function that says, without waiting, if all work enqueued so far is done."""
+    def mark(self) -> Mark:
+        """Return the point after all work enqueued so far."""
+
+    def follow(self, mark: Mark) -> None:
+        """Let work enqueued here from now on begin only after that before a mark of another queue."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Reuse the memory of a freed tensor of another queue only after the work enqueued here that used it."""
+
+
+class HostQueue:
+    """A host's processor has done all work when its calls return."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        return lambda: True
+
+    def follow(self, mark: Mark) -> None:
+        """Do nothing: it is done."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Do nothing: whoever uses a tensor refers to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """An accelerator as used by a group.
 
-    `holds` returns True if a tensor is on it, `queue` returns the calling thread's queue, and `connect` makes an
-    unconnected backend from (store, rank, size, timeout); if it is None, tensors go through host memory.
+    `holds` returns True if a tensor is on it, `queue` returns the calling thread's queue, `beside` makes another one,
+    and `connect` makes an unconnected backend from (store, rank, size, timeout); if it is None, tensors go through host
+    memory.
     """
 
     torch_device: torch.device
     holds: Callable[[Tensor], bool]
     queue: Callable[[], Queue]
+    beside: Callable[[], Queue]
     connect: Callable[[Store, int, int, timedelta], Communicator] | None
 
 
-class CudaQueue:
-    """The current CUDA stream of the thread that creates it."""
+HOST = Device(torch.device("cpu"), lambda tensor: False, HostQueue, HostQueue, None)
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device)
+
+@dataclass(frozen=True, slots=True)
+class CudaMark:
+    """An event of a stream."""
+
+    event: torch.cuda.Event
+
+    def __call__(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class CudaQueue:
+    """A CUDA stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def mark(self) -> Callable[[], bool]:
+    def mark(self) -> CudaMark:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        return cast("Callable[[], bool]", event.query)
+        return CudaMark(event)
+
+    def follow(self, mark: Mark) -> None:
+        self._stream.wait_event(cast(CudaMark, mark).event)
+
+    def keep(self, tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
 
 
 def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Communicator:
@@ -120,12 +172,18 @@ def nccl_hazard() -> str | None:
     )
 
 
-def device_of(device: torch.device, transport: str) -> Device | None:
-    """Return a rank's accelerator; None for the CPU, whose tensors gloo takes directly."""
+def device_of(device: torch.device, transport: str) -> Device:
+    """Return a rank's accelerator, or its host."""
     if device.type != "cuda":
-        return None
-    is_direct = transport != "gloo"
-    return Device(device, _is_cuda, partial(CudaQueue, device), connect_nccl if is_direct else None)
+        return HOST
+
+    def queue() -> CudaQueue:
+        return CudaQueue(torch.cuda.current_stream(device))
+
+    def beside() -> CudaQueue:  # an exchange takes few multiprocessors, and others wait for it
+        return CudaQueue(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
+
+    return Device(device, _is_cuda, queue, beside, connect_nccl if transport != "gloo" else None)
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -175,27 +233,6 @@ _SUCCESS, _FAILURES = 0, {1: "it took too long", 2: "a peer or the connection to
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
 
-class Guard(Protocol):
-    """A group waits through it: a wait ends when the world is broken, and every failure is a PeerLostError."""
-
-    def guard(self, call: Callable[[], T]) -> T:
-        """Make a call that may not return, on another thread."""
-
-    def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
-        """Call a function that returns by itself, given a function that says if the world is broken."""
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """An operation enqueued on a device."""
-
-    work: Any
-
-    def wait(self) -> object:
-        """Make later work on the device wait for this operation; returns at once."""
-        return self.work.wait()
-
-
 class DeviceGroup:
     """The ranks' devices, connected by one communicator; `guard` is their group's.
 
@@ -207,7 +244,15 @@ class DeviceGroup:
         assert device.connect is not None, "a device without a transport of its own has no group"
         self._device, self._guard, self._connect = device, guard, device.connect
         self._timeout_s = timeout.total_seconds()
+        self._queues: dict[int, Queue] = {}
+        """By thread, the queue of its last operation."""
         self._communicator = guard.guard(lambda: self._connect(store, rank, size, timeout))
+
+    def beside(self, guard: Guard) -> DeviceGroup:
+        """Return the same group for another thread with its own guard, which must take turns with this one."""
+        made = copy.copy(self)
+        made._guard = guard
+        return made
 
     def connect(self) -> None:
         """Make all connections now: otherwise the first operation would wait for every peer."""
@@ -217,7 +262,7 @@ class DeviceGroup:
 
     def begin(self, operation: Callable[[Communicator], Work]) -> OnDevice:
         """Enqueue an operation, in the calling thread's queue."""
-        queue = self._device.queue()
+        queue = self._queues[threading.get_ident()] = self._device.queue()
 
         def ask() -> Work:
             with queue.entered():
@@ -251,9 +296,10 @@ class DeviceGroup:
         """Begin to abort this group's work on the device."""
         return begin("abort", self._communicator.abort)
 
-    def is_free(self) -> Callable[[], bool]:
+    def is_free(self) -> Mark:
         """Return a function that says if the device has finished, or ended, all work enqueued so far."""
-        return self._device.queue().mark()
+        marks = [queue.mark() for queue in (self._device.queue(), *self._queues.values())]
+        return lambda: all(mark() for mark in marks)
 
 
 def abort_all(groups: Sequence[DeviceGroup]) -> bool:
@@ -277,7 +323,7 @@ def abort_all(groups: Sequence[DeviceGroup]) -> bool:
     return False
 
 
-def _await(is_done: Callable[[], bool], works: Sequence[Any], is_broken: Callable[[], bool], timeout_s: float) -> None:
+def _await(is_done: Mark, works: Sequence[Any], is_broken: Callable[[], bool], timeout_s: float) -> None:
     """Wait until the work is done; raise GivenUp if the world is broken.
 
     Raises RuntimeError if an operation has failed, and TimeoutError after `timeout_s`, as gloo does.

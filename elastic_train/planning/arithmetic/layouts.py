@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic_train.config.combinations import FEATURES, Feature, Found, refusals
+from elastic_train.config.parallel import BucketSize
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.model import ModelFacts
 from elastic_train.system.wording import counted
@@ -37,9 +38,7 @@ class Layout:
     """The distribution of state and work over devices.
 
     `interleave` is the number of model chunks per pipeline stage; `schedule` orders the lanes in stages of one chunk.
-    `overlaps`: gradient exchange overlaps the backward pass, also where the trainer does not support that yet; None for
-    the trainer's default. `cuts_rest`: tensor ranks also shard embeddings and the output layer, as Megatron's do; the
-    trainer replicates them.
+    `cuts_rest`: tensor ranks also shard embeddings and the output layer, as Megatron's do; the trainer replicates them.
     """
 
     shards: Shards = "none"
@@ -53,9 +52,8 @@ class Layout:
     context: int = 1
     interleave: int = 1
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
-    bucket_mb: float | None = 2.0
+    bucket_mb: BucketSize = "auto"
     wire: str = "exact"
-    overlaps: bool | None = None
     cuts_rest: bool = False
 
     @property

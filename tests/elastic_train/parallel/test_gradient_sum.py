@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +23,7 @@ from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_la
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, cut_buckets
+from elastic_train.parallel.devices.device import Device, HostQueue, Mark
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_sum, place_gradients
 from elastic_train.parallel.group import Group
@@ -113,6 +116,51 @@ def test_lanes_must_be_run_by_their_owner() -> None:
             net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(AssertionError, match="not all of this rank's leaves"):
         gradients.finish(1.0)
+
+
+def test_exchanges_beside_a_pass_come_after_what_they_use_and_before_what_uses_them() -> None:
+    """On a device a call returns before the work is done, so a queue of work must wait for another."""
+    log = list[str]()
+
+    class Queue(HostQueue):
+        def __init__(self, name: str) -> None:
+            self.name, self.num_marks = name, 0
+
+        @contextmanager
+        def entered(self) -> Iterator[None]:
+            log.append(f"{self.name} entered")
+            yield
+            log.append(f"{self.name} left")
+
+        def mark(self) -> Mark:
+            self.num_marks += 1
+            log.append(f"{self.name} at {self.num_marks}")
+            point = partial(bool, 1)
+            names[point] = f"{self.name} at {self.num_marks}"
+            return point
+
+        def follow(self, mark: Mark) -> None:
+            log.append(f"{self.name} follows {names[mark]}")
+
+        def keep(self, tensor: torch.Tensor) -> None:
+            log.append(f"{self.name} keeps {tensor.numel()}")
+
+    names, computing, exchanging = dict[Mark, str](), Queue("computing"), Queue("exchanging")
+    device = Device(torch.device("cpu"), lambda tensor: True, lambda: computing, lambda: exchanging, None)
+    queue = ExchangeQueue(Group(0, 1, None, 60, device))
+    queue.begin(lambda: log.append("exchange"), [torch.ones(3)])
+    queue.join()
+    queue.close()
+    assert log == [
+        "exchanging keeps 3",
+        "computing at 1",
+        "exchanging entered",
+        "exchanging follows computing at 1",
+        "exchange",
+        "exchanging left",
+        "exchanging at 1",
+        "computing follows exchanging at 1",
+    ]
 
 
 def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:

@@ -115,7 +115,7 @@ def test_megatron_reaches_what_was_published(
     Its tensor ranks send a part of an output each to the next stage (section 4.1), and ours all of it.
     """
     cluster = replace(parse_cluster("8xA100"), nodes=devices // 8)
-    layout = Layout(tensor=tensor, pipeline=pipeline, recompute="units", overlaps=True, cuts_rest=True)
+    layout = Layout(tensor=tensor, pipeline=pipeline, recompute="units", cuts_rest=True)
     facts = gpt(*shape).facts(1)
     lanes = Batch(batch, 1)
     step = step_time(facts, layout, lanes, cluster)
@@ -139,7 +139,7 @@ def test_megatron_with_little_recomputation_reaches_what_was_published(
     """Three pieces of the model a stage (interleaved), but for 22B, which has one stage; ranks share out tokens."""
     cluster = replace(parse_cluster("8xA100"), nodes=devices // 8)
     chunks = 3 if pipeline > 1 else 1
-    layout = Layout(tensor=8, sequence=True, pipeline=pipeline, interleave=chunks, overlaps=True, cuts_rest=True)
+    layout = Layout(tensor=8, sequence=True, pipeline=pipeline, interleave=chunks, cuts_rest=True)
     micro = 4 if pipeline == 1 else 1
     facts, lanes = gpt(*shape).facts(micro), Batch(batch // micro, micro)
     step = step_time(facts, layout, lanes, cluster)
@@ -153,9 +153,7 @@ def test_llama_3_reaches_what_was_published(devices: int, published: float) -> N
     It does not say whether tensor ranks share out tokens between the layers that are cut: here they do.
     """
     cluster = replace(parse_cluster("8xH100@RoCE-400"), nodes=devices // 8)
-    layout = Layout(
-        shards="gradients", tensor=8, sequence=True, pipeline=16, interleave=8, overlaps=True, cuts_rest=True
-    )
+    layout = Layout(shards="gradients", tensor=8, sequence=True, pipeline=16, interleave=8, cuts_rest=True)
     facts, lanes = LLAMA_405B.facts(1), Batch(2048, 1)
     assert facts.elements == pytest.approx(405e9, rel=0.01)
     step = step_time(facts, layout, lanes, cluster)

@@ -112,7 +112,7 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys() -> None:
         "validation.every",
     ]
     assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
-    assert found[2][1] == "parallel.bucket_mb is None here and 2.0 on rank 0: all nodes must have the same"
+    assert found[2][1] == "parallel.bucket_mb is None here and 'auto' on rank 0: all nodes must have the same"
     assert [problem.partition(" on rank 0")[0] for problem in found[3]] == [
         "optimizer.clip_norm is None here and 1.0",
         "parallel.offload is 'optimizer' here and 'none'",
