@@ -59,8 +59,9 @@ class ParallelConfig(Section):
     """Size (MB) of the gradient buckets that are exchanged during the backward pass. auto: 2 on CPUs, 32 on GPUs. null:
     exchange after it. With shards: gradients or parameters a bucket is a block."""
     wire: Literal["exact", "bf16"] = "exact"
-    """Format of gradients on the network. bf16: round each lane's gradient to half the bytes and add in fp32; needs
-    shards: gradients or parameters. Same bits in every world."""
+    """Format on the network. bf16: round each lane's gradient to half the bytes and add in fp32; with precision: bf16
+    also round the weights that are gathered for a pass. Needs shards: gradients or parameters. Same bits in every
+    world."""
     transport: Literal["auto", "gloo"] = "auto"
     """Transport between GPUs. auto: NCCL, which needs one GPU for each rank. gloo: through host memory, also for
     ranks that share a GPU. CPUs always use gloo."""

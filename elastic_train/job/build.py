@@ -60,11 +60,13 @@ def build_state(
     parallel: ParallelConfig | None = None,
     cell_plan: CellPlan | None = None,
     dims: CutDims | None = None,
+    gathers: torch.dtype | None = None,
 ) -> AppliedState:
     """Build optimizer, schedule and scaler around a model that is on its device; freeze the parameters in `groups`.
 
     `cell_plan` says how the ranks of a replica split the model. Without it each rank holds the whole model, and `dims`
-    gives the dimension along which any model-parallel degree would cut each parameter.
+    gives the dimension along which any model-parallel degree would cut each parameter. Sharded weights are rounded to
+    `gathers` where they are gathered for a pass.
 
     Raises ConfigError if the groups do not fit the model, or the model cannot be split as `parallel` says.
     """
@@ -89,7 +91,7 @@ def build_state(
     if parallel.has_shares:
         if config.ema_decay is not None:
             slots = [replace(one, moments=(*one.moments, AVERAGE)) for one in slots]
-        make = _by_seat(made, parallel, first, slots, least_bytes)
+        make = _by_seat(made, parallel, first, slots, least_bytes, gathers)
     else:
         make = _whole(made, OptimizerMemory(optimizer, names_of(model)), first, parallel.cell, least_bytes)
     at_first = Table(
@@ -173,7 +175,12 @@ def columns_of(
 
 
 def _by_seat(
-    made: Made, parallel: ParallelConfig, first: FirstStates, slots: Sequence[Slots], least_bytes: float | None
+    made: Made,
+    parallel: ParallelConfig,
+    first: FirstStates,
+    slots: Sequence[Slots],
+    least_bytes: float | None,
+    gathers: torch.dtype | None,
 ) -> Callable[[Table], Share]:
     """Return a function that makes a column's sharded state; the optimizer still has all of the model's parameters.
 
@@ -191,7 +198,7 @@ def _by_seat(
     def make(table: Table) -> Share:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             group["params"] = list(own)
-        return kind(*made, table, first, slots, least_bytes, parallel.wire, offload)
+        return kind(*made, table, first, slots, least_bytes, parallel.wire, offload, gathers)
 
     return make
 

@@ -131,7 +131,8 @@ class Plan:
         compiled = CompiledBlocks(model) if config.compile is True else None
         cells = cell_plan_of(self.task, model, config.parallel)
         dims = cut_dims_of(self.task, model) if cells is None else cells.dims
-        how = config.parallel, cells, dims
+        gathers = torch.bfloat16 if config.parallel.wire == config.precision == "bf16" else None
+        how = config.parallel, cells, dims, gathers
         if any(dims.values()):
             choice = choose(config.optimizer, self.device.type, is_fp16=is_fp16)
             choice.rehearse(config.optimizer.name, self.device, by_columns=True)

@@ -31,6 +31,8 @@ from elastic_train.program.unit_turn import REST, Begin, End, Free, UnitAction, 
 from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")
+Copies = list[tuple[Tensor, Tensor]]
+"""Pairs of destination and source."""
 _NOT_THERE = "storage of size 0", "data is not allocated"
 """Parts of torch's messages for tensors whose memory was released."""
 
@@ -59,9 +61,16 @@ class UnitWeights:
         shares: Sequence[Move],
         held: Callable[[Run], Tensor],
         memory: HostMemory | None = None,
+        rounded: torch.dtype | None = None,
     ) -> None:
-        """With `memory`, held weights may be in host memory, and are copied in during computation."""
-        self._memory = memory
+        """With `memory`, held weights may be in host memory, and are copied in during computation.
+
+        With `rounded`, weights are rounded to this dtype, sent in it, and used as such by every rank, also if it is
+        alone: so they depend on no world.
+        """
+        self._memory, self._rounded = memory, rounded
+        self._rounded_of: dict[int, Copies] = {}
+        """By unit: places in the flat vectors, and the rounded weights for them."""
         self._coming: dict[int, Event] = {}
         self._units, self._group, self._held = [*blocks, rest], group, held  # the rest is the last: REST is -1
         self._num_blocks, self._moves = len(blocks), by_flats(shares, [unit.flats for unit in self._units])
@@ -138,6 +147,7 @@ class UnitWeights:
             raise
         finally:
             self._leaving, self._lent, self._is_running, self._reduce = [], [], False, None
+            self._rounded_of.clear()
         self._is_dirty = False
 
     def _act(self, action: UnitAction) -> None:
@@ -200,12 +210,13 @@ class UnitWeights:
 
     def _post(self, number: int) -> None:
         """Send this rank's share of a unit's weights, and begin to receive the others'."""
-        flats, rank, own = self._units[number].flats, self._group.rank, list[tuple[Tensor, Tensor]]()
+        flats, rank, own = self._units[number].flats, self._group.rank, Copies()
         for whole in flats.values() if self._is_running else ():
             whole.untyped_storage().resize_(whole.nbytes)
             on_huge_pages(whole)
+        rounded = self._rounded_of.setdefault(number, [])
         given = {
-            run: self._given(run, flats[run.flat], own)
+            run: self._given(run, flats[run.flat], own, rounded)
             for one in self._moves[number]
             if one.giver == one.taker
             for run in one.runs
@@ -215,7 +226,7 @@ class UnitWeights:
         def tensors(one: Move) -> list[Tensor]:
             if one.giver == rank:
                 return [given[run] for run in one.runs]
-            return [flats[run.flat][run.lo : run.hi] for run in one.runs]
+            return [self._taken(flats[run.flat][run.lo : run.hi], rounded) for run in one.runs]
 
         due = [one for one in self._moves[number] if one.taker in self._receivers]
         arriving, leaving = self._group.begin_exchange(*messages_of(due, rank, tensors))
@@ -223,14 +234,24 @@ class UnitWeights:
         if self._is_running:
             self._arriving[number] = arriving
 
-    def _given(self, run: Run, whole: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the memory to send a run from, and add its local destination to `own`.
+    def _given(self, run: Run, whole: Tensor, own: Copies, rounded: Copies) -> Tensor:
+        """Return the memory to send a run from, and add its local destination to `own`, or to `rounded`.
 
         A device sends device memory.
         """
         held = self._held(run)
         place = whole[run.lo : run.hi] if self._is_running else None
         is_brought = self._group.is_on_device(whole) and not self._group.is_on_device(held)
+        if self._is_rounded(held):
+            where = whole.device if is_brought else held.device
+            self._lent.append(given := held.new_empty(held.shape, dtype=self._rounded, device=where))
+            if is_brought:
+                own.append((given, held))
+            else:
+                given.copy_(held)
+            if place is not None:
+                rounded.append((place, given))
+            return given
         if place is None and is_brought and any(to in self._receivers for to in self._ranks):
             self._lent.append(place := whole.new_empty(held.shape))
         if place is None:
@@ -238,7 +259,17 @@ class UnitWeights:
         own.append((place, held))
         return place if is_brought else held
 
-    def _bring(self, number: int, own: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _taken(self, place: Tensor, rounded: Copies) -> Tensor:
+        """Return the memory to receive into, and add its destination to `rounded` if that is another."""
+        if not self._is_rounded(place):
+            return place
+        rounded.append((place, arriving := place.new_empty(place.shape, dtype=self._rounded)))
+        return arriving
+
+    def _is_rounded(self, weights: Tensor) -> bool:
+        return self._rounded is not None and weights.dtype.itemsize > self._rounded.itemsize
+
+    def _bring(self, number: int, own: Copies) -> None:
         """Copy this rank's share of a unit's weights into place; from host memory, during computation."""
         if self._memory is None:
             for place, held in own:
@@ -258,6 +289,8 @@ class UnitWeights:
             self._group.wait(self._arriving.pop(number))
             self._whole.add(number)
         self._await_own(number)
+        for place, rounded in self._rounded_of.pop(number, ()):
+            place.copy_(rounded)
 
     def _release(self, number: int) -> None:
         self._await(number)

@@ -74,10 +74,12 @@ class Zero1Share(Share):
         bucket_bytes: float | None = None,
         wire: Wire = "exact",
         offload: Offload | None = None,
+        gathers: torch.dtype | None = None,
     ) -> None:
+        """With `gathers`, whoever gathers weights for a pass rounds them to this dtype."""
         memory = OptimizerMemory(optimizer, {})  # its parameters stand for runs, and have no names
         super().__init__(model, optimizer, scheduler, scaler, table, memory, first, bucket_bytes)
-        self.flat, self._wire = FlatModel(model, self.layout), wire
+        self.flat, self._wire, self._gathers = FlatModel(model, self.layout), wire, gathers
         self.make_gradients()
         self._runs: list[HeldRun] = []
         self._pieces: Mapping[str, TensorPieces] | None = None

@@ -76,7 +76,7 @@ class Zero3Share(Zero2Share):
         shares, held = self.seating.shares(), {one.run: one for one in self.runs}
         units = self.flat.blocks() if self.table.gathers_by_unit else ([], self.flat.everything())
         memory = None if self.offload is None else self.offload.memory
-        self._units = UnitWeights(*units, column, shares, lambda run: self._shown_of(held[run]), memory)
+        self._units = UnitWeights(*units, column, shares, lambda run: self._shown_of(held[run]), memory, self._gathers)
         return self._units
 
     def _shown_of(self, one: HeldRun) -> Tensor:

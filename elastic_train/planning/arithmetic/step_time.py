@@ -75,6 +75,8 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
     size, group = model.sizes.gradient, seated.group_size
     others, units = (group - 1) / group, max(1, len(model.blocks) + 1)
     wire = min(size, 2.0) if layout.wire == "bf16" else size
+    gathered = min(wire, model.sizes.weight) if model.precision == "bf16" else model.sizes.weight
+    weight = gathered * others
     found = [
         Exchange("leaves", wire * trained * others, units, "backward", seated.turns, units, ranks=group),
         Exchange(
@@ -85,12 +87,11 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
     if layout.shards == "gradients":
         return [*found, Exchange("weights", model.sizes.weight * trained * others, 1, ranks=group)]
     if layout.gathers_for_steps:
-        whole = model.sizes.weight * place_elements(model, layout, trained=False) * others
+        whole = weight * place_elements(model, layout, trained=False)
         return [*found, Exchange("weights", whole, 1, ranks=group)]
     rest = model.rest.elements * rest_share(layout)
     blocks = place_elements(model, layout, trained=False) - rest
     last = model.largest_block / layout.tensor
-    weight = model.sizes.weight * others
     count = max(1, len(model.blocks))
     return [
         *found,

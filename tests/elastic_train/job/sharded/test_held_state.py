@@ -63,12 +63,12 @@ def newcomers(size: int) -> list[PeerState]:
     return [PeerState(Place(0, 0), None, ("", str(number))) for number in range(size)]
 
 
-def ranks(rank: int, size: int, shards: Shards) -> list[list[str]]:
+def ranks(rank: int, size: int, shards: Shards, gathers: torch.dtype | None, offload: Offloads) -> list[list[str]]:
     """Train with one to three copies and rounded gradients; return the weights after each step."""
     torch.set_num_threads(1)
     group, found = meet("world", rank, size), []
     for copies in (1, 2, 3):
-        state, digests = build(shards, copies, wire="bf16"), []
+        state, digests = build(shards, copies, wire="bf16", gathers=gathers, offload=offload), []
         take_first_seat(group, state.shards, newcomers(size))
         for step in range(STEPS):
             train(group, state, step + 1)
@@ -78,17 +78,25 @@ def ranks(rank: int, size: int, shards: Shards) -> list[list[str]]:
     return found
 
 
-def rounded(until: int) -> list[str]:
-    """Return the weights after every step of one rank that sums lane gradients rounded to bf16."""
+def rounded(until: int, gathers: torch.dtype | None) -> list[str]:
+    """Return the weights after every step of one rank that sums lane gradients rounded to bf16.
+
+    With `gathers`, these are the gradients at the weights rounded to it.
+    """
     state, group, found = build("none"), Group(0, 1, None, 60), []
     state.shards.sum_of(group, NUM_LANES)
     trained = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
     while state.step < until:
         sums: list[list[Tensor]] = []
+        exact = [parameter.data.clone() for parameter in state.model.parameters()]
+        for parameter in state.model.parameters() if gathers else ():
+            parameter.data.copy_(parameter.data.to(gathers))
         for lane in range(NUM_LANES):
             found_here = torch.autograd.grad(loss_of(state, lane), trained, allow_unused=True)
             pairs = zip(trained, found_here, strict=True)
             sums.append([torch.zeros_like(one) if got is None else got.bfloat16().float() for one, got in pairs])
+        for parameter, kept in zip(state.model.parameters(), exact, strict=True):
+            parameter.data.copy_(kept)
         for left, right in lane_additions(NUM_LANES):
             sums[left] = [one + other for one, other in zip(sums[left], sums[right], strict=True)]
         for parameter, total in zip(trained, sums[0], strict=True):
@@ -99,13 +107,28 @@ def rounded(until: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("shards", "size"), [("gradients", 3), ("parameters", 4)])
-def test_gradients_that_are_sent_rounded_are_those_of_rounded_lanes(shards: str, size: int) -> None:
-    """For any world and copies: each lane's gradient is rounded once, and sums are not rounded."""
+@pytest.mark.parametrize(
+    ("shards", "size", "gathers", "offload"),
+    [
+        ("gradients", 3, None, "none"),
+        ("parameters", 4, None, "none"),
+        ("parameters", 1, torch.bfloat16, "none"),
+        ("parameters", 3, torch.bfloat16, "none"),
+        ("parameters", 2, torch.bfloat16, "all"),
+    ],
+)
+@pytest.mark.parametrize("on_devices", [False, True], ids=["hosts", "devices"])
+def test_what_is_sent_rounded_is_rounded_lane_by_lane(
+    shards: str, size: int, gathers: torch.dtype | None, offload: str, on_devices: bool
+) -> None:
+    """For any world and copies: each lane's gradient is rounded once, and neither sums nor held weights are.
+
+    Gathered weights are rounded for every rank, also for those who hold them.
+    """
     torch.set_num_threads(1)
-    expected = rounded(STEPS)
-    assert expected != replicated(STEPS)
-    assert in_memory(ranks, size, shards) == [[expected] * 3] * size
+    expected = rounded(STEPS, gathers)
+    assert expected not in (replicated(STEPS), rounded(STEPS, None) if gathers else ())
+    assert in_memory(ranks, size, shards, gathers, offload, on_devices=on_devices) == [[expected] * 3] * size
 
 
 def test_what_depends_on_the_ranks_is_not_sent() -> None:

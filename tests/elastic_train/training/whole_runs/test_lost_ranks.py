@@ -74,7 +74,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Cal
         own = {key: value for key, value in parallel.items() if key in ALONE} | {
             key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
         }
-        own |= GRADIENTS if "wire" in own else {}
+        if "wire" in own:
+            own |= PARAMETERS if own.get("precision") == "bf16" else GRADIENTS
         return of(tuple(own.items()))
 
     @cache
@@ -98,6 +99,7 @@ ROWS = [
     (GRADIENTS, 3, [Loss(0, 1, "commit"), Loss(2, 8, "backward")]),
     (PARAMETERS, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
     (ALL_OFFLOADED, 2, [Loss(0, 3, "apply")]),
+    ({**PARAMETERS, "wire": "bf16", "precision": "bf16"}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
     (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 1, "commit")]),
     ({**TENSOR, **OFFLOADED}, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
     ({**TENSOR, "sequence": True}, 2, [Loss(1, 9, "backward")]),
