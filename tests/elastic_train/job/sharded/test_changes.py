@@ -127,7 +127,10 @@ class Life:
         job = self._new(group, case.shards, case.copies)
         while job.state.step < COMMITTED:
             job.step()
-        SavingJob(job, self._commits).save()
+        if self._is_loaded():
+            SavingJob(job, self._commits).save()
+        else:
+            job.step()
         assert job.state.step == CHANGED, "it is saved during a step"
         if case.change in POINTS:
             with contextlib.suppress(KilledError):
@@ -172,11 +175,13 @@ class Life:
 
     def _least(self) -> int:
         """Return the step that must not be rolled back: the last applied one, or the commit if shares are lost."""
+        return COMMITTED if self._is_loaded() else CHANGED + (self._case.change == "met")
+
+    def _is_loaded(self) -> bool:
+        """Say whether the second world needs a commit: it resumes, or shares are lost."""
         case = self._case
         holders = case.size if case.shards == "none" else min(case.copies, case.size)
-        if case.then is not None or (case.change != "join" and holders == 1):
-            return COMMITTED
-        return CHANGED + (case.change == "met")
+        return case.then is not None or (case.change != "join" and holders == 1)
 
     def _load(self, job: Job) -> None:
         store = open_store(self._commits)
