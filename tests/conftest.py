@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from hypothesis import settings
 
 from elastic_train.data.dataset.manifest import build_manifest
 from rendezvous.etcd.server import free_ports
+from rendezvous.process_table import environ_of as environ_of_process
 from rendezvous.torchelastic import standby as standbys
 from rendezvous.torchelastic.standby import ForkedWorker, Program, Standby
 
@@ -54,8 +56,17 @@ UNFINISHED: dict[str, float] = {}
 """When each test that runs in any process was started, by its id, in seconds of the monotonic clock."""
 
 
-def pytest_configure() -> None:
-    """Run the garbage collector rarely from the start: importing everything makes a million permanent objects."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Run the garbage collector rarely from the start: importing everything makes a million permanent objects.
+
+    Where most tests run, each process forks its standby process before it has threads that use libraries: what both
+    import is imported once.
+    """
+    terms = config.option.markexpr.split(" and ")
+    if "PYTEST_XDIST_WORKER" in os.environ and "not deploy" in terms and "not slow" not in terms:
+        import tests.preload  # noqa: F401
+
+        standby()
     gc.set_threshold(MOST_UNSEEN)
     if "PYTEST_XDIST_WORKER" not in os.environ:  # an interrupt ends a run also where it was started in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -255,7 +266,7 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
     """
     program = Program.of(command[1:])
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
-    said = None if log is None else str(log)
+    said = os.devnull if log is None else str(log)
     return standby().start(program, environ_of(**(environ or {})), said, said)
 
 
@@ -295,8 +306,10 @@ def assert_slow(started: str) -> None:
 def standby() -> Standby:
     """Return the process that has imported the trainer; there is one per pytest process."""
     assert_slow("a process that imports the trainer")
-    with contextlib.chdir(ROOT):
-        made = Standby(forks=False, environ=environ_of())
+    own = standbys.loaded_with(environ_of_process(os.getpid()))
+    forks = "tests.preload" in sys.modules and own == standbys.loaded_with(environ_of())
+    with contextlib.chdir(ROOT), mock.patch.object(standbys, "may_fork", lambda: True):  # xdist's thread waits
+        made = Standby(forks=forks, environ=environ_of())
     made.preload("tests.preload")
     assert made.wait_until_ready(START_TIMEOUT_S), f"the trainer was not imported within {START_TIMEOUT_S:.0f} s"
     return made
