@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 
+from rendezvous.errors import ServerError
 from rendezvous.etcd.server import EtcdServer
 
 
@@ -26,10 +27,13 @@ def main() -> None:
     signal.set_wakeup_fd(wakes.fileno())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
-        sys.stdout.write(server.endpoint + "\n")
-        sys.stdout.flush()
-        woken.recv(1)
+    try:
+        with EtcdServer(port=asked.port, data_dir=asked.data_dir) as server:
+            sys.stdout.write(server.endpoint + "\n")
+            sys.stdout.flush()
+            woken.recv(1)
+    except ServerError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

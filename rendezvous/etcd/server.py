@@ -245,7 +245,8 @@ def _members(connection: Connection, give_up_after_s: float) -> list[str]:
 def _taken(port: int) -> str:
     return (
         f"port {port} of this machine is taken, perhaps by another job's etcd, so none can be started on it. "
-        "Start one etcd for all jobs, and give it to each (--endpoint HOST:PORT), or give this job another --id."
+        "Start one etcd for all jobs, and give it to each (--endpoint HOST:PORT), or give this job another --id (an "
+        "etcd of its own: another --port)."
     )
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rendezvous.errors import OptionError, StoreDeniedError, StoreError
+from rendezvous.errors import OptionError, RendezvousError, StoreDeniedError, StoreError
 from rendezvous.etcd.connection import await_etcd
 from rendezvous.membership.records import Keys
 from rendezvous.open_files import raise_limit
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from rendezvous.torchelastic.standby import Standby
 
 _log = logging.getLogger("rendezvous")
+_OF_TORCH = "torch.distributed.elastic.rendezvous"
 
 
 def load() -> RendezvousHandlerCreator:
@@ -36,7 +40,22 @@ def load() -> RendezvousHandlerCreator:
 
     # register() refuses a name that is taken, and cannot release it.
     rendezvous_handler_registry._registry[BACKEND] = create_handler
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
     return create_handler
+
+
+class _Hook:
+    """Shows an uncaught error of a rendezvous as its sentence, without torchrun's frames; passes on all others."""
+
+    def __init__(self, other: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._other = other
+
+    def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if isinstance(error, RendezvousError) or kind.__module__.startswith(_OF_TORCH):
+            sys.stderr.write(f"error: {error}\n")
+        else:
+            self._other(kind, error, where)
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -31,6 +31,7 @@ from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
 from elastic_train.core.lineage import ATTEMPTS, COMMITS, place_of, tiling_problems
 from elastic_train.errors import CommitError, ConfigError
+from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tracking.history_files import FOLDER
 from elastic_train.tracking.run_folder import CONFIG, RESULT, RunFolder, existing_folder
 
@@ -151,7 +152,8 @@ def name_to_key(store: Store, name: str) -> str:
     matches = [key for key in keys if name in _names(key)]
     if not matches:
         known = ", ".join(_names(key)[1] for key in keys[:5]) or "none"
-        raise ConfigError(f"{store.url}: no commit is called '{name}'; the newest, as term-step: {known}")
+        meant = did_you_mean(nearest(name, ("newest", "best")))
+        raise ConfigError(f"{store.url}: no commit is called '{name}'{meant}; the newest, as term-step: {known}")
     return matches[0]
 
 

@@ -14,6 +14,9 @@ from elastic_train.runs.scaling import Scaling
 from elastic_train.runs.scaling import scaling as scaling_of
 from elastic_train.system.wording import duration, size
 
+_ALSO_FIGURES = ("time/", "commit/")
+"""Metrics of the last steps and saves, of which the figures tell over the whole run."""
+
 
 def compare(runs: Sequence[str], *, is_json: bool) -> int:
     comparison = compare_runs(*runs)
@@ -38,7 +41,8 @@ def show(comparison: Comparison) -> None:
         print_table(("key", *letters), _rows(config), "configuration, where it differs")
     else:
         print_text("configuration: no key differs")
-    measured = {"final metrics": comparison.metrics(), "time, throughput and faults": comparison.figures()}
+    final = {name: each for name, each in comparison.metrics().items() if not name.startswith(_ALSO_FIGURES)}
+    measured = {"final metrics": final, "time, throughput and faults": comparison.figures()}
     for title, figures in measured.items():
         if not figures:
             print_text(f"{title}: no run has any")

@@ -52,7 +52,8 @@ def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: flo
 
 def frame(glance: Glance, now: float) -> RenderableType:
     """Return what is shown of a moment."""
-    parts: list[RenderableType] = [_head(glance, now)]
+    state = glance.status or ("no world yet" if glance.term is None else "training, or killed")
+    parts: list[RenderableType] = [Text(f"{glance.run}: {state}"), _head(glance, now)]
     if glance.waiting is not None:
         parts.append(Text(f"no world forms: {glance.waiting}", style="bold red"))
     if glance.phases is not None:
@@ -79,11 +80,8 @@ def _head(glance: Glance, now: float) -> Table:
         "commit": commit,
         "last line": "-" if glance.last_at is None else _ago(now - glance.last_at),
     }
-    state = glance.status or ("no world yet" if glance.term is None else "training, or killed")
-    table = Table.grid(padding=(0, 2))
-    table.title, table.title_justify = f"{glance.run}: {state}", "left"
-    table.add_row(*(Text(name, style="dim") for name in facts))
-    table.add_row(*(Text(value) for value in facts.values()))
+    table = narrow_table(*facts)
+    table.add_row(*facts.values())
     return table
 
 

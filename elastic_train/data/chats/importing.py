@@ -187,8 +187,8 @@ class _Chats:
         num_tokens = sum(self._lengths)
         yield (
             f"{counted(len(self._lengths), 'chat')} of {self._layout}, {counted(self._num_turns, 'turn')} of the "
-            f"assistant, {counted(num_tokens, 'token')}, {self._num_targets / num_tokens:.1%} of them to be predicted; "
-            f"the longest chat has {self._longest:,}, 99 of 100 have at most {self._most_lengths:,}"
+            f"assistant, {counted(num_tokens, 'token', ',')}, {self._num_targets / num_tokens:.1%} of them to be "
+            f"predicted; the longest chat has {self._longest:,}, 99 of 100 have at most {self._most_lengths:,}"
         )
         yield f"chat template: {self._tokenizer.kind}; the assistant's turns are found by {self._tokenizer.masks}"
         if self._num_cut:

@@ -26,6 +26,8 @@ from elastic_train.system.wording import counted
 FILE = pa.field("file", pa.string(), nullable=False)
 """The image's path in the imported folder."""
 _VALIDATION_NAMES = ("validation", "valid", "val")
+_JUNK = frozenset(("thumbs.db", "desktop.ini"))
+"""Files that Windows puts into folders of images; those of macOS are hidden."""
 _AT_ONCE = 64
 _MOST_NAMED = 50
 _WHERE = "put it directly into the folder of its class, or remove it"
@@ -99,7 +101,7 @@ def _files_of(folder: Path) -> list[Path]:
     Raise ConfigError with other files in image folders, broken links, and images outside a class folder or below one:
     nothing is ignored silently.
     """
-    found = sorted(path for path in folder.glob("*/*") if not path.name.startswith("."))
+    found = sorted(path for path in folder.glob("*/*") if not path.name.startswith(".") and not _is_junk(path))
     files = [path for path in found if path.is_file()]
     wrong = [f"{path}: does not exist: it is a broken link, or no file" for path in found if _is_no_file(path)]
     wrong += [
@@ -120,6 +122,10 @@ def _files_of(folder: Path) -> list[Path]:
             f"{folder}: holds no images; put those of each class in a folder of its name, such as cat/1.png"
         )
     return files
+
+
+def _is_junk(path: Path) -> bool:
+    return path.name.lower() in _JUNK
 
 
 def _is_image(path: Path) -> bool:

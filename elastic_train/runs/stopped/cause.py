@@ -21,7 +21,6 @@ from elastic_train.runs.lines import Line, at, number, text, whole
 from elastic_train.runs.stopped.advice import CODES, RESUME, Do, advice, only_follows
 from elastic_train.runs.stopped.slurm import SlurmJob, ask_slurm, by_slurm
 from elastic_train.runs.stopped.traces import End, Traces, has_restarted_here, is_of_this_machine, read_traces, who
-from elastic_train.system.wording import counted
 from rendezvous.process_table import is_alive, is_stopped
 
 AT_ONCE_S = 2.0
@@ -208,8 +207,8 @@ def _silent_end(members: Sequence[Line], hosts: Sequence[str]) -> tuple[tuple[st
     if len(members) == 1:
         how = "it was killed (perhaps by the kernel for lack of memory, or by a second Ctrl-C)"
         return ("its only process", ""), how if has_power else f"{how}, or {', '.join(hosts)} lost power"
-    place = f"{counted(len(hosts), 'machine')} ({', '.join(hosts)})"
-    how = f"all on {place} was killed at once" if has_power else f"{place} lost power, or all was killed at once"
+    place = hosts[0] if len(hosts) == 1 else f"{len(hosts)} machines ({', '.join(hosts)})"
+    how = f"everything on {place} was killed at once" if has_power else f"{place} lost power, or all was killed at once"
     return ("all of its processes", ", and so did their launchers"), how
 
 

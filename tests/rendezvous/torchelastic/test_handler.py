@@ -8,7 +8,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler, handler_registry
 
 from rendezvous import EtcdServer, OptionError, context
@@ -111,3 +115,21 @@ def test_the_demo_server_runs_by_itself() -> None:
     server.terminate()
     assert server.wait(timeout=PATIENCE_S) == 0
     server.stdout.close()
+
+
+def test_an_uncaught_error_of_the_rendezvous_is_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever runs torchrun did not write its frames; all other errors are shown as before."""
+    passed = list[type[BaseException]]()
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: passed.append(kind))
+    load()
+    load()
+    for error in (
+        OptionError("--rdzv_conf: unknown key"),
+        RendezvousTimeoutError("too few nodes"),
+        OSError(),
+    ):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "error: --rdzv_conf: unknown key\nerror: too few nodes\n"
+    assert passed == [OSError]

@@ -264,6 +264,7 @@ def write_images(folder: Path, num_images: int = 30) -> None:
 def test_folders_of_images_are_classes(tmp_path: Path) -> None:
     """Bytes stay as they are, labels are the folders' names, and rows are mixed."""
     write_images(tmp_path / "images")
+    (tmp_path / "images" / "cat" / "Thumbs.db").touch()
     made = import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
     rows = [row for part in PARTS for row in rows_in(tmp_path / "out" / part)]
     assert sorted((row["image"], row["label"]) for row in rows) == sorted(
@@ -348,6 +349,7 @@ def test_images_beside_no_folders_are_a_dataset_without_labels(tmp_path: Path) -
     (tmp_path / "images").mkdir()
     for shade in range(3):
         (tmp_path / "images" / f"{shade}.png").write_bytes(png(shade))
+    (tmp_path / "images" / "Thumbs.db").touch()
     made = import_images(tmp_path / "out", tmp_path / "images", share=0.2, seed=3)
     assert [(manifest.label_column, manifest.num_rows) for manifest in made.manifests] == [(None, 3)]
     rows = rows_in(tmp_path / "out" / "train")
