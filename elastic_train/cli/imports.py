@@ -285,11 +285,11 @@ def import_images(
     split: Split | None = None,
     images: Images | None = None,
 ) -> int:
-    """Import images from FOLDER/LABEL/FILE, or from FOLDER/FILE without labels.
+    """Import images from FOLDER/LABEL/FILE, or FOLDER/FILE.
 
-    FOLDER/train/LABEL/FILE and FOLDER/validation/… set the split. Every image is decoded once, and those that do not
-    decode are refused by name. The table stores its bytes as they are. --digits: in place of a FOLDER, scikit-learn's
-    1,797 handwritten digits of 8 x 8 pixels; nothing is downloaded.
+    Those of FOLDER/FILE have no labels, for `predict`. FOLDER/train/LABEL/FILE and FOLDER/validation/… set the split.
+    Every image is decoded once, and those that do not decode are refused by name. The table stores its bytes as they
+    are. --digits: in place of a FOLDER, scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; nothing is downloaded.
     """
     chosen, check = (split or Split()).checked(), (images or Images()).check()
     if digits == (folder is not None):

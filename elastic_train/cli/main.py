@@ -145,7 +145,7 @@ def keys(part: str = "", /, *, json_: Json = False) -> int:
 
 @app.command(group=LOOK)
 def compare(runs: list[str], /, *, scaling: Flag = False, json_: Json = False) -> int:
-    """Compare the folders of runs: keys, metrics, speed, goodput, faults, weights.
+    """Compare runs: keys, metrics, speed, goodput, faults, weights.
 
     --scaling: of runs of one job on different numbers of ranks, speed-up, efficiency, share of communication, and what
     limits.

@@ -54,8 +54,9 @@ class Choice:
         self, run: str, train: Sequence[str], validation: str | None = None, max_samples: int | None = None
     ) -> Trained:
         """Load the model; say on stderr if it is not the newest commit's."""
-        from elastic_train.inference.opening import open_trained
+        from elastic_train.inference.opening import check_folder, open_trained
 
+        check_folder(run)
         key, weights = _chosen(run, self.commit).key, self.weights
         return open_trained(run, key, train=train, validation=validation, max_samples=max_samples, weights=weights)
 

@@ -113,8 +113,7 @@ def open_commit(
     trained or the averaged weights. Raises ConfigError or DataError if the task or the training set cannot be read from
     here.
     """
-    if "://" in run:
-        raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
+    check_folder(run)
     store = open_run(run)
     plan = plan_of(run, train=train, validation=validation, max_samples=max_samples)
     record, why = find_trained(run, commit)
@@ -122,6 +121,12 @@ def open_commit(
         log.warning("%s: %s", run, why)
     with open_weights(store, record, weights) as stored:
         yield Opened(run, plan, record, stored)
+
+
+def check_folder(run: str) -> None:
+    """Raise ConfigError for a URL of commits."""
+    if "://" in run:
+        raise ConfigError(f"{run}: give the run's folder (run.dir): its {CONFIG} says which task it trains")
 
 
 def plan_of(
