@@ -114,6 +114,11 @@ class Group(PointToPoint):
         self._parts.append(made)
         return made
 
+    @property
+    def connects_devices(self) -> bool:
+        """True if devices exchange by themselves, without host memory."""
+        return self._device is not None
+
     def is_on_device(self, tensor: Tensor) -> bool:
         return self._device is not None and self._holds(tensor)
 

@@ -232,8 +232,16 @@ class Share:
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
         """Bind the gradients and return the sum along some trees, which leaves each mean on the ranks that hold it."""
         made = [tree_of(kind, one.parameters, one.ranks, one.leaves) for one in trees]
-        beside = [one._replace(is_beside=of.is_beside) for one, of in zip(made, trees, strict=True)]
+        beside = [one._replace(is_beside=self.is_beside(of)) for one, of in zip(made, trees, strict=True)]
         return TreeSum(beside, self._bucket_bytes)
+
+    def is_beside(self, one: Summed) -> bool:
+        """Return True if gradients may be exchanged during a backward pass.
+
+        Not if the pass itself exchanges between devices: their groups' operations could wait for one another, because
+        ranks begin them in different orders.
+        """
+        return one.is_beside and (self.table.cell.size == 1 or not one.ranks.connects_devices)
 
     def close(self) -> None:
         """Stop changing the model's parameters."""

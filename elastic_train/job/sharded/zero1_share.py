@@ -199,7 +199,7 @@ class Zero1Share(Share):
         owned = [[run for run in runs if run.flat in numbers] for runs in seating.owned_runs()]
         [deliveries] = by_flats(seating.deliveries(), [numbers])
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
-        placed = [each for each in self.flat.placed() if each.flat in numbers] if one.is_beside else []
+        placed = [each for each in self.flat.placed() if each.flat in numbers] if self.is_beside(one) else []
         return Tree(flats, one.ranks, one.leaves, AtOwners(owned, deliveries), placed)
 
     def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:

@@ -197,7 +197,7 @@ def _exchange(
 def bucket_elements(model: ModelFacts, layout: Layout, trained: float, cluster: Cluster) -> float:
     """Return the elements exchanged at once: a bucket, or all of them without overlap."""
     least_bytes = bucket_bytes(layout.bucket_mb, on_cpu=cluster.device.is_cpu)
-    if least_bytes is None:
+    if least_bytes is None or (layout.cell > 1 and not cluster.device.is_cpu):  # `Share.is_beside`
         return trained
     least = least_bytes / model.sizes.gradient
     return min(trained, max(least, float(model.largest_tensor) / layout.tensor))
