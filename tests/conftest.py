@@ -340,7 +340,7 @@ def eventually(
     deadline = time.monotonic() + timeout_s
     while not fact():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def places_of(num_ranks: int | None) -> list[dict[str, str]]:

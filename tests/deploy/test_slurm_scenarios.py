@@ -118,7 +118,7 @@ def test_a_job_grows_by_jobs_that_join_it_and_nothing_starts_again(play: Callabl
         assert pids[before] <= pids[after], "nobody was started again"
 
 
-@pytest.mark.xdist_group("slurm-scenarios")
+@pytest.mark.xdist_group("slurm-codes")
 def test_two_jobs_on_the_same_nodes_do_not_notice_each_other(play: Callable[[str, float], Broken]) -> None:
     """Each has its own etcd on the node that is the first of both; while one is broken, the other takes steps."""
     broken = play("slurm-two-jobs", 1000.0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from chaos.errors import ChaosError, RunError
-from chaos.services.slurm.machines import LOGIN, Machines, eventually, why_no_machines
+from chaos.services.slurm.machines import LOGIN, LOOK_EVERY_S, Machines, eventually, why_no_machines
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "tini")
 PACKAGES = "slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins tini"
@@ -199,7 +199,7 @@ class SlurmCluster:
         while (state := self.state(job_id)) not in states:
             if state in ENDED or time.monotonic() > deadline:
                 raise RunError(f"job {job_id} is {state}, and not {' or '.join(states)}")
-            time.sleep(0.05)
+            time.sleep(LOOK_EVERY_S)
         return state
 
     def close(self) -> None:

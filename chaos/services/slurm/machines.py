@@ -27,7 +27,8 @@ LOGIN = "ctl"
 START_TIMEOUT_S = 300.0
 PROGRAMS = ("unshare", "nsenter", "ip", "mount")
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-_LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.2
+"""Seconds between two looks, each of which may start a command of Slurm's or read a job's whole history."""
 _SWITCH, _NETWORK = "switch", "10.77.0"
 
 _KEEP_ONLY = """
@@ -196,7 +197,7 @@ def eventually(is_so: Callable[[], object], what: str, timeout_s: float = START_
     while not is_so():
         if time.monotonic() > deadline:
             raise RunError(f"not within {timeout_s:.0f} s: {what}")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
 
 
 def _started(command: list[str], depth: int, environ: Mapping[str, str], log: Path) -> Machine:
