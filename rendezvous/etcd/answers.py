@@ -6,6 +6,7 @@ expired token. The texts are those of etcd 3.4 to 3.6.
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 
 import grpc  # type: ignore[import-untyped]
@@ -123,10 +124,18 @@ def code_of(error: BaseException) -> grpc.StatusCode | None:
 
 
 def details_of(error: BaseException) -> str:
-    """Return the first line of etcd's or gRPC's message."""
+    """Return the first line of etcd's or gRPC's message, without the address that gRPC tried last.
+
+    A host may have several, which would make one outage many reasons.
+    """
     cause = _cause(error)
     text = cause.details() if isinstance(cause, grpc.RpcError) and hasattr(cause, "details") else str(error)
-    return (text or type(error).__name__).splitlines()[0]
+    return _TRIED.sub("", (text or type(error).__name__).splitlines()[0])
+
+
+_TRIED = re.compile(
+    r"^failed to connect to all addresses; last error: \w+: (ipv[46]:\S+: )?(Failed to connect to remote host: )?"
+)
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -162,6 +162,8 @@ def why_absent(url: str) -> str:
         return f"{url}: no {NAME} there, but in its parts: name {' or '.join(parts)}"
     if fs.isdir(root) and any(each.endswith(".parquet") for each in fs.ls(root, detail=False)):
         return f"{url}: no {NAME} there; describe its Parquet files once with elastic_train.build_manifest({url!r})"
+    if fs.isdir(root) and any(each.lower().endswith(IMAGE_SUFFIXES) for each in fs.ls(root, detail=False)):
+        return f"{url}: no {NAME} there; import its images with `elastic-train data import images OUT {url}`"
     return (
         f"{url}: no {NAME} there; make the dataset with `elastic-train data import|synth`, or describe Parquet "
         "files of your own with elastic_train.build_manifest"
@@ -177,9 +179,8 @@ def _remedy_of(file: str) -> str:
         return f"describe its folder once with elastic_train.build_manifest({folder!r}), and name {folder}"
     if ending in IMAGE_SUFFIXES:
         return (
-            "if labels are known, `elastic-train data import images OUT DIR` takes DIR/LABEL/IMAGE; without labels, "
-            "write the files' bytes as a column 'image' of a Parquet file, describe its folder with "
-            "elastic_train.build_manifest, and name that folder"
+            "import its folder with `elastic-train data import images OUT DIR`, which takes DIR/LABEL/IMAGE, or "
+            "DIR/IMAGE without labels, and name OUT/train"
         )
     return "`elastic-train data import --help` lists what can be imported"
 

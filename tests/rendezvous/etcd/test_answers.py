@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from rendezvous.etcd.answers import Meaning, meaning_of, needs_new_client
+from rendezvous.etcd.answers import Meaning, details_of, meaning_of, needs_new_client
 
 CODE = grpc.StatusCode
 
@@ -46,3 +46,17 @@ def test_what_an_error_means(code: grpc.StatusCode, text: str, meaning: Meaning)
     error = AnswerError(code, text)
     assert meaning_of(error) is meaning
     assert needs_new_client(error) == (meaning is Meaning.LOG_IN)
+
+
+@pytest.mark.parametrize(
+    ("tried", "why"),
+    [
+        ("UNKNOWN: ipv6:%5B::1%5D:2379: Failed to connect to remote host: Connection refused", "Connection refused"),
+        ("UNKNOWN: ipv4:127.0.0.1:2379: Failed to connect to remote host: Connection refused", "Connection refused"),
+        ("UNKNOWN: ipv4:10.0.0.1:2379: Ssl handshake failed: CERTIFICATE_VERIFY_FAILED",) * 2,
+    ],
+)
+def test_an_outage_is_one_reason_whichever_address_was_tried_last(tried: str, why: str) -> None:
+    """A line for each try told of a host with two addresses."""
+    details = details_of(AnswerError(CODE.UNAVAILABLE, f"failed to connect to all addresses; last error: {tried}"))
+    assert details == why.rpartition("2379: ")[2]

@@ -224,7 +224,7 @@ def test_a_place_that_is_nearly_a_dataset_says_what_to_name(tmp_path: Path) -> N
     for name, says in {
         "rows.csv": f"`elastic-train data import rows OUT {tmp_path}/rows.csv`",
         "a.parquet": rf"build_manifest\('{tmp_path}'\), and name {tmp_path}",
-        "a.PNG": "images OUT DIR` takes DIR/LABEL/IMAGE; without labels, .* a column 'image' of a Parquet file",
+        "a.PNG": "images OUT DIR`, which takes DIR/LABEL/IMAGE, or DIR/IMAGE without labels",
         "a.docx": "data import --help",
     }.items():
         (tmp_path / name).write_text("text")
@@ -232,6 +232,10 @@ def test_a_place_that_is_nearly_a_dataset_says_what_to_name(tmp_path: Path) -> N
             load_manifest(str(tmp_path / name))
     with pytest.raises(ConfigError, match=rf"describe its Parquet files once with .*build_manifest\('{tmp_path}'\)"):
         load_manifest(str(tmp_path))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "1.JPG").touch()
+    with pytest.raises(ConfigError, match=r"photos: no .*; import its images with .* data import images OUT"):
+        load_manifest(str(tmp_path / "photos"))
     for part in ("train", "validation"):
         (tmp_path / part).mkdir()
         (tmp_path / part / NAME).write_text("{}")
