@@ -106,6 +106,7 @@ class Connection:
         self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
         self._current: _Lent | None = None
+        self._is_closed = False
         self._reading: Call[_OnDisk] | None = None
         self._last_words = "no answer"
         self._denied: Exception | None = None
@@ -135,9 +136,9 @@ class Connection:
             return self._lend().client
 
     def close(self) -> None:
-        """Release the client; if calls are using it, the last of them closes it."""
+        """Release the client for good; if calls are using it, the last of them closes it."""
         with self._lock:
-            lent, self._current = self._current, None
+            lent, self._current, self._is_closed = self._current, None, True
         if lent is not None and lent.num_calls == 0:
             lent.client.close()
 
@@ -164,7 +165,13 @@ class Connection:
                 lent.client.close()
 
     def _lend(self) -> _Lent:
-        """Return the current client, or log in with a new one; a failed login is not repeated at once."""
+        """Return the current client, or log in with a new one; a failed login is not repeated at once.
+
+        Raises StoreUnavailableError if the connection is closed: another thread may call until then, and nobody would
+        close its client.
+        """
+        if self._is_closed:
+            raise StoreUnavailableError(f"the connection to etcd at {self.options.where} is closed")
         if self._current is None:
             if self._denied is not None and time.monotonic() < self._denied_until:
                 raise self._denied

@@ -287,6 +287,15 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
     connection.close()
 
 
+def test_a_closed_connection_opens_no_client(etcd: EtcdServer) -> None:
+    """A thread may still write, and then list what its watch no longer brings, while another leaves the job."""
+    store = patient(etcd.endpoint)
+    assert store.get("/nothing/").revision > 0
+    store.close()
+    with pytest.raises(StoreUnavailableError, match="is closed"):
+        store.get("/nothing/")
+
+
 def test_a_clock_that_is_set_back_hides_no_endpoint(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An endpoint that has just failed is skipped for a moment, measured by a monotonic clock."""
     connection = Connection(etcd_options(etcd.endpoint))
