@@ -2,19 +2,23 @@
 
 A step ends on all ranks at nearly the same moment, since its reduction does. So the times that two hosts record for
 shared steps and worlds differ by their clock difference, unless one was frozen just then. The executor's clock is
-matched through its faults, which name the term and step seen by then. Each host's stamps are then shifted.
+matched through its faults, which name the term and step seen by then, and through the ends of nodes. Each host's stamps
+are then shifted.
 
-Clock differences below TOLERANCE_S are ignored: no judged order depends on so little. A host that shared no world with
-another is not shifted; separate groups of hosts are shifted separately.
+Clock differences below TOLERANCE_S are ignored: no judged order depends on so little. Hosts that shared no world with
+others are a group of their own, and groups are shifted separately. If no clock of a group can be the executor's, all of
+them are shifted until they agree with it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from statistics import median_low
+from typing import NamedTuple
 
 Line = dict[str, object]
 Lines = list[list[Line]]
@@ -33,12 +37,13 @@ def offsets_of(processes: Sequence[Sequence[Line]]) -> dict[str, float]:
     if len(set(hosts.values())) < 2:
         return {}
     seen = _formed(processes) | _applied(processes, hosts)
-    differences = _differences(seen)
-    anchors = [line for process in processes for line in process if line["op"] == "fault" and _is_time(line)]
-    found = [_from(host, differences) for host in sorted(set(hosts.values()))]
-    best = dict[frozenset[str], dict[str, float]]()  # groups of hosts that met, directly or through others
-    for offsets in sorted(found, key=lambda offsets: (_contradictions(seen, offsets, anchors), _sizes(offsets))):
-        best.setdefault(frozenset(offsets), offsets)
+    differences, best = _differences(seen), dict[frozenset[str], dict[str, float]]()
+    for host in sorted(set(hosts.values())):
+        group = _from(host, differences)  # hosts that met, directly or through others
+        if frozenset(group) not in best:
+            best[frozenset(group)] = _matched(
+                group, [*_faults(processes, seen, group), *_ends(processes, hosts, group)]
+            )
     return {host: offset for by in best.values() for host, offset in by.items() if abs(offset) > TOLERANCE_S}
 
 
@@ -149,33 +154,97 @@ def _from(host: str, differences: Mapping[str, Mapping[str, float]]) -> dict[str
     return offsets
 
 
-def _sizes(offsets: Mapping[str, float]) -> float:
-    return sum(abs(offset) for offset in offsets.values())
+class _Bound(NamedTuple):
+    """A stamp on a group's clock, and the executor's time until which it was made, or since which."""
+
+    t: float
+    until: float = math.inf
+    since: float = -math.inf
+
+    def wrong_s(self, ahead_s: float) -> float:
+        """Return by how many seconds the stamp contradicts a clock that is so far ahead of the executor's."""
+        return max(0.0, self.t - ahead_s - self.until, self.since - self.t + ahead_s)
 
 
-def _contradictions(
-    seen_by: Mapping[tuple[int, int], Mapping[str, float]],
-    offsets: Mapping[str, float],
-    anchors: Sequence[Line],
-) -> tuple[float, float]:
-    """Return by how many seconds, over all faults, seen steps are later than the fault, or unseen ones earlier.
+def _matched(group: Mapping[str, float], bounds: Sequence[_Bound]) -> dict[str, float]:
+    """Return how far a group's clocks are ahead of the executor's, given how far they are ahead of the group's clock.
 
-    The first number counts only what exceeds the executor's delay; the second, counting all, breaks ties.
+    One of them is the executor's, unless all contradict it by more than its delay. Of several the one is chosen from
+    which the fewest differ, and that contradicts it least; then the one with the latest stamps, since nodes end soon
+    after their work.
     """
-    at: dict[tuple[int, int], float] = {}
-    for place, by in seen_by.items():
-        if times := [t - offsets[host] for host, t in by.items() if host in offsets]:
-            at[place] = min(times)
+    least_s = max((bound.t - bound.until for bound in bounds), default=0.0)
+    most_s = min((bound.t - bound.since for bound in bounds), default=0.0)
+    ways = [(False, -offset) for offset in group.values()]
+    ways += [(True, ahead_s) for ahead_s in (least_s, most_s) if math.isfinite(ahead_s)]
+
+    def cost(way: tuple[bool, float]) -> tuple[float, ...]:
+        is_of_none, ahead_s = way
+        wrong_s = [bound.wrong_s(ahead_s) for bound in bounds]
+        beyond_s = sum(max(0.0, each_s - TOLERANCE_S / 2) for each_s in wrong_s)
+        num_apart = sum(abs(offset + ahead_s) > TOLERANCE_S for offset in group.values())
+        sum_s = sum(abs(offset + ahead_s) for offset in group.values())
+        return beyond_s, is_of_none, num_apart, sum(wrong_s), ahead_s if math.isfinite(least_s) else 0.0, sum_s
+
+    _, ahead_s = min(ways, key=cost)
+    return {host: offset + ahead_s for host, offset in group.items()}
+
+
+def _faults(
+    processes: Sequence[Sequence[Line]],
+    seen_by: Mapping[tuple[int, int], Mapping[str, float]],
+    group: Mapping[str, float],
+) -> Iterator[_Bound]:
+    """Yield what a group stamped last of all that a fault saw, and first of all that it did not see.
+
+    The step that the executor saw last is of an older term if the newest one has not applied any.
+    """
+    at = {
+        place: min(times)
+        for place, by in seen_by.items()
+        if (times := [t - group[host] for host, t in by.items() if host in group])
+    }
+    first_term = dict[int, int]()
+    for place in sorted(seen_by):
+        first_term.setdefault(place[1], place[0])
     places = sorted(at)
     earliest = list(accumulate((at[place] for place in reversed(places)), min))[::-1]
-    wrong_s = list[float]()
-    for fault in anchors:
-        term, step, moment = fault.get("term"), fault.get("seen_step"), float(str(fault["t"]))
-        if not isinstance(term, int) or not isinstance(step, int):
+    for fault in (line for process in processes for line in process if line["op"] == "fault" and _is_time(line)):
+        newest, step, moment = fault.get("term"), fault.get("seen_step"), float(str(fault["t"]))
+        if not isinstance(newest, int) or not isinstance(step, int):
             continue
-        if (seen := at.get((term, step))) is not None:
-            wrong_s.append(seen - moment)
-        if (following := bisect_right(places, (term, step))) < len(places):
-            wrong_s.append(moment - earliest[following])
-    most_s, all_s = (sum(max(0.0, each_s - least_s) for each_s in wrong_s) for least_s in (TOLERANCE_S / 2, 0.0))
-    return most_s, all_s
+        following = bisect_right(places, (newest, step))
+        seen = [place for place in places[max(0, following - 1) : following] if place[0] == newest]
+        if seen and first_term[seen[0][1]] < newest:
+            seen = [(newest, _FORMED)] if (newest, _FORMED) in at else []
+        yield from (_Bound(at[place], until=moment) for place in seen)
+        if following < len(places):
+            yield _Bound(earliest[following], since=moment)
+
+
+def _ends(
+    processes: Sequence[Sequence[Line]], hosts: Mapping[tuple[object, object], str], group: Mapping[str, float]
+) -> Iterator[_Bound]:
+    """Yield the last step of each of a group's processes whose node ended."""
+    lines = [line for process in processes for line in process if _is_time(line)]
+    of_rank = {_place(line): line.get("pid") for line in lines if line["op"] == "form"}
+    last = dict[object, float]()
+    for line in lines:
+        if line["op"] == "step" and (host := hosts.get(_place(line), "")) in group:
+            pid, t = of_rank.get(_place(line)), float(str(line["t"])) - group[host]
+            last[pid] = max(t, last.get(pid, t))
+    ended = ended_at(*([line for line in lines if line["op"] == op] for op in ("node", "exit")))
+    yield from (_Bound(t, until=ended[pid]) for pid, t in last.items() if pid in ended)
+
+
+def ended_at(nodes: Sequence[Line], exits: Sequence[Line]) -> dict[object, float]:
+    """Return, by process, when its node ended: the first time after it was found there."""
+    ends = defaultdict[object, list[float]](list)
+    for line in exits:
+        ends[line.get("node")].append(float(str(line["t"])))
+    found = dict[object, float]()
+    for line in nodes:
+        pids, after = line.get("pids"), [t for t in ends[line.get("node")] if t >= float(str(line["t"]))]
+        if after and isinstance(pids, list):
+            found |= dict.fromkeys(pids, min(after))
+    return found

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from chaos.judge.evidence.applied import formed_at, restored_at, steps_of
+from chaos.judge.evidence.clocks import ended_at
 from chaos.judge.evidence.recovery_cost import fault_name
 from chaos.judge.evidence.run_files import Evidence, Line, items, number, whole
 from chaos.judge.findings import Violated
@@ -192,19 +193,19 @@ def _applied_before(run: Evidence, step: int, at: float) -> bool:
 
 
 def _check_exits(run: Evidence) -> None:
-    last = {line["node"]: number(line, "t") for line in run.of("exit")}
-    ended = dict(_last_steps(run))
     over = max((number(line, "t") for line in run.of("clean")), default=math.inf)
-    if late := [node for node, t in last.items() if t > over + _EXECUTOR_S]:
+    if late := [line["node"] for line in run.of("exit") if number(line, "t") > over + _EXECUTOR_S]:
         raise Violated(f"node {late[0]} ended (`exit`) after all nodes had ended (`clean`)")
-    for node, t in last.items():
-        late_s = max((ended.get(pid, 0.0) for pid in _pids_on(run, node)), default=0.0) - t
-        if late_s > _EXECUTOR_S:
-            raise Violated(f"a process of node {node} applied a step {late_s:.1f} s after the node had ended (`exit`)")
-
-
-def _pids_on(run: Evidence, node: object) -> set[object]:
-    return {pid for line in run.of("node") if line["node"] == node for pid in items(line, "pids")}
+    last, node_of = dict(_last_steps(run)), {pid: x["node"] for x in run.of("node") for pid in items(x, "pids")}
+    for pid, t in ended_at(run.of("node"), run.of("exit")).items():
+        if (late_s := last.get(pid, 0.0) - t) > _EXECUTOR_S:
+            where = f"a process of node {node_of[pid]}"
+            raise Violated(f"{where} applied a step {late_s:.1f} s after the node had ended (`exit`)")
+    ends = {line["node"]: number(line, "t") for line in run.of("exit")}
+    for line in run.of("node"):
+        since, t = ends.get(line["node"], math.inf), number(line, "t")
+        if t > since + _EXECUTOR_S and not any(since <= number(act, "t") <= t for act in run.of("undo")):
+            raise Violated(f"node {line['node']} has processes {t - since:.1f} s after its end (`exit`), and no start")
 
 
 def _last_steps(run: Evidence) -> Iterator[tuple[object, float]]:

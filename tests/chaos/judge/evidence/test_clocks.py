@@ -98,6 +98,42 @@ def test_a_fault_tells_whose_clock_is_ahead_by_the_term_that_had_not_formed(
     assert offsets_of([lines]) == {ahead: -3.0}
 
 
+def test_a_fault_has_seen_that_its_term_had_formed() -> None:
+    """Most clocks are ahead, by different seconds, and the only fault comes before the first step."""
+    clocks = {"a": 6.0, "b": 16.0, "c": 0.0, "d": 9.0}
+    fault: Line = {"op": "fault", "t": 7.2, "term": 1, "seen_step": 0}
+    ahead = {host: seconds for host, seconds in clocks.items() if seconds}
+    assert offsets_of([[*_world(1, 7.0, clocks, 1, 2), fault]]) == ahead
+
+
+def test_a_fault_may_have_seen_its_step_in_an_older_term() -> None:
+    """The newer one restored an older state, and applies the step again after the fault."""
+    clocks = {"a": 0.0, "b": -6.0, "c": -4.0}
+    fault: Line = {"op": "fault", "t": 20.5, "term": 2, "seen_step": 4}
+    lines = [*_world(1, 5.0, clocks, 1, 2, 3, 4), *_world(2, 20.0, clocks, 2, 3, 4), fault]
+    assert offsets_of([lines]) == {"b": -6.0, "c": -4.0}
+
+
+@pytest.mark.parametrize("ahead_s", [12.0, -12.0])
+def test_a_host_that_met_nobody_is_matched_by_the_end_of_its_node(ahead_s: float) -> None:
+    """It trained alone after the others had ended; a fault came between, and its node was started twice."""
+    alone = _world(2, 30.0, {"c": ahead_s}, 5, 6)
+    alone[0]["pid"] = 3
+    nodes: list[Line] = [
+        {"op": "exit", "t": 9.0, "node": 2},
+        {"op": "node", "t": 29.0, "node": 2, "pids": [3]},
+        {"op": "fault", "t": 29.5, "term": 1, "seen_step": 4},
+        {"op": "exit", "t": 32.4, "node": 2},
+    ]
+    found = offsets_of([[*_world(1, 5.0, {"a": 0.0, "b": 0.0}, 4), *alone, *nodes]])
+    assert found == {"c": pytest.approx(ahead_s, abs=0.7)}
+
+
+def test_clocks_that_no_end_contradicts_are_those_of_most_hosts() -> None:
+    clocks = {"a": -8.0, "b": 0.0, "c": -12.0, "d": 0.0}
+    assert offsets_of([_world(1, 20.0, clocks, 1, 2, 3)]) == {"a": -8.0, "c": -12.0}
+
+
 def test_hosts_that_never_met_have_clocks_of_their_own() -> None:
     """A twin's world preceded the job: that all of its clocks agree says nothing about the other hosts."""
     lines = [*_world(1, 5.0, {"a": 0.0, "b": 0.0, "c": 0.0}, 1), *_world(2, 20.0, {"d": 0.0, "e": -6.0, "f": 0.0}, 1)]
