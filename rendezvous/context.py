@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from rendezvous.etcd.options import etcd_options
 from rendezvous.membership.fence import EtcdFence
-from rendezvous.membership.records import Cause
+from rendezvous.membership.worlds import Cause
 
 VARIABLE = "ELASTIC_RENDEZVOUS"
 LIVE_VARIABLE = "ELASTIC_LIVE"

@@ -24,10 +24,11 @@ from rendezvous.meeting_point import Meeting
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
-from rendezvous.membership.records import Closed, Job, World
+from rendezvous.membership.records import Closed, Job
 from rendezvous.membership.rules.admission import Policy, count_nodes
 from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.standing import mates_of
+from rendezvous.membership.worlds import World
 
 GROW_QUIET_S = 0.5
 """Seconds without arrivals or departures before a world grows, so that a node's workers are admitted together."""

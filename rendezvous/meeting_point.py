@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistError
 
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import World
 from rendezvous.membership.rules.decisions import Seal
+from rendezvous.membership.worlds import World
 from rendezvous.waiting import Bystander, GivenUp
 
 CALL_TIMEOUT_S = 60

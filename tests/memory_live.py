@@ -17,9 +17,10 @@ from elastic_train.config.schema import Config
 from elastic_train.training import run as product
 from elastic_train.training import supervisor
 from elastic_train.world.forming import Formed
-from rendezvous.membership.records import Member, Seat, World
+from rendezvous.membership.records import Member
 from rendezvous.membership.rules.admission import Policy, admitted
 from rendezvous.membership.rules.cells import CellShape, is_a_part_left_behind
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import Finished
 from tests.memory_job import Loss, exchanges, installed
 from tests.memory_machine import Machine, rank_here

@@ -22,9 +22,10 @@ from elastic_train.job.state_shards import Weights
 from elastic_train.parallel.group import Group
 from elastic_train.tracking.history import History
 from elastic_train.training import open_session
-from rendezvous.membership.records import Member, World
+from rendezvous.membership.records import Member
 from rendezvous.membership.rules import admission, cells
 from rendezvous.membership.rules.cells import Arrangement, CellShape
+from rendezvous.membership.worlds import World
 
 
 class BuggyLanguage(PacedLanguage):

@@ -4,19 +4,19 @@ Unknown fields are ignored, so a newer version may add fields: members of both v
 is upgraded node by node. Unreadable text raises an error that the reader can act on, not the parser's.
 
 A record's field `format` gives its layout; absent means 1. It is raised only by changes that older versions must not
-misread.
+misread, and a kind of record whose layout has changed reads older ones as well (`unpack`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-FORMAT = 1
+FORMAT = 2
 """The newest layout that this version can read."""
 
 R = TypeVar("R")
@@ -38,14 +38,16 @@ def read_record(kind: type[R], text: str) -> R:
         raise UnreadableRecordError(f"not JSON ({error})") from None
     if not isinstance(found, dict):
         raise UnreadableRecordError(f"{type(found).__name__} instead of an object")
-    layout = found.get("format", FORMAT)
+    layout = found.get("format", 1)
     if not isinstance(layout, int) or layout > FORMAT:
         raise NewerRecordError(f"format {layout!r}, and this version reads formats up to {FORMAT}")
-    made: R = _made(kind, found)
+    unpack: Callable[[dict[str, Any]], Mapping[str, Any]] | None = getattr(kind, "unpack", None)
+    made: R = from_fields(kind, found if unpack is None else unpack(found))
     return made
 
 
-def _made(kind: Any, found: Mapping[str, Any]) -> Any:
+def from_fields(kind: Any, found: Mapping[str, Any]) -> Any:
+    """Make a dataclass from what JSON has of it; raises UnreadableRecordError."""
     hints = _hints(kind)
     values = {name: _value(found[name], hint, name) for name, (hint, _) in hints.items() if name in found}
     missing = [name for name, (_, is_needed) in hints.items() if is_needed and name not in found]
@@ -60,7 +62,7 @@ def _value(found: Any, hint: Any, name: str) -> Any:
     if origin is tuple and isinstance(found, list):
         return tuple(_value(each, get_args(hint)[0], name) for each in found)
     if is_dataclass(hint) and isinstance(found, dict):
-        return _made(hint, found)
+        return from_fields(hint, found)
     if origin is UnionType:
         hint, is_none = next(each for each in get_args(hint) if each is not type(None)), found is None
         return None if is_none else _value(found, hint, name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from rendezvous.errors import StoreRefusedError
 from rendezvous.membership.latest_view import LatestView, Now
-from rendezvous.membership.records import Keys, Member, Terms, View, World, encode
+from rendezvous.membership.records import Keys, Member, Terms, View, encode
 from rendezvous.membership.rules import changes
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.store import (
@@ -26,6 +26,7 @@ from rendezvous.membership.store import (
     Store,
     Watch,
 )
+from rendezvous.membership.worlds import World
 
 MOST_TRIES, PAUSE_S = 20, 0.1
 """Number of tries of an update if the record keeps changing, and the longest wait for the watch to bring a change."""

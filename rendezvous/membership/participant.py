@@ -34,7 +34,6 @@ from rendezvous.membership.records import (
     Keys,
     Member,
     View,
-    World,
     read_view,
 )
 from rendezvous.membership.rules import admission, changes, decisions, standing, words
@@ -42,6 +41,7 @@ from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.changes import Change
 from rendezvous.membership.rules.decisions import Decision, Enter, Expelled, Finished, Refused, Seal, Wait
 from rendezvous.membership.store import Put, Snapshot, Store
+from rendezvous.membership.worlds import World
 from rendezvous.outage_log import OutageLog, WaitingLog
 
 CLOSED_S = 300.0

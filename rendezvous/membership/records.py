@@ -23,16 +23,15 @@ import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from rendezvous.errors import NewerVersionError
 from rendezvous.membership.lenient_json import NewerRecordError, UnreadableRecordError, read_record
 from rendezvous.membership.store import Snapshot
+from rendezvous.membership.worlds import World
 
 _log = logging.getLogger("rendezvous")
-
-Cause = Literal["start", "lost", "joined", "restart"]
 
 JOBS = "/elastic/"
 """Prefix of the keys of all jobs."""
@@ -169,36 +168,6 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A member's place in a world: the first seat is group rank 0."""
-
-    member: str
-    num_workers: int
-    role: str = ""
-
-
-@dataclass(frozen=True)
-class World:
-    """The members that train together, in rank order, and the address of the TCPStore hosted by the first."""
-
-    term: int
-    seats: tuple[Seat, ...]
-    cause: Cause
-    address: str
-    port: int
-    sealed_at: float
-    left: tuple[str, ...] = ()
-    """Members that have left after their workers finished, while others still worked: they are not lost."""
-
-    @cached_property
-    def _ranks(self) -> dict[str, int]:
-        return {seat.member: rank for rank, seat in enumerate(self.seats)}
-
-    def rank_of(self, member_id: str) -> int | None:
-        return self._ranks.get(member_id)
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """The member whose workers failed first in a term; unless a node was lost, the restart is charged to it."""
 
@@ -330,7 +299,8 @@ class View:
 
 
 def encode(record: Member | Terms | Over | World | Failure | Head | Closed) -> str:
-    return json.dumps(asdict(record), sort_keys=True)
+    found = record.pack() if isinstance(record, World) else asdict(record)
+    return json.dumps(found, default=asdict, sort_keys=True, separators=(",", ":"))
 
 
 def read_view(snapshot: Snapshot, keys: Keys) -> View:

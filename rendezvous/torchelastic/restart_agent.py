@@ -14,7 +14,8 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 
-from rendezvous.membership.records import Job, Seat
+from rendezvous.membership.records import Job
+from rendezvous.membership.worlds import Seat
 from rendezvous.torchelastic.bound_agent import FINAL_CODES, BoundAgent
 from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 

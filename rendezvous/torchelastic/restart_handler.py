@@ -29,8 +29,8 @@ from rendezvous.etcd.store import EtcdStore, check_permission
 from rendezvous.meeting_point import Meeting
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import CLOSED_S, Participant
-from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.worlds import World
 from rendezvous.torchelastic.addresses import interface_of, is_loopback, machine_name, own_address
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.standby import Standby

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rendezvous.membership.records import Member, View, World
+from rendezvous.membership.records import Member, View
 from rendezvous.membership.rules.cells import CellShape, arrange, places_had
+from rendezvous.membership.worlds import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 
-from rendezvous.membership.records import Member, World
+from rendezvous.membership.records import Member
 from rendezvous.membership.rules.stages import allot
+from rendezvous.membership.worlds import World
 
 Group = tuple[Member, ...]
 """The members of one stage of a cell, by place."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from rendezvous.membership.records import Closed, Failure, Keys, Member, Over, Terms, View, World, encode
+from rendezvous.membership.records import Closed, Failure, Keys, Member, Over, Terms, View, encode
 from rendezvous.membership.rules.standing import ending
 from rendezvous.membership.store import ABSENT, MOST_GUARDS, Snapshot
+from rendezvous.membership.worlds import World
 
 MOST_GUARDED = MOST_GUARDS - 3
 """Maximum number of seats guarded individually. In a larger world a member may be gone at the seal: the world then

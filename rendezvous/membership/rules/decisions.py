@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from rendezvous.membership.records import Cause, Member, Seat, View, World, refuse_newer
+from rendezvous.membership.records import Member, View, refuse_newer
 from rendezvous.membership.rules.admission import (
     Policy,
     admitted,
@@ -26,6 +26,7 @@ from rendezvous.membership.rules.admission import (
 )
 from rendezvous.membership.rules.cells import is_a_part_left_behind
 from rendezvous.membership.rules.standing import joining
+from rendezvous.membership.worlds import Cause, Seat, World
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
-from rendezvous.membership.records import Member, View, World
+from rendezvous.membership.records import Member, View
 from rendezvous.membership.rules.admission import Policy, admitted, agrees, mutually_reachable
+from rendezvous.membership.worlds import World
 
 
 def num_waiting(view: View, me: str, world: World, policy: Policy) -> int:

@@ -22,8 +22,9 @@ from elastic_train.health.result import Finding, Planned, fail, ok, warn
 from rendezvous.agent.link_speed import LinkSpeed
 from rendezvous.context import LIVE_VARIABLE, LiveContext
 from rendezvous.membership.memory_store import MemoryStore
-from rendezvous.membership.records import Keys, Member, Seat, World, encode
+from rendezvous.membership.records import Keys, Member, encode
 from rendezvous.membership.store import Put
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S
 
 CPU = torch.device("cpu")

@@ -23,9 +23,10 @@ from rendezvous.etcd import connection
 from rendezvous.etcd.store import EtcdLease, check_permission
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import Keys, World
+from rendezvous.membership.records import Keys
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Put, Snapshot, Watch
+from rendezvous.membership.worlds import World
 from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.rendezvous_sides import client_of, patient
 

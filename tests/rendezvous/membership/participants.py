@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from rendezvous import EtcdStore, MemoryStore
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.worlds import World
 from tests.conftest import PATIENCE_S
 
 TTL_S = 3.0

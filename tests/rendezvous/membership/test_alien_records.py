@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -19,14 +19,13 @@ from rendezvous.membership.records import (
     Keys,
     Member,
     Over,
-    Seat,
     Terms,
-    World,
     encode,
     read_head,
     read_view,
 )
 from rendezvous.membership.store import Entry, Put, Snapshot
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import enter, make_node, meet_again
 from tests.rendezvous.rendezvous_sides import client_of, patient
@@ -63,6 +62,28 @@ def test_records_are_read_as_they_were_written(record: Member | Terms | Over | W
     assert read_record(type(record), encode(record)) == record
     newer = {**json.loads(encode(record)), "colour": {"deep": [1]}, "format": FORMAT}
     assert read_record(type(record), json.dumps(newer)) == record
+
+
+def test_a_world_of_another_version_is_read_or_refused() -> None:
+    """Format 1 named each seat in full; format 2 is refused by versions that read only that."""
+    first = {**asdict(WORLD), "seats": [{"member": "a-1", "num_workers": 1}]}
+    assert read_record(World, json.dumps(first)) == WORLD
+    assert json.loads(encode(WORLD))["format"] == 2
+
+
+@pytest.mark.parametrize("members", [["a"], ["1:a"], ["-1:a"], ["x:a"], ["0:a", "2:b"], [5], "0:a"])
+def test_seats_that_continue_nothing_are_no_world(members: object) -> None:
+    text = json.dumps({**json.loads(encode(WORLD)), "runs": [{"members": members}]})
+    with pytest.raises(UnreadableRecordError):
+        read_record(World, text)
+
+
+def test_a_world_takes_twenty_bytes_for_a_seat() -> None:
+    """Of workers whose ids have more than forty characters; all members read the world of all."""
+    ids = [f"machine-{node:03}-{node:08x}.{rank}-{node:06x}{rank:06x}" for node in range(16) for rank in range(8)]
+    world = replace(WORLD, seats=tuple(Seat(each, 1, "trainer") for each in ids))
+    assert read_record(World, encode(world)) == world
+    assert len(encode(world)) - len(encode(WORLD)) < 24 * len(ids)
 
 
 def test_records_of_the_first_version_are_read() -> None:

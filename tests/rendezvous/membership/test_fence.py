@@ -18,9 +18,10 @@ from rendezvous import (
     open_fence,
 )
 from rendezvous.context import VARIABLE
-from rendezvous.membership.records import Closed, Keys, Seat, World, encode, read_view
+from rendezvous.membership.records import Closed, Keys, encode, read_view
 from rendezvous.membership.rules.changes import close
 from rendezvous.membership.store import Put
+from rendezvous.membership.worlds import Seat, World
 
 if TYPE_CHECKING:
     from tests.rendezvous.rendezvous_sides import Side

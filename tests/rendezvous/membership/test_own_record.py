@@ -15,9 +15,10 @@ from rendezvous.membership.known_agents import KnownAgents
 from rendezvous.membership.memory_store import MemoryWatch
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import Member, Seat, View, World, read_view
+from rendezvous.membership.records import Member, View, read_view
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.store import Guards, Put, Snapshot, Writes
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import TTL_S, make_node, meet_again, pair
 

@@ -15,11 +15,11 @@ from rendezvous.membership import known_agents, participant
 from rendezvous.membership.dead_agents import is_looking
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.rules.decisions import Seal
 from rendezvous.membership.store import Guards, Writes
+from rendezvous.membership.worlds import World
 from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.membership.participants import TTL_S, crash, enter, make_node, pair, store_world
 

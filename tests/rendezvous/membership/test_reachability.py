@@ -14,8 +14,8 @@ from rendezvous.membership.known_agents import Ask
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.reachability import Reachability
-from rendezvous.membership.records import World
 from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.worlds import World
 from tests.conftest import PATIENCE_S, eventually
 
 

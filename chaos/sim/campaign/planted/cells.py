@@ -15,9 +15,10 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Weights
 from elastic_train.parallel.group import Group
 from elastic_train.placement.table import Table
-from rendezvous.membership.records import Member, World
+from rendezvous.membership.records import Member
 from rendezvous.membership.rules import cells
 from rendezvous.membership.rules.cells import Arrangement, CellShape
+from rendezvous.membership.worlds import World
 
 _ARRANGE, _TAKE_PLACE = cells.arrange, reshard.take_place
 IN_CELLS = replace(SHAPE, nodes=2, ranks=3, cell=2, rows=(60, 60, 41), epochs=6, lane_s=0.15)

@@ -16,8 +16,9 @@ from chaos.services.authority import Authority
 from elastic_train.cli.main import main
 from elastic_train.cli.places.job import nodes_of, row_of
 from rendezvous import EtcdServer, MemoryStore
-from rendezvous.membership.records import Keys, Member, Seat, View, World, encode, read_view
+from rendezvous.membership.records import Keys, Member, View, encode, read_view
 from rendezvous.membership.store import Put
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S, begin, eventually
 from tests.elastic_train.training.live.test_live import ENDLESS, history, until_whole, write_config
 from tests.rendezvous.rendezvous_sides import patient

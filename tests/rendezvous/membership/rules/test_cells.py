@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from rendezvous import MemoryStore
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
-from rendezvous.membership.records import Member, Seat, View, World
+from rendezvous.membership.records import Member, View
 from rendezvous.membership.rules import decisions, standing
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange, is_a_part_left_behind
 from rendezvous.membership.rules.decisions import Seal, Wait
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S
 
 CELLS = Policy(1, 4, 0.0, max_members=4, cell=CellShape(1, 2))

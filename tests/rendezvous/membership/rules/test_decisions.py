@@ -17,10 +17,8 @@ from rendezvous.membership.records import (
     Keys,
     Member,
     Over,
-    Seat,
     Terms,
     View,
-    World,
     encode,
     read_view,
 )
@@ -28,6 +26,7 @@ from rendezvous.membership.rules import admission, changes, decisions, standing
 from rendezvous.membership.rules.admission import Policy
 from rendezvous.membership.rules.decisions import Enter, Finished, Seal, Wait
 from rendezvous.membership.store import Entry, Put, Snapshot
+from rendezvous.membership.worlds import Seat, World
 
 KEYS = Keys("job")
 POLICY = Policy(min_nodes=1, max_nodes=3, last_call_s=0.0)

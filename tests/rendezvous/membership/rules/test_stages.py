@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rendezvous.membership.records import Member, Seat, View, World
+from rendezvous.membership.records import Member, View
 from rendezvous.membership.rules import decisions, standing
 from rendezvous.membership.rules.admission import Policy, admitted
 from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange, is_a_part_left_behind
 from rendezvous.membership.rules.decisions import Seal, Wait
 from rendezvous.membership.rules.stages import allot
+from rendezvous.membership.worlds import Seat, World
 from tests.rendezvous.membership.rules.test_cells import worker, world
 
 PIPELINE = CellShape(num_stages=2, stage_size=1)
