@@ -152,12 +152,15 @@ class EtcdLease:
             self._connection.call(lambda client: client.revoke_lease(self.id), give_up_after_s=CALL_TIMEOUT_S)
         except StoreRefusedError:
             _log.debug("lease %x had ended before it was revoked", self.id)
-        finally:
-            self._lost.set()
-            self._connection.close()
+        except StoreUnavailableError:
+            if not self.is_lost:  # else its last renewal, which ran meanwhile, has found its end
+                raise
+        self._lost.set()
+        self._connection.close()
 
     def abandon(self) -> None:
         self._stopped.set()
+        self._connection.close()
 
     def _renew(self) -> None:
         wait_s, started = self.ttl_s / 3, time.monotonic()

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from rendezvous.errors import StoreRefusedError
+from rendezvous.errors import StoreError, StoreRefusedError
 from rendezvous.membership.latest_view import LatestView, Now
 from rendezvous.membership.records import Keys, Member, Terms, View, encode
 from rendezvous.membership.rules import changes
@@ -177,14 +177,18 @@ class OwnRecord:
     def revoke(self) -> None:
         """End the lease, and with it the record; raises StoreError if etcd does not answer."""
         if self.lease is not None:
-            self.lease.revoke()
+            try:
+                self.lease.revoke()
+            except StoreError:
+                self.lease.abandon()
+                raise
 
     def _new_id(self) -> str:
         return f"{self.place.name or self.place.host}-{uuid.uuid4().hex[:12]}"
 
     def _register(self) -> None:
         if self.lease is not None:
-            self.lease.abandon()
+            self.lease.revoke()  # a write whose answer was lost may have left a record under it: others would seat it
         self.lease = self._store.lease(self.ttl_s)
         self.ttl_s = self.lease.ttl_s
         place = self.place

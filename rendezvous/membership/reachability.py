@@ -142,6 +142,10 @@ class Reachability:
             return dict(zip(nodes, answers, strict=True))
 
     def _bury(self, dead: list[Member]) -> None:
+        """Remove the dead; a view that is not whole does not show which of them have just become ready.
+
+        One that is ready lives although its agent refuses. It is then out of reach, and would lose its place anyway.
+        """
         self._participant.remove_dead_members(member for member in dead if self._agents.has_met(member))
 
     def _warn(self, missed: Mapping[str, list[Member]]) -> None:

@@ -68,7 +68,10 @@ class Lease(Protocol):
         """True if the store has said that the lease has ended; False while the store cannot be reached."""
 
     def revoke(self) -> None:
-        """End the lease and delete its keys now; harmless if it has already ended."""
+        """End the lease and delete its keys now; harmless if it has already ended.
+
+        Raises StoreUnavailableError if the store does not answer: revoke it again, or abandon it.
+        """
 
     def abandon(self) -> None:
         """Stop renewing without revoking, as a crash would: the keys are deleted after the time to live."""

@@ -135,7 +135,7 @@ class EtcdClient:
 
     def __init__(self, etcd: Etcd, process: Process, give_up_after_s: float = GIVE_UP_AFTER_S) -> None:
         self._etcd, self._process, self._give_up_after_s = etcd, process, give_up_after_s
-        self._data_loss = DataLossDetector()
+        self._data_loss, self._is_closed = DataLossDetector(), False
 
     def get(self, prefix: str, end: str = "") -> Snapshot:
         asked = self._data_loss.ask()
@@ -176,13 +176,15 @@ class EtcdClient:
         return SimWatch(self._etcd, self._process, (prefix, end), self.get(prefix, end), self._data_loss)
 
     def close(self) -> None:
-        """Connections are not modelled."""
+        self._is_closed = True
 
     def _call(self, ask: Callable[[], T], give_up_after_s: float, kind: Call = "read") -> T:
         """Call, and retry after failures; the answer to an executed call may be lost."""
         etcd, kernel, node = self._etcd, self._etcd.kernel, self._process.node
         started = kernel.now
         while True:
+            if self._is_closed:
+                raise StoreUnavailableError("the connection to etcd is closed")
             asked_at = kernel.now
             kernel.sleep(etcd.delay())
             is_refused = etcd.is_down or (etcd.is_lost_to(self._process) and etcd.draws.random() < 0.5)
@@ -220,11 +222,11 @@ class SimLease:
 
     def revoke(self) -> None:
         self._is_renewed = False
+        if self.is_lost:
+            return
         client = EtcdClient(self._etcd, self.process)
-        try:
-            client._call(lambda: self._etcd.end(self), CALL_TIMEOUT_S, "delete")
-        finally:
-            self.is_lost = True
+        client._call(lambda: self._etcd.end(self), CALL_TIMEOUT_S, "delete")
+        self.is_lost = True
 
     def abandon(self) -> None:
         self._is_renewed = False

@@ -287,6 +287,43 @@ def test_a_client_is_closed_by_nobody_while_another_thread_uses_it(etcd: EtcdSer
     connection.close()
 
 
+def test_an_abandoned_lease_leaves_no_client(etcd: EtcdServer) -> None:
+    """A member abandons a lease that etcd could not end, and may train on for weeks."""
+    store = patient(etcd.endpoint)
+    lease = store.lease(15)
+    lease._connection.call(lease._refresh, give_up_after_s=PATIENCE_S)
+    assert lease._connection._current is not None
+    lease.abandon()
+    assert lease._connection._current is None
+    with pytest.raises(StoreUnavailableError, match="is closed"):
+        lease._connection.call(lease._refresh, give_up_after_s=PATIENCE_S)
+    store.close()
+
+
+def test_a_lease_that_etcd_could_not_end_is_revoked_again() -> None:
+    """Until then it may hold keys, and counts as not lost."""
+
+    class Connected:
+        def __init__(self) -> None:
+            self.answers: list[Exception | None] = [StoreUnavailableError("no answer"), None]
+            self.is_closed = False
+
+        def call(self, function: object, give_up_after_s: float) -> None:
+            if (error := self.answers.pop(0)) is not None:
+                raise error
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    connection = Connected()
+    lease = EtcdLease(connection, 7, 15.0, renew=False)  # type: ignore[arg-type]
+    with pytest.raises(StoreUnavailableError):
+        lease.revoke()
+    assert not lease.is_lost and not connection.is_closed
+    lease.revoke()
+    assert lease.is_lost and connection.is_closed
+
+
 def test_a_closed_connection_opens_no_client(etcd: EtcdServer) -> None:
     """A thread may still write, and then list what its watch no longer brings, while another leaves the job."""
     store = patient(etcd.endpoint)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from rendezvous import MemoryStore
+from rendezvous import EtcdStore, MemoryStore, StoreUnavailableError
 from rendezvous.agent.identity import Answer
 from rendezvous.membership import dead_agents, known_agents, own_record
 from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, believed, is_looking
 from rendezvous.membership.known_agents import KnownAgents
-from rendezvous.membership.memory_store import MemoryWatch
+from rendezvous.membership.memory_store import MemoryLease, MemoryWatch
 from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, View, read_view
@@ -49,6 +49,65 @@ class CountingStore(MemoryStore):
         listed = MemoryStore()
         listed.__dict__ = self.__dict__
         return listed
+
+
+class LosingStore(MemoryStore):
+    """Loses the answer to one transaction, counted from 1, which the client then tries again or gives up."""
+
+    def __init__(self, lost: int, *, gives_up: bool) -> None:
+        super().__init__()
+        self.num_answers, self.is_losing = 0, True
+        self._lost, self._gives_up, self._is_revoked = lost, gives_up, False
+
+    def swap(self, writes: Writes, guards: Guards) -> int | None:
+        revision = super().swap(writes, guards)
+        self.num_answers += self.is_losing and revision is not None
+        if self.num_answers != self._lost or revision is None or not self.is_losing:
+            return revision
+        if self._gives_up:
+            raise StoreUnavailableError("no answer")
+        return super().swap(writes, guards) or EtcdStore._written_before(self, writes)  # type: ignore[arg-type]
+
+    def end(self, lease: MemoryLease) -> None:
+        """End a lease; a client that has just given up does so once more."""
+        is_first, self._is_revoked = not self._is_revoked, True
+        if is_first and self._gives_up and self.is_losing:
+            raise StoreUnavailableError("no answer")
+        super().end(lease)
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("lost", range(1, 8))
+def test_a_member_has_one_record_whichever_answer_is_lost(
+    lost: int, is_late: bool, gives_up: bool, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+) -> None:
+    """Two nodes register, form a world, and leave it, the first as the last member: it gets another id.
+
+    A record that nobody answers for would be in the next world. The watch may be late, too.
+    """
+    store, wait, is_silent = LosingStore(lost, gives_up=gives_up), MemoryWatch.wait, [False]
+
+    def late(self: MemoryWatch, seen: Snapshot, timeout_s: float) -> Snapshot | None:
+        return None if is_silent[0] else wait(self, seen, timeout_s)
+
+    monkeypatch.setattr(MemoryWatch, "wait", late)
+    monkeypatch.setattr(own_record, "BROUGHT_S", 0.0)
+    monkeypatch.setattr(own_record, "PAUSE_S", 0.01)
+    nodes = [make_node(store), make_node(store)]
+    for _ in range(2):
+        is_silent[0] = is_late
+        for node in nodes:
+            node.join(PATIENCE_S, as_last=node is nodes[0])
+        is_silent[0] = False
+        worlds = list(pool.map(lambda node: node.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S), nodes))
+        assert worlds[0] == worlds[1] and worlds[0] is not None
+        assert sorted(seat.member for seat in worlds[0].seats) == sorted(node.id for node in nodes)
+    store.is_losing = False
+    assert store.num_answers >= 6
+    for node in nodes:
+        node.leave()
+    assert not store.get(nodes[0].keys.members).entries
 
 
 def test_a_recovery_writes_once_for_each_member_and_lists_nothing(
