@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,9 @@ def test_an_etcd_on_a_port_that_another_holds_is_refused() -> None:
         port = int(first.endpoint.partition(":")[2])
         with pytest.raises(ServerError, match=rf"port {port} of this machine is taken.*--endpoint"):
             EtcdServer(port=port).start()
+        command = [sys.executable, "-m", "rendezvous", "--port", f"{port}"]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 1 and ended.stderr.startswith(f"error: port {port} of this machine is taken")
         late = EtcdServer(port=port)
         late._refuse_taken_port = lambda: None  # type: ignore[method-assign]  # the other was quicker
         with pytest.raises(ServerError, match=rf"port {port} of this machine is taken|ended with code 1"):
