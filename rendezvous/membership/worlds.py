@@ -1,15 +1,15 @@
 """A world: who trains together, in which order, and where they meet; and its record in the store.
 
 A world's record names all its members and all of them read it, so its bytes grow with the square of its size. Since
-format 2 it has runs of neighbouring seats, and of each member id only what it does not share with the one before.
+format 2 it has runs of neighbouring seats, and what the ids of a node's members begin with only once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any, Literal
 
 from rendezvous.membership.lenient_json import UnreadableRecordError, from_fields
@@ -48,12 +48,18 @@ class World:
 
     def pack(self) -> dict[str, object]:
         """Return the fields of its record."""
+        starts = dict[str, int]()
+
+        def shorten(member: str) -> str:
+            start = member[: member.rfind(".") + 1]
+            return f"{starts.setdefault(start, len(starts))}:{member.removeprefix(start)}"
+
         runs = [
-            _Run(tuple(_shorten(seat.member for seat in seats)), num_workers, role)
+            _Run(tuple(shorten(seat.member) for seat in seats), num_workers, role)
             for (num_workers, role), seats in groupby(self.seats, key=lambda seat: (seat.num_workers, seat.role))
         ]
         others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "seats"}
-        return {"format": 2, "runs": runs, **others}
+        return {"format": 2, "starts": [*starts], "runs": runs, **others}
 
     @staticmethod
     def unpack(found: dict[str, Any]) -> Mapping[str, Any]:
@@ -63,9 +69,13 @@ class World:
         """
         if "runs" not in found:
             return found
-        runs = from_fields(_Runs, found).runs
+        packed: _Packed = from_fields(_Packed, found)
         try:
-            seats = [Seat(member, run.num_workers, run.role) for run in runs for member in _restore(run.members)]
+            seats = [
+                Seat(member, run.num_workers, run.role)
+                for run in packed.runs
+                for member in _restore(run.members, packed.starts)
+            ]
         except ValueError as error:
             raise UnreadableRecordError(f"runs: {error}") from None
         return {**found, "seats": [asdict(seat) for seat in seats]}
@@ -76,31 +86,21 @@ class _Run:
     """Neighbouring seats with as many workers each, in one role."""
 
     members: tuple[str, ...]
-    """Of each id the number of characters that it shares with the one before, a colon, and the rest."""
+    """Of each id the place of its beginning among the starts, a colon, and the rest."""
     num_workers: int
     role: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _Packed:
+    starts: tuple[str, ...]
     runs: tuple[_Run, ...]
 
 
-def _shorten(ids: Iterable[str]) -> Iterator[str]:
-    before = ""
-    for member in ids:
-        pairs = zip(before, member, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        yield f"{shared}:{member[shared:]}"
-        before = member
-
-
-def _restore(shortened: Iterable[str]) -> Iterator[str]:
-    """Yield the ids again; raises ValueError for what `_shorten` has not written."""
-    before = ""
+def _restore(shortened: Iterable[str], starts: Sequence[str]) -> Iterator[str]:
+    """Yield the ids again; raises ValueError for one that begins with none of `starts`."""
     for text in shortened:
-        shared, colon, rest = text.partition(":")
-        if not colon or not 0 <= int(shared) <= len(before):
-            raise ValueError(f"{text[:40]!r} does not continue {before[:40]!r}")
-        before = before[: int(shared)] + rest
-        yield before
+        place, colon, rest = text.partition(":")
+        if not colon or not 0 <= int(place) < len(starts):
+            raise ValueError(f"{text[:40]!r} begins with none of {len(starts)} starts")
+        yield starts[int(place)] + rest

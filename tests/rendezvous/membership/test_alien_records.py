@@ -72,15 +72,15 @@ def test_a_world_of_another_version_is_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize("members", [["a"], ["1:a"], ["-1:a"], ["x:a"], ["0:a", "2:b"], [5], "0:a"])
-def test_seats_that_continue_nothing_are_no_world(members: object) -> None:
-    text = json.dumps({**json.loads(encode(WORLD)), "runs": [{"members": members}]})
+def test_seats_with_ids_that_cannot_be_read_are_no_world(members: object) -> None:
+    text = json.dumps({**json.loads(encode(WORLD)), "runs": [{"members": members, "num_workers": 1, "role": ""}]})
     with pytest.raises(UnreadableRecordError):
         read_record(World, text)
 
 
-def test_a_world_takes_twenty_bytes_for_a_seat() -> None:
-    """Of workers whose ids have more than forty characters; all members read the world of all."""
-    ids = [f"machine-{node:03}-{node:08x}.{rank}-{node:06x}{rank:06x}" for node in range(16) for rank in range(8)]
+def test_a_world_takes_about_twenty_bytes_for_a_seat() -> None:
+    """All members read the world of all; those of a node need not have neighbouring seats."""
+    ids = [f"machine-{node:03}-{node:08x}.{rank}-{node:06x}{rank:06x}" for rank in range(8) for node in range(16)]
     world = replace(WORLD, seats=tuple(Seat(each, 1, "trainer") for each in ids))
     assert read_record(World, encode(world)) == world
     assert len(encode(world)) - len(encode(WORLD)) < 24 * len(ids)
