@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import DecoderShape
 
 UNIT_ROUNDOFF = 2.0**-24
 LAMBDA = 6.0

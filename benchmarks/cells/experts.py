@@ -29,8 +29,7 @@ from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.experts import Experts
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "experts": 8, "expert_hidden": 384}
 SHAPE = DecoderShape(vocabulary=512, **SIZES)  # type: ignore[arg-type]

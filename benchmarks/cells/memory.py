@@ -17,8 +17,7 @@ from elastic_train.job.cells.stage import lone_part
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.placements import loss_of
 
 LONG = DecoderShape(vocabulary=8192, dim=256, depth=6, heads=8, kv_heads=2)

@@ -24,8 +24,7 @@ from elastic_train.parallel.cells.pipeline import Passes, run_program
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Kind, Pass
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.task import Batch
 
 SIZES = {"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4, "tied": False}

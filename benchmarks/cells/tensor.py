@@ -30,8 +30,7 @@ from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Attention, Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Attention, Decoder, DecoderShape
 
 SHAPE = DecoderShape(vocabulary=512, dim=256, depth=4, heads=8, kv_heads=4)
 TASK = CausalLM(model={"dim": 256, "depth": 4, "heads": 8, "kv_heads": 4})

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.field.lives import Fleet, Life, Recovery, live
 from benchmarks.field.parts import JOIN, PARTS, Parts, read
 from benchmarks.figures import rewrite
-from elastic_train.checkpoint.interval.cadence import SaveCost, choose
+from elastic_train.checkpoint.saving.cadence import SaveCost, choose
 from elastic_train.config import yaml12
 from elastic_train.planning.arithmetic.goodput import RPO_S, STALL_S_PER_GB, Reliability
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from elastic_train.checkpoint.interval.cadence import SaveCost
+from elastic_train.checkpoint.saving.cadence import SaveCost
 
 DAY_S = 86400.0
 Seconds = Callable[[Random], float]

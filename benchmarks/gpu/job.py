@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.jobs import WARMUP_STEPS, tokens_of, write_config, write_rows
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 NUM_LANES = 4
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from elastic_train.config.sources import load_config
 from elastic_train.core.order import Cursor
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.language import chunked_loss
+from elastic_train.tasks.language import language_model
 from elastic_train.training.run import train
 
 MEMORY_STEPS = 6
@@ -72,7 +72,7 @@ def passes_of(num_tokens: int, *, in_chunks: bool) -> tuple[int, float]:
     tokens = torch.randint(0, VOCABULARY, (1, num_tokens))
     batch = {"tokens": tokens, "places": torch.arange(num_tokens - 1), "targets": tokens[0, 1:]}
     base, seconds = resident("VmRSS"), list[float]()
-    with mock.patch.object(chunked_loss, "FEWEST_ROWS", chunked_loss.FEWEST_ROWS if in_chunks else num_tokens):
+    with mock.patch.object(language_model, "FEWEST_ROWS", language_model.FEWEST_ROWS if in_chunks else num_tokens):
         for _ in range(NUM_PASSES):
             began = time.process_time()
             torch.autograd.backward(task.loss(model, batch).total)

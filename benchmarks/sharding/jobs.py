@@ -17,8 +17,8 @@ from elastic_train.core.lanes import lane_seed
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, roll_forward
-from elastic_train.job.resharding.reshard import take_first_seat, take_state
+from elastic_train.job.peer_states import PeerState, gather_peer_states, roll_forward
+from elastic_train.job.reshard import take_first_seat, take_state
 from elastic_train.job.state import AppliedState, StepFacts, norm_of
 from elastic_train.job.units.blocks import recording_order
 from elastic_train.parallel.group import Group

@@ -11,8 +11,8 @@ import torch
 from benchmarks.figures import Effort
 from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, WIDE, Job, Mode
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, roll_forward
-from elastic_train.job.resharding.reshard import take_state
+from elastic_train.job.peer_states import PeerState, gather_peer_states, roll_forward
+from elastic_train.job.reshard import take_state
 from elastic_train.parallel.group import Group
 
 

@@ -43,7 +43,7 @@ from elastic_train.config.sources import as_argument
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Order
 from elastic_train.data.corpora.synthetic import synthesise
-from elastic_train.data.dataset import run_order
+from elastic_train.data.dataset import training_sources
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.training_sources import join, load_sources
 from elastic_train.system.wording import counted
@@ -223,12 +223,14 @@ def make_data(scenario: Scenario, config: Config, say: Say) -> None:
 
 def order_of_job(config: Config) -> RunOrder:
     sources = load_sources(config.data, config.batch.num_lanes)
-    return run_order.order_of(config, join(sources) if sources else load_manifest(config.data.sources[0]), sources)
+    return training_sources.order_of(
+        config, join(sources) if sources else load_manifest(config.data.sources[0]), sources
+    )
 
 
 def count_steps(config: Config) -> int:
     """Return how many steps the configured job takes."""
-    return run_order.count_steps(config, order_of_job(config))
+    return training_sources.count_steps(config, order_of_job(config))
 
 
 def steps_per_epoch(config: Config) -> int:

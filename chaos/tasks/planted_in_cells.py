@@ -15,7 +15,7 @@ from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.mixture import RunOrder
 from elastic_train.data.loading.loader import LaneBatch
-from elastic_train.job.resharding import reshard
+from elastic_train.job import reshard
 from elastic_train.job.sample_streams import Feed
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Weights

@@ -27,7 +27,7 @@ from elastic_train.cli.output import (
 )
 from elastic_train.config import sources
 from elastic_train.config.schema import keys as all_keys
-from elastic_train.config.schema import nearest_key
+from elastic_train.config.sources import nearest_key
 from elastic_train.errors import ConfigError, ElasticTrainError, StorageError, explain, show
 from elastic_train.launch.options import Flags
 

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 from elastic_train.cli.output import Flag, Json, cell, console, narrow_table, print_json, print_text
 from elastic_train.config import sources
 from elastic_train.errors import ConfigError
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.system.wording import counted, duration, rate, size
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from elastic_train.data.corpora.origin import telling_if_full
 from elastic_train.data.dataset.manifest import NAME, load_manifest
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError
-from elastic_train.tasks.rows.vocabulary import check_lists
+from elastic_train.tasks.rows.token_rows import check_lists
 
 TASK = "task.py"
 ROW_LENGTH = 1024

@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import ByteSize, PositiveInt, ValidationInfo, field_serializer, field_validator
 
-from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import checked_best
-from elastic_train.config.section import Old, Section, folder, home
+from elastic_train.config.section import Forms, Old, Section, folder, has_unit, home, periods_of, whole, written
 
 _EVERY = "50 steps, 15 min"
 _CAP_S = 900.0

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
-from elastic_train.config.section import Old, Section, Value
+from elastic_train.config.section import Forms, Old, Section, Value, has_unit, periods_of, whole, written
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 

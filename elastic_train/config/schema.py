@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -29,20 +28,24 @@ from elastic_train.config.combinations import Feature, Found, refusals
 from elastic_train.config.datasets import DataConfig, names_of
 from elastic_train.config.monitoring import MonitoringConfig, ProfileConfig, TrackingConfig
 from elastic_train.config.parallel import ParallelConfig
-from elastic_train.config.periods import Forms, has_unit, periods_of, whole, written
 from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
 from elastic_train.config.section import (
     MOST_CHARS_OF_A_NAME,
+    Forms,
     Old,
     Section,
     Value,
     checked_name,
     folder,
+    has_unit,
     keys_of,
+    periods_of,
+    whole,
+    written,
 )
 from elastic_train.errors import ConfigError
 from elastic_train.system.file_systems import STARTED_IN, absolute, working_folder
-from elastic_train.system.wording import counted, nearest
+from elastic_train.system.wording import counted
 
 Change = tuple[object, object]
 """The old and the new value of a key."""
@@ -390,31 +393,3 @@ def _absolute_tracker(uri: str | None) -> str | None:
 def keys() -> Iterator[tuple[str, str, str, str]]:
     """Yield (key, type, default, meaning) of every key."""
     yield from keys_of(Config)
-
-
-_ELSEWHERE = {
-    **dict.fromkeys(("lr", "learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
-    **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch"),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch.micro_batch"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
-    "gradient_checkpointing": "parallel.recompute",
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
-    **dict.fromkeys(("eval_steps", "val_check_interval", "check_val_every_n_epoch"), "validation.every"),
-    "save_steps": "checkpoint.every",
-}
-"""Names that other trainers use for our keys, to suggest ours in errors."""
-
-
-def nearest_key(name: str) -> str | None:
-    """Return the key or section that an unknown one may mean: near in spelling, or with a word of it; else None."""
-    known = [*(key for key, *_ in keys()), *Config.model_fields]
-    section, _, tail = name.rpartition(".")
-    if tail in _ELSEWHERE:
-        return _ELSEWHERE[tail]
-    tails = Counter(key.rpartition(".")[2] for key in set(known))
-    by_tail = {last: key for key in known if tails[last := key.rpartition(".")[2]] == 1 or key == f"{section}.{last}"}
-    of_section = [last for last, key in by_tail.items() if section and key == f"{section}.{last}"]
-    near = nearest(tail, of_section) or nearest(tail, by_tail, cutoff=0.75)
-    near = near or (None if of_section else nearest(name, known, cutoff=0.75))
-    near = near or next((last for last in by_tail if set(tail.split("_")) <= set(last.split("_"))), None)
-    return by_tail.get(near, near) if near else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast, get_args, get_origin
@@ -22,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from elastic_train.config import yaml12
-from elastic_train.config.schema import Config, nearest_key
+from elastic_train.config.schema import Config, keys
 from elastic_train.config.section import Value, alternatives, below, scalars_of
 from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.errors import ConfigError
@@ -333,3 +334,31 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     given = "" if isinstance(item["input"], dict | BaseModel) else f", given {item['input']!r}"
     message, meant, name = message.partition("; did you mean ")
     return f"{where}: '{key}': {message}{given}{meant}{name}" if key else f"{where}: {message}{meant}{name}"
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch.micro_batch"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
+    "gradient_checkpointing": "parallel.recompute",
+    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("eval_steps", "val_check_interval", "check_val_every_n_epoch"), "validation.every"),
+    "save_steps": "checkpoint.every",
+}
+"""Names that other trainers use for our keys, to suggest ours in errors."""
+
+
+def nearest_key(name: str) -> str | None:
+    """Return the key or section that an unknown one may mean: near in spelling, or with a word of it; else None."""
+    known = [*(key for key, *_ in keys()), *Config.model_fields]
+    section, _, tail = name.rpartition(".")
+    if tail in _ELSEWHERE:
+        return _ELSEWHERE[tail]
+    tails = Counter(key.rpartition(".")[2] for key in set(known))
+    by_tail = {last: key for key in known if tails[last := key.rpartition(".")[2]] == 1 or key == f"{section}.{last}"}
+    of_section = [last for last, key in by_tail.items() if section and key == f"{section}.{last}"]
+    near = nearest(tail, of_section) or nearest(tail, by_tail, cutoff=0.75)
+    near = near or (None if of_section else nearest(name, known, cutoff=0.75))
+    near = near or next((last for last in by_tail if set(tail.split("_")) <= set(last.split("_"))), None)
+    return by_tail.get(near, near) if near else None

@@ -31,9 +31,8 @@ from torch.distributed import DistError
 from elastic_train.config.schema import Config
 from elastic_train.errors import UnfitError
 from elastic_train.health.clock import examine_clock
+from elastic_train.health.examinations import examine_memory, examine_products, or_its_error, own_cores, room
 from elastic_train.health.links import examine_links
-from elastic_train.health.memory import examine_memory, room
-from elastic_train.health.products import examine_products, or_its_error, own_cores
 from elastic_train.health.result import Finding, Planned, examine_all, fail, ok, warn
 from elastic_train.system.file_systems import mount_of
 from elastic_train.system.wording import size

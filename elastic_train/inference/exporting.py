@@ -13,11 +13,10 @@ from pathlib import Path
 
 from torch import nn
 
-from elastic_train.checkpoint.commits.weights import CommitWeights, Weights
-from elastic_train.checkpoint.format.stored_tensors import Kind, write_safetensors
+from elastic_train.checkpoint.commits.weights import CommitWeights, Kind, Weights, write_safetensors
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Opened, open_commit
-from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.system.files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome
 

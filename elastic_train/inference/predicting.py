@@ -29,7 +29,7 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Trained
 from elastic_train.job.sample_streams import Feed
 from elastic_train.parallel.group import Group
-from elastic_train.system.atomic_files import draft_of, publish
+from elastic_train.system.files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.tasks.task import LaneLoss, Predicting, Task
 from elastic_train.training.evaluation import Ranks, evaluate, losses

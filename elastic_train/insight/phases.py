@@ -1,4 +1,4 @@
-"""Measure each rank's time per phase, and find the rank that the others wait for.
+"""Measure each rank's time per phase, and its memory, and find the rank that the others wait for.
 
 Marks divide a rank's time completely: the time since the last mark, less the time waiting for peers, belongs to the
 phase that the next mark names. The phases of a row therefore add up to the seconds between two rows. Results are not
@@ -6,13 +6,22 @@ affected, and a mark costs less than a microsecond.
 
 Sums over a window are of one world, so its rows are of the same ranks; a run's summary has means over ranks, and may
 span worlds.
+
+MFU and HFU are the share of the devices' peak that a run uses; a file in the run's folder has their inputs.
+
+A rank's memory is its peak, and the parts of it that are known to the byte. Parts are named as by `elastic-train plan`,
+and are held from step to step. The rest of the peak are activations, temporary memory of a step, and what the allocator
+keeps.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +34,14 @@ COMPUTED: tuple[Phase, ...] = ("to_device", "forward", "backward")
 """Phases that a device spends on a lane."""
 SLOW_RATIO = 1.5
 """A rank is named if its compute takes this multiple of the median: ranks do the same but for noise."""
+
+FILE = "utilisation.json"
+
+FOLDER = "memory"
+"""Folder of memory snapshots below a run's folder, written when a rank runs out of memory."""
+PARTS = ("weights", "gradients", "optimizer", "sums", "exchange", "buffers", "staging")
+REST = "rest"
+"""Name of the rest of a peak."""
 
 
 class RankFacts(NamedTuple):
@@ -219,3 +236,75 @@ class PhaseTotals:
             "hidden_s": per_step["hidden_s"],
             "bytes": round(per_step["exchanged_bytes"]),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Utilisation:
+    """Model FLOPs per sample, FLOPs per sample that recomputation adds, and the peak FLOP/s of a rank's device."""
+
+    flops_per_sample: float
+    recomputed_flops_per_sample: float
+    peak_flops: float
+
+    def mfu(self, samples_per_s: float, num_ranks: int) -> float:
+        """Return the share of all devices' peak that the model's own operations use."""
+        return samples_per_s * self.flops_per_sample / (num_ranks * self.peak_flops)
+
+    def hfu(self, samples_per_s: float, num_ranks: int) -> float:
+        """Return the share of all devices' peak that all operations use, recomputed ones included."""
+        return self.mfu(samples_per_s, num_ranks) * (1 + self.recomputed_flops_per_sample / self.flops_per_sample)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def read_utilisation(run_dir: Path) -> Utilisation | None:
+    """Read the file in a run's folder; None if it is missing or unreadable."""
+    try:
+        found = Utilisation(**json.loads((run_dir / FILE).read_text()))
+        return found if found.flops_per_sample > 0 and found.peak_flops > 0 else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """One rank's memory, in bytes.
+
+    `peak` is of its device: on a GPU the most memory of tensors, and `reserved` of torch's allocator; on a CPU the most
+    resident bytes of the process, which had `program` before it built its model. `parts` are on the device; `host` is
+    host memory held next to a GPU, and `host_peak` the process's most resident bytes there.
+    """
+
+    device: str
+    peak: int
+    parts: Mapping[str, int]
+    program: int = 0
+    reserved: int | None = None
+    host: int = 0
+    host_peak: int | None = None
+
+    @property
+    def rest(self) -> int:
+        """Peak without the parts, including parts released before the measurement."""
+        return max(0, self.peak - self.program - sum(self.parts.values()))
+
+    def as_fields(self) -> dict[str, object]:
+        """Return the fields for a history's line or a snapshot."""
+        of_cpu: dict[str, object] = {"program": self.program} if self.reserved is None else {}
+        of_gpu = {"reserved": self.reserved, "host": self.host, "host_peak": self.host_peak}
+        return {"device": self.device, "peak": self.peak, **(of_cpu or of_gpu), "parts": dict(self.parts)}
+
+
+def memory_facts_of(fields: Mapping[str, object]) -> MemoryFacts | None:
+    """Parse the output of `as_fields`; None if it is something else."""
+    parts, peak = fields.get("parts"), fields.get("peak")
+    numbers = {key: fields.get(key) for key in ("program", "reserved", "host", "host_peak")}
+    known = {key: value for key, value in numbers.items() if value is not None}
+    if not isinstance(parts, dict) or not all(map(_is_size, (peak, *known.values(), *parts.values()))):
+        return None
+    return MemoryFacts(str(fields.get("device")), peak, parts, **known)  # type: ignore[arg-type]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

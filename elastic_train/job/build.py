@@ -27,12 +27,11 @@ from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
 from elastic_train.job.sharded.share import Share, SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
-from elastic_train.job.sharded.zero1_share import Zero1Share, Zero2Share
-from elastic_train.job.sharded.zero3_share import Zero3Share
+from elastic_train.job.sharded.zero1_share import Zero1Share
+from elastic_train.job.sharded.zero3_share import Zero2Share, Zero3Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import StateShards
-from elastic_train.job.units.blocks import unit_names, unit_of
-from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.job.units.blocks import recompute_blocks, unit_names, unit_of
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.devices.host_memory import host_memory_of
 from elastic_train.placement.grains import CutDims

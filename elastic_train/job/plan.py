@@ -24,8 +24,14 @@ from elastic_train.core.mixture import Mixture, RunOrder
 from elastic_train.core.order import VERSION, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
-from elastic_train.data.dataset.run_order import count_steps, fingerprint_of, order_of
-from elastic_train.data.dataset.training_sources import Source, join, load_sources
+from elastic_train.data.dataset.training_sources import (
+    Source,
+    count_steps,
+    fingerprint_of,
+    join,
+    load_sources,
+    order_of,
+)
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of

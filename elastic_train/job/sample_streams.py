@@ -20,11 +20,10 @@ from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.lane_batch import SampleRules, takes_draw
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
-from elastic_train.data.loading.reader import MixedReader, Reader, RowSource
-from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.reader import MixedReader, Reader, RowCache, RowSource
 from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.job.units.blocks import same_bits
 from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
-from elastic_train.job.units.recompute import same_bits
 from elastic_train.tasks.task import Limited, Matching, Task
 
 

@@ -1,7 +1,7 @@
 """The applied state: everything an optimizer step changes, as one unit that moves from step s to s+1.
 
 Weights, optimizer, scheduler, scaler, cursor, coverage sums and step are saved, restored and transferred together. The
-norm of a step's gradient comes from each rank's sums of squares per grain (`placement.norm`), so it depends neither on
+norm of a step's gradient comes from each rank's sums of squares per grain (`devices.squares`), so it depends neither on
 how tensors are cut nor on the thread count.
 """
 
@@ -30,8 +30,8 @@ from elastic_train.job.optimizers.schedule import Recipe, read_recipe, say_chang
 from elastic_train.job.sharded.share import SharedScaler
 from elastic_train.job.state_shards import CommitPieces, Place, StateShards
 from elastic_train.job.units.compiled import CompiledBlocks
+from elastic_train.parallel.devices.squares import clip_factor, total_norm
 from elastic_train.placement.grains import Layout
-from elastic_train.placement.norm import clip_factor, total_norm
 from elastic_train.placement.table import Parts, Table
 
 _RECIPE = "recipe"

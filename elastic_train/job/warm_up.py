@@ -18,10 +18,9 @@ from elastic_train.errors import ConfigError, DataError, StorageError
 from elastic_train.job.cells.stage import lone_part
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
-from elastic_train.job.units.blocks import recording_order
+from elastic_train.job.units.blocks import comparing_blocks, recording_order, same_bits
 from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.generators import seed_generators
-from elastic_train.job.units.recompute import comparing_blocks, same_bits
 from elastic_train.parallel.attention.choice import Recorder, choose
 from elastic_train.parallel.attention.kernels import machine_of
 from elastic_train.tasks.placements import Running, loss_of

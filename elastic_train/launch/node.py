@@ -1,8 +1,10 @@
 """`elastic-train launch`: one node of a job, run by TorchElastic's agents, with exit codes for schedulers.
 
 torchrun turns every failure and signal into exit code 1. This launcher answers SIGTERM, SIGINT, SIGHUP and SIGUSR1 by
-asking the workers to leave, waits for them, and exits with one code for all (`exit_codes`). Without an etcd endpoint it
-starts an etcd: for a job of one node, or on the first node of a scheduler's job for all of them (`job_etcd`).
+asking the workers to leave, waits for them, and exits with one code for all. Without an etcd endpoint it starts an
+etcd: for a job of one node, or on the first node of a scheduler's job for all of them (`job_etcd`).
+
+The workers' exit codes are combined into the node's, which a scheduler can act on (codes are in errors.py).
 """
 
 from __future__ import annotations
@@ -14,11 +16,23 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elastic_train.errors import ElasticTrainError, Preempted, TooFewNodesError, translated
+from elastic_train.errors import (
+    ConfigError,
+    CorruptError,
+    ElasticTrainError,
+    HungError,
+    NoProgressError,
+    Preempted,
+    ResultError,
+    TooFewNodesError,
+    UnfitError,
+    translated,
+)
 from elastic_train.launch import departure
-from elastic_train.launch.exit_codes import exit_code, outstayed
+from elastic_train.launch.departure import REQUESTS
 from elastic_train.launch.job_etcd import JobEtcd, job_etcd
 from elastic_train.launch.options import Launch
 from elastic_train.system.preemption import GRACE_VARIABLE, tell
@@ -28,6 +42,17 @@ if TYPE_CHECKING:
 
 LAST_WORDS_S = 2.0
 """Seconds for workers that must end at once to report what is lost."""
+
+TELLING_CODES = (
+    CorruptError.exit_code,
+    ConfigError.exit_code,
+    UnfitError.exit_code,
+    NoProgressError.exit_code,
+    HungError.exit_code,
+    TooFewNodesError.exit_code,
+    ResultError.exit_code,
+)
+"""Codes more informative than plain failure, most specific first."""
 
 
 def launch(plan: Launch, run_dir: str) -> int:
@@ -149,3 +174,26 @@ def _run_agent(plan: Launch, etcd: JobEtcd) -> int:
             "the next start continues from the newest commit\n"
         )
     return exit_code(codes, has_failed=has_failed, is_asked=is_asked)
+
+
+def exit_code(codes: Sequence[int], *, has_failed: bool, is_asked: bool = False) -> int:
+    """Return the node's exit code: its workers' most specific one; 75 if all left cleanly and some early; else 0 or 1.
+
+    `is_asked`: this node was asked to leave. A worker killed by the same signal had no handler yet and held no state,
+    so it counts as preempted; so does a node without workers, and one killed at the end of its grace period: the next
+    start continues from a commit, and schedulers restart only for 75.
+    """
+    if is_asked:
+        by_request = [-number for number in (*REQUESTS, signal.SIGKILL)]
+        codes = [Preempted.exit_code if code in by_request else code for code in codes] or [Preempted.exit_code]
+    telling = next((code for code in TELLING_CODES if code in codes), None)
+    if telling is not None:
+        return telling
+    if Preempted.exit_code in codes and set(codes) <= {0, Preempted.exit_code}:
+        return Preempted.exit_code
+    return int(has_failed or any(codes))
+
+
+def outstayed(codes: Sequence[int]) -> int:
+    """Return how many workers were still running when the grace period of a leaving node ended."""
+    return sum(code == -signal.SIGKILL for code in codes)

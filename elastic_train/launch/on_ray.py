@@ -30,8 +30,8 @@ from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Pre
 from elastic_train.launch.job_etcd import JobEtcd
 from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
 from elastic_train.launch.schedulers import CONF, read_conf, without_schedulers
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
+from elastic_train.system.files import write_atomically
 from elastic_train.system.preemption import requests
 from rendezvous.etcd.options import wrong_id
 from rendezvous.etcd.server import EtcdServer, free_ports

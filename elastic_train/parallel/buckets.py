@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.devices.device import Mark
 from elastic_train.parallel.group import Group
-from elastic_train.program.unit_turn import Begin, End, Walk, place_of
+from elastic_train.program.schedules import Begin, End, Walk, place_of
 from elastic_train.system.huge_pages import on_huge_pages
 from rendezvous.waiting import Bystander
 

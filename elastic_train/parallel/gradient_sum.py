@@ -26,7 +26,7 @@ from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, Place
 from elastic_train.parallel.exchange import Everywhere, InAnyOrder, Reduce, Reduction, Scratch, Subtrees
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Aside, PointToPoint
-from elastic_train.program.unit_turn import UnitAction, Walk, filling_turn, place_of
+from elastic_train.program.schedules import UnitAction, Walk, filling_turn, place_of
 from elastic_train.system.huge_pages import on_huge_pages
 
 OfPart = tuple[str, Tensor]

@@ -9,7 +9,7 @@ sums it and sends the others the mean.
 Two tables assign ranks their leaves per turn and their shards. A leaf is one rank's computation of one lane; a rank may
 compute several per turn, and keeps all but the last whole until that one.
 
-Units are exchanged in a fixed order on all ranks (`program.unit_turn`), the model's last one first, whatever the order
+Units are exchanged in a fixed order on all ranks (`program.schedules`), the model's last one first, whatever the order
 of the backward pass: a finished unit waits for those before it. A rank without a lane in a turn only receives. Sharded
 weights are gathered in between (`unit_weights`, ZeRO-3).
 """
@@ -46,7 +46,7 @@ from elastic_train.parallel.point_to_point import Work
 from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.holdings import Run, by_flat
 from elastic_train.placement.seating import Move, Seating, by_flats
-from elastic_train.program.unit_turn import Begin, End, UnitAction, Walk, place_of, reducing_turn
+from elastic_train.program.schedules import Begin, End, UnitAction, Walk, place_of, reducing_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
 

@@ -1,6 +1,6 @@
 """Sharded weights (ZeRO-3): each unit's weights are gathered before use and released after it.
 
-A turn is one forward and backward pass on some ranks of a group, with a list of actions (`program.unit_turn`); hooks of
+A turn is one forward and backward pass on some ranks of a group, with a list of actions (`program.schedules`); hooks of
 the blocks only report the pass's progress. A rank without a lane in a turn only sends.
 
 The last block's weights stay from the forward to the backward pass; the rest's stay from the first turn to the last. If
@@ -27,7 +27,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.point_to_point import Work
 from elastic_train.placement.holdings import Run
 from elastic_train.placement.seating import Move, by_flats
-from elastic_train.program.unit_turn import REST, Begin, End, Free, UnitAction, Walk, gathering_turn
+from elastic_train.program.schedules import REST, Begin, End, Free, UnitAction, Walk, gathering_turn
 from elastic_train.system.huge_pages import on_huge_pages
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 A grain is a run of at most GRAIN elements of one tensor. If ranks can each have a part of a tensor, the cut dimension
 comes first in its *memory order*, so that a part is a run of elements; and no grain crosses the edge of a part at any
 degree up to MOST_DEGREE that divides the dimension. A part is then a number of whole grains at every degree, and
-measurements per grain (`norm`, `digest`) are the same at every degree.
+measurements per grain (norm, digest) are the same at every degree.
 
 Grains are numbered in the model's order, tensor by tensor. Tensors that are gathered together and have the same
 optimizer settings lie in one *flat* vector, each at a multiple of ALIGN elements. The padding after a tensor belongs to

@@ -6,7 +6,7 @@ all ranks, and rounding does not accumulate on the same slots. Grains of an atom
 does.
 
 The grains of an arc depend only on its ends: seats with disjoint arcs have disjoint grains, whatever the sizes of their
-groups. That keeps copies apart (see `domains`).
+groups. That keeps copies apart (see `arcs`).
 """
 
 from __future__ import annotations

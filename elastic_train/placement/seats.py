@@ -1,6 +1,6 @@
 """Assign seats (each rank's group, and the arcs of the circle that it holds there), and lanes by seat.
 
-A new world cuts `copies` groups over its failure domains (`domains`), and each group cuts the circle into equal arcs. A
+A new world cuts `copies` groups over its failure domains (`arcs`), and each group cuts the circle into equal arcs. A
 following world keeps the groups and bases (`arcs`) as long as copies stay as far apart, no group is much smaller than
 in a new cut, and keeping them moves less. The result depends only on the ranks' paths and earlier holdings, so every
 rank computes the same.
@@ -20,8 +20,18 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from elastic_train.core.lanes import Assignment
-from elastic_train.placement.arcs import Arc, arcs_of, in_parts, kept_part, length, overlap
-from elastic_train.placement.domains import Groups, Path, are_apart, cut_groups
+from elastic_train.placement.arcs import (
+    Arc,
+    Groups,
+    Path,
+    arcs_of,
+    are_apart,
+    cut_groups,
+    in_parts,
+    kept_part,
+    length,
+    overlap,
+)
 
 _LEAST_SIZE = Fraction(4, 5)
 """Groups are kept while the smallest has this fraction of an even share: ranks then hold at most a quarter more."""

@@ -25,8 +25,7 @@ from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.parameter_groups import build_groups
 from elastic_train.job.plan import Plan, check_placements, make_plan
 from elastic_train.job.sharded.elementwise import atomic_groups
-from elastic_train.job.units.blocks import unit_names, unit_of
-from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.job.units.blocks import recompute_blocks, unit_names, unit_of
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit, Work

@@ -12,8 +12,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
-from elastic_train.insight.phases import PHASES
-from elastic_train.insight.utilisation import read_utilisation
+from elastic_train.insight.phases import PHASES, read_utilisation
 from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
 from elastic_train.runs.memory import memory_in
 from elastic_train.runs.story import Noticed, Phases, Saved, event_of, phases_of, saved_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_train.errors import ConfigError
-from elastic_train.insight.memory import FOLDER, REST, MemoryFacts, facts_of
+from elastic_train.insight.phases import FOLDER, REST, MemoryFacts, memory_facts_of
 from elastic_train.runs.lines import Line, number, text, whole
 from elastic_train.system.wording import first_line
 from elastic_train.tracking import history_files
@@ -98,7 +98,7 @@ def last_memory(rank: int, path: Path) -> RankMemory | None:
     for written in reversed(content.splitlines()):
         if _SIGN in written:
             for line in history_files.lines_of(written):
-                facts, step = facts_of(line), whole(line, "step")
+                facts, step = memory_facts_of(line), whole(line, "step")
                 if facts is not None and step is not None:
                     return RankMemory(rank, step, facts)
     return None

@@ -7,9 +7,16 @@ from pathlib import Path
 
 from elastic_train.drawing.page import Drawn, Fact, draw, fill
 from elastic_train.runs import tables
-from elastic_train.runs.figures.heat_map import compute_figure, phases_figure
-from elastic_train.runs.figures.over_steps import LOSS, curve_figure
-from elastic_train.runs.figures.over_time import goodput_figure, mfu_figure, saves_figure, throughput_figure
+from elastic_train.runs.figures import (
+    LOSS,
+    compute_figure,
+    curve_figure,
+    goodput_figure,
+    mfu_figure,
+    phases_figure,
+    saves_figure,
+    throughput_figure,
+)
 from elastic_train.runs.goodput import MEANINGS
 from elastic_train.runs.report import RunReport
 

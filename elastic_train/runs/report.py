@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_train.errors import ConfigError, DataError, ElasticTrainError
-from elastic_train.insight.phases import PHASES
-from elastic_train.insight.utilisation import Utilisation, read_utilisation
+from elastic_train.insight.phases import PHASES, Utilisation, read_utilisation
 from elastic_train.runs.goodput import Change, changes, goodput, time_spent
 from elastic_train.runs.memory import RanOut, WorldMemory, memory_of, ran_out_in
 from elastic_train.runs.story import Phases, Story, read_story

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from elastic_train.insight.memory import PARTS, REST, MemoryFacts
+from elastic_train.insight.phases import PARTS, REST, MemoryFacts
 from elastic_train.runs.goodput import KINDS
 from elastic_train.runs.report import RunReport
 from elastic_train.system.wording import duration, durations, size, sizes

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_train.errors import ConfigError
 from elastic_train.insight.tracing import FACTS, FOLDER
-from elastic_train.system.atomic_files import draft_of
+from elastic_train.system.files import draft_of
 from elastic_train.system.wording import first_line, size
 from elastic_train.tracking.run_folder import existing_folder
 

@@ -1,4 +1,7 @@
-"""Language models that predict the next token: pre-training, and fine-tuning on all or some of the tokens."""
+"""Language models that predict the next token: pre-training, and fine-tuning on all or some of the tokens.
+
+`go_on` generates the following tokens, one after another.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,25 @@ from torch import Tensor, nn
 
 from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
-from elastic_train.tasks.language.chunked_loss import LastLayer
-from elastic_train.tasks.language.language_model import LanguageModel
+from elastic_train.errors import ConfigError
+from elastic_train.tasks.decoder.as_transformers import save_folder
+from elastic_train.tasks.language.language_model import LanguageModel, LastLayer
 from elastic_train.tasks.language.own_decoder import OwnDecoder
 from elastic_train.tasks.language.transformers_model import TransformersModel
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups
-from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source
-from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.models.stage_plans import forwards_of, passed
 from elastic_train.tasks.placements import Degrees, Piece, Placements, loss_of
-from elastic_train.tasks.rows.token_parts import part_of
-from elastic_train.tasks.rows.token_rows import IGNORED, TokenColumns, uneven_widths
+from elastic_train.tasks.rows.token_rows import (
+    IGNORED,
+    TokenColumns,
+    check_lists,
+    check_same_tokens,
+    check_token_ids,
+    part_of,
+    uneven_widths,
+)
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
-from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
 
 if TYPE_CHECKING:
@@ -229,3 +237,44 @@ def _column(manifest: Manifest, name: str, asked: str | bool | None) -> str | No
     if isinstance(asked, str):
         return asked
     return name if asked or name in manifest.columns else None
+
+
+def check_prompt(ids: Sequence[int], vocabulary: int, most: int | None, sampling: Sampling) -> None:
+    """Reject a prompt that is empty, has invalid ids, or leaves a model of `most` positions no room."""
+    if not ids:
+        raise ConfigError("the prompt has no tokens: give at least one")
+    if wrong := [id_ for id_ in ids if not 0 <= id_ < vocabulary]:
+        raise ConfigError(f"the prompt has token id {wrong[0]}, the model takes those from 0 to {vocabulary - 1}")
+    if most is not None and len(ids) + sampling.num_tokens > most:
+        raise ConfigError(
+            f"the prompt's {len(ids)} tokens and {sampling.num_tokens} more are too many for a model of {most} "
+            "positions: ask for fewer, or shorten the prompt"
+        )
+
+
+def go_on(model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
+    """Return the tokens that follow `ids`: by transformers, which caches keys and values, or one by one."""
+    device = next(model.parameters()).device
+    tokens = torch.tensor([list(ids)], device=device)
+    if hasattr(model, "generate"):
+        found: Any = model
+        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        if sampling.temperature > 0:
+            how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": None}
+        mask = torch.ones_like(tokens)
+        tokens = found.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=sampling.num_tokens, **how)
+    else:
+        for _ in range(sampling.num_tokens):
+            tokens = torch.cat((tokens, choose(model(tokens)[:, -1].float(), sampling)), dim=1)
+    following: list[int] = tokens[0, len(ids) :].tolist()
+    return following
+
+
+def choose(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return a token for each row of logits, (rows, vocabulary); shape (rows, 1)."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if sampling.top_k:
+        least = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / sampling.temperature).softmax(-1), 1)

@@ -28,10 +28,10 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.decoder.as_transformers import save_folder
 from elastic_train.tasks.images.options import Augmentation, Normalisation
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, heads_of, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
-from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.rows.classes import (
     check_columns,

@@ -16,16 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.tasks.causal_lm import check_prompt, go_on
+from elastic_train.tasks.decoder.as_transformers import save_folder
 from elastic_train.tasks.language.language_model import Logits
 from elastic_train.tasks.language.transformers_model import TransformersModel
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, without_adapters
-from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Source
-from elastic_train.tasks.models.sampling import check_prompt, go_on
 from elastic_train.tasks.placements import Piece
-from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.rows.token_rows import TokenColumns, check_lists, check_same_tokens, check_token_ids
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
-from elastic_train.tasks.rows.vocabulary import check_lists, check_same_tokens, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup, Sampling, Tokenizer
 
 if TYPE_CHECKING:

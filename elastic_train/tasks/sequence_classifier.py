@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.tasks.decoder.as_transformers import save_folder
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups, leave_base_out
 from elastic_train.tasks.models.folder_weights import open_folder, runs_as_listed
-from elastic_train.tasks.models.folders import save_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, check_positions
 from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.models.text_encoder import Metadata
 from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.rows.labelled_rows import ClassifiesRows, LabelledRows
+from elastic_train.tasks.rows.token_rows import check_range, check_token_ids, check_tokenizer
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
-from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids, check_tokenizer
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.models.text_encoder import EncoderShape, TextEncoder
 from elastic_train.tasks.rows.labelled_rows import ClassifiesRows, LabelledRows
-from elastic_train.tasks.rows.vocabulary import check_range, check_token_ids
+from elastic_train.tasks.rows.token_rows import check_range, check_token_ids
 from elastic_train.tasks.task import Batch, LaneLoss
 
 if TYPE_CHECKING:

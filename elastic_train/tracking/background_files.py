@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from rendezvous.waiting import Call, GivenUp, begin
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""Send a run's metrics to MLflow, each value once, and its description."""
+"""Send a run's metrics to a tracker, each value once, and its description to MLflow.
+
+`Destination` is the protocol of trackers: MLflow, TensorBoard's files and Weights & Biases.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from elastic_train.config import yaml12
 from elastic_train.config.credentials import without_password
@@ -153,3 +157,37 @@ def _tags_of_result(run_dir: Path) -> dict[str, str]:
         return {}  # a damaged result costs the tags, not the run's end
     found = {WEIGHTS_TAG: result.get("weights_sha256"), ENDED_TAG: result.get("ended_by")}
     return {tag: str(value) for tag, value in found.items() if value is not None}
+
+
+class LostValuesError(OSError):
+    """Raised if sent values have not arrived: `open` finds out which, and all are offered again."""
+
+
+class Destination(Protocol):
+    """Takes a run's settled lines, each once, from one thread; after any failed call `open` is called again.
+
+    `name` is used in messages, `lock` is the file in the run's folder that the sender holds, `remedy` says what to do
+    about values that it lacks.
+    """
+
+    name: str
+    lock: str
+    remedy: str
+
+    def known_id(self) -> str | None:
+        """Return the run's id there, if the folder has it."""
+
+    def open(self) -> str:
+        """Find or create the run, read what it has, and return its id."""
+
+    def describe(self) -> list[Exception]:
+        """Record the configuration; return the failures, which the next call retries."""
+
+    def send(self, lines: Sequence[Values | Settled]) -> int:
+        """Send the values that it lacks; return their number. Tags are kept for `tag`."""
+
+    def tag(self) -> None:
+        """Set the newest tags."""
+
+    def end(self, status: str) -> None:
+        """Record how the run ended."""

@@ -20,8 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from elastic_train.system.atomic_files import write_atomically
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import locked_by, write_atomically
 
 FOLDER = "history"
 HEAD_FILE = "head.json"

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elastic_train.config.credentials import without_password
-from elastic_train.system.atomic_files import draft_of
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import draft_of, locked_by
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.run_folder import Link, RunFolder
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastic_train.config.credentials import is_left_out, without_password
 from elastic_train.errors import ConfigError, StorageError
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import locked_by
 from elastic_train.system.wording import first_line
 from elastic_train.tracking.delivery import (
     LOCK,

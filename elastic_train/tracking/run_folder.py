@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from elastic_train.errors import ConfigError
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.file_systems import STARTED_IN, absolute
+from elastic_train.system.files import write_atomically
 from elastic_train.system.wording import did_you_mean, first_line, nearest
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"

@@ -16,17 +16,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastic_train.core.lineage import Interval
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import locked_by
 from elastic_train.system.wording import first_line
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.delivery import (
     SEND_EVERY_S,
     Delivery,
+    Destination,
     Job,
+    LostValuesError,
     attempt,
     code_tags,
 )
-from elastic_train.tracking.destinations.destination import Destination, LostValuesError
 from elastic_train.tracking.metric_log import (
     LineageReader,
     MetricsWriter,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, FenceNotUpdated, SaveOutcome, Saves
 from elastic_train.checkpoint.commits.retention_policies import pin
-from elastic_train.checkpoint.interval.cadence import Cadence
+from elastic_train.checkpoint.saving.cadence import Cadence
 from elastic_train.checkpoint.saving.store_health import MOST_UNWRITTEN, StoreHealth, StoreKeeper
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.mixture import SourceFacts
 from elastic_train.core.order import VERSION
-from elastic_train.data.dataset.run_order import fingerprint_of
+from elastic_train.data.dataset.training_sources import fingerprint_of
 from elastic_train.errors import SavesFailedError, StorageError
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState, TrainProgress

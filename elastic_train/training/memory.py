@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from elastic_train.checkpoint import SaveMemory
 from elastic_train.config.combinations import Feature, refusals
 from elastic_train.config.schema import Config
-from elastic_train.insight.memory import FOLDER, PARTS, REST, MemoryFacts
 from elastic_train.insight.page import Facts
+from elastic_train.insight.phases import FOLDER, PARTS, REST, MemoryFacts
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.system.process_identity import resident
 from elastic_train.system.wording import first_line, size
 from elastic_train.tracking.history import History

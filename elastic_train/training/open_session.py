@@ -21,14 +21,14 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.errors import NoProgressError
 from elastic_train.insight.phases import StepClock
-from elastic_train.job.auditing.auditor import Auditor
+from elastic_train.job.auditor import Auditor
 from elastic_train.job.cells.stage import Context, Stage, context_of, stage_of
 from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.optimizers.choice import precision_hazard
 from elastic_train.job.optimizers.schedule import say_end_of_rates
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import describe_tests, redundancy_of
-from elastic_train.job.resharding.reshard import take_place
+from elastic_train.job.reshard import take_place
 from elastic_train.job.sharded.share import Offloaded
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import FIRST_LOSS, FirstLoss
@@ -44,8 +44,7 @@ from elastic_train.tasks.placements import Running
 from elastic_train.tasks.task import Counting
 from elastic_train.tracking.history_files import Stagnation
 from elastic_train.training.commits import Commits
-from elastic_train.training.opening.changes import say_changes, versions_of
-from elastic_train.training.opening.inspection import inspect_rows
+from elastic_train.training.opening.inspection import inspect_rows, say_changes, versions_of
 from elastic_train.training.opening.resources import (
     open_cadence,
     open_memory_watch,
@@ -55,11 +54,10 @@ from elastic_train.training.opening.resources import (
     start_tracker,
 )
 from elastic_train.training.session import Process, Session
-from elastic_train.world.agreement import agree
+from elastic_train.world.agreement import agree, check_alike, check_can_be_sharded, differing_kernels
 from elastic_train.world.forming import Formed
 from elastic_train.world.quarantine import known_holes, quarantine_deadly
 from elastic_train.world.restore import restore
-from elastic_train.world.uniformity import check_alike, check_can_be_sharded, differing_kernels
 from elastic_train.world.world import World, enter_world, form_cells
 
 _RATES = "rates"

@@ -20,7 +20,7 @@ from elastic_train.errors import ResultError
 from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.system.wording import counted, done, updates_left_out
 from elastic_train.tasks.task import Exporting, ExportingSome, Finishing, Task
 from elastic_train.tracking.history_files import FOLDER

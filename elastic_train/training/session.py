@@ -20,10 +20,9 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import DataError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
-from elastic_train.insight.phases import PhaseTotals, StepClock, slowest
+from elastic_train.insight.phases import PhaseTotals, StepClock, Utilisation, slowest
 from elastic_train.insight.tracing import Tracer
-from elastic_train.insight.utilisation import Utilisation
-from elastic_train.job.auditing.auditor import Auditor, WrongGradient
+from elastic_train.job.auditor import Auditor, WrongGradient
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState

@@ -24,7 +24,7 @@ from elastic_train.core.lanes import lane_seed, lanes_by_cell
 from elastic_train.core.mixture import Mixture, RunOrder, sums_of_sources
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import PeerLostError
-from elastic_train.job.auditing.auditor import WrongGradient
+from elastic_train.job.auditor import WrongGradient
 from elastic_train.job.cells.stage import key_of
 from elastic_train.job.state import known_alone, norm_of
 from elastic_train.job.units.generators import seed_generators
@@ -105,7 +105,7 @@ def meet(session: Session, measured: Tensor) -> tuple[Tensor | None, PeerLostErr
 
     No rank applies a step before it knows that all others can. So if a lost rank has applied it, the others will, too:
     if a peer is lost here, its error is returned with the norm, and this rank leaves the world after applying the step.
-    The norm is None if only peers know the rest of it: the next world decides (`job.resharding`). Raises PeerLostError
+    The norm is None if only peers know the rest of it: the next world decides (`job.reshard`). Raises PeerLostError
     in restart mode, whose next world starts from a commit, and WeightsDifferError if ranks measured different values
     for the same gradient.
     """

@@ -26,10 +26,8 @@ from elastic_train.errors import (
     explain,
 )
 from elastic_train.health.precheck import Proof, begin_proof
-from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
-from elastic_train.job.warm_up import FIRST_LOSS, warm_up
 from elastic_train.parallel.devices.switches import KeptSwitches
 from elastic_train.system.preemption import LeaveNow, LeaveRequest, StepDropped
 from elastic_train.system.watchdog import Watchdog
@@ -41,13 +39,12 @@ from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.memory import Meter, Moment, held_by, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
-from elastic_train.training.opening.resources import commit_alone, count, open_page, peak_of
+from elastic_train.training.opening.resources import commit_alone, open_page, warm_up_once
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
-from elastic_train.world.agreement import heard, say_why
+from elastic_train.world.agreement import heard, job_of, say_why
 from elastic_train.world.equal_weights import digest_of_all, make_whole
 from elastic_train.world.forming import Formed, open_worlds, own_run_id
-from elastic_train.world.uniformity import job_of
 
 CLOSED = "closed"
 """Status of a result if other members have finished the job."""
@@ -154,7 +151,7 @@ def _train_on(
         files=files,
         switches=KeptSwitches(state.model),
     )
-    _warm_up(process)
+    warm_up_once(process)
     if proof is not None:
         _prove(proof, files, config, leave)
     process.page = page = open_page(config, process.utilisation)
@@ -167,24 +164,6 @@ def _train_on(
         if page is not None:
             page.close()
         process.files.flush(WRITE_TIMEOUT_S)
-
-
-def _warm_up(process: Process) -> None:
-    """Do a first step's one-time work, and count a sample's FLOPs, if peers would wait or bits depend on it."""
-    plan, state = process.plan, process.state
-    # The choice of attention kernels depends on it.
-    learns = plan.config.compile is True or plan.config.parallel.shards == "parameters" or plan.device.type == "cuda"
-    peak, counted = peak_of(plan), list[Utilisation | None]()
-    if not (process.worlds.is_live or learns or peak is not None):
-        return
-    process.watchdog.warm_up()
-    try:
-        with process.leave.droppable():
-            warm_up(plan, state, lambda batch: counted.append(count(plan, state, batch, peak)))
-    except StepDropped:
-        raise LeaveNow from None
-    process.utilisation = counted[0] if counted else None
-    process.done.add(FIRST_LOSS)
 
 
 def _prove(proof: Proof, files: BackgroundFiles, config: Config, leave: LeaveRequest) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from elastic_train.config.monitoring import EventKind as Kind
 from elastic_train.insight.detection import Detector, Event, EventLines
 from elastic_train.insight.phases import PHASES, PhaseTotals, PhaseWindow
-from elastic_train.job.auditing.auditor import WrongGradient
+from elastic_train.job.auditor import WrongGradient
 from elastic_train.tracking.tracker import Tracker
 from elastic_train.training.step_sums import StepSums
 from elastic_train.world.world import World

@@ -15,11 +15,11 @@ import torch
 from isal.isal_zlib import crc32
 from torch import Tensor
 
+from elastic_train.checkpoint.format.dcp import SHA256_BYTES, checksum, digest_of, join_digests
 from elastic_train.checkpoint.format.layout import bytes_of
-from elastic_train.checkpoint.format.weights_digest import SHA256_BYTES, checksum, digest_of, join_digests
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import PeerLostError, WeightsDifferError
-from elastic_train.job.resharding.reshard import give_state
+from elastic_train.job.reshard import give_state
 from elastic_train.job.sharded.held_tree import Held, spans_of
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, name_others

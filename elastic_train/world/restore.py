@@ -19,10 +19,10 @@ from elastic_train.checkpoint.commits.reader import ABSENT, continues, damage_of
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at, place_of
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError
+from elastic_train.job.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
 from elastic_train.job.plan import Plan
 from elastic_train.job.plan_facts import config_of, describe_changes
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
-from elastic_train.job.resharding.reshard import is_first, take_first_seat, take_state
+from elastic_train.job.reshard import is_first, take_first_seat, take_state
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards
 from elastic_train.system.failpoints import reach

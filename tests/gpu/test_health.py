@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_train.health.memory import examine_memory, room
-from elastic_train.health.products import MOST, examine_products
+from elastic_train.health.examinations import MOST, examine_memory, examine_products, room
 
 
 def test_a_sound_device_is_fit(device: str) -> None:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_train.parallel.devices.squares import cuda_fold, squares_of_tensors
+from elastic_train.parallel.devices.squares import (
+    cuda_fold,
+    grain_squares,
+    in_memory_order,
+    lengths_of,
+    squares_of_tensors,
+)
 from elastic_train.placement.grains import GRAIN, Cut, cut_along
-from elastic_train.placement.norm import grain_squares, in_memory_order, lengths_of
 from tests.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="the kernel needs a GPU")

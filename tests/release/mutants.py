@@ -34,8 +34,8 @@ AREAS = {
     "rendezvous/membership": "fence.py own_record.py participant.py records.py rules/[!w]*.py",
     "elastic_train/checkpoint/commits": "*.py",
     "elastic_train/world": "fencing.py claims.py agreement.py forming.py",
-    "elastic_train/parallel": "exchange.py gradient_sum.py reduce_scatter_sum.py buckets.py",
-    "elastic_train/job": "state.py state_shards.py resharding/*.py",
+    "elastic_train/parallel": "exchange.py gradient_sum.py reduce_scatter_sum.py buckets.py devices/squares.py",
+    "elastic_train/job": "state.py state_shards.py peer_states.py reshard.py",
     "elastic_train/program": "*.py",
     "elastic_train/placement": "*.py",
 }

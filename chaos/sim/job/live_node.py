@@ -22,7 +22,7 @@ from chaos.sim.machine.kernel import EPOCH_S, Kernel, Process, Task
 from chaos.sim.machine.meeting import agent_port
 from chaos.sim.machine.stdlib import host_of
 from elastic_train.errors import CorruptError, ElasticTrainError
-from elastic_train.launch.exit_codes import exit_code
+from elastic_train.launch.node import exit_code
 from elastic_train.training import supervisor as product
 from rendezvous.context import LiveContext
 from rendezvous.errors import RendezvousError

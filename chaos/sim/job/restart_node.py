@@ -21,7 +21,7 @@ from chaos.sim.job.host import Host
 from chaos.sim.job.live_node import RUN_ID, Node
 from chaos.sim.machine.kernel import Kernel, Process
 from chaos.sim.machine.stdlib import host_of
-from elastic_train.launch.exit_codes import exit_code
+from elastic_train.launch.node import exit_code
 from rendezvous.errors import RendezvousError
 from rendezvous.torchelastic.conf import BACKEND, Conf
 from rendezvous.torchelastic.entry_point import make_agent

@@ -14,7 +14,7 @@ import torch
 from chaos.judge.evidence.stored_weights import Tensors, checked_files
 from chaos.sim.modelled import piece_files
 from elastic_train.checkpoint.format import layout
-from elastic_train.checkpoint.format.dcp import WrittenPart
+from elastic_train.checkpoint.format.dcp import WrittenPart, tensor_digest
 from elastic_train.checkpoint.format.layout import (
     AttemptPlan,
     Leaves,
@@ -22,7 +22,6 @@ from elastic_train.checkpoint.format.layout import (
     State,
 )
 from elastic_train.checkpoint.format.state_tree import Pieces, StatePath
-from elastic_train.checkpoint.format.weights_digest import tensor_digest
 from elastic_train.checkpoint.saving.staging import Buffer, Snapshot
 from elastic_train.checkpoint.stores.checksums import HashingSink, open_checked
 from elastic_train.checkpoint.stores.store import FileRecord, Store, no_listener

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
+from elastic_train.checkpoint.format.dcp import GrainRun, GrainRunHash, tensor_digest
 from elastic_train.checkpoint.format.layout import (
     AttemptPlan,
     Leaves,
@@ -29,9 +30,8 @@ from elastic_train.checkpoint.format.layout import (
     frame_of,
 )
 from elastic_train.checkpoint.format.state_tree import Pieces, Span, StatePath, moved, survey
-from elastic_train.checkpoint.format.weights_digest import GrainRun, GrainRunHash, tensor_digest
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import Cut, CutDims, bounds_of, cut_along, strides_of
-from elastic_train.placement.norm import in_memory_order
 
 
 class _Item(NamedTuple):

@@ -20,9 +20,9 @@ from chaos.sim.modelled.memory import Known, memory_of
 from chaos.sim.modelled.tiny_model import TinyModel
 from chaos.sim.modelled.training import SampleCounts
 from elastic_train.core.arrays import Int64s
+from elastic_train.job import reshard
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer
-from elastic_train.job.resharding import reshard
-from elastic_train.job.resharding.peer_states import PeerState, leave_out_unfinished
+from elastic_train.job.peer_states import PeerState, leave_out_unfinished
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Held, Written, written_of
 from elastic_train.job.state import AppliedState

@@ -16,9 +16,8 @@ from chaos.sim.machine.kernel import Kernel
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.order import Cursor, Order, Samples
-from elastic_train.data.arrow.rows import Rows
-from elastic_train.data.loading.batch_builder import BatchBuilder
-from elastic_train.data.loading.lane_batch import LaneBatch, SampleRules
+from elastic_train.data.arrow.columns import Rows
+from elastic_train.data.loading.lane_batch import BatchBuilder, LaneBatch, SampleRules
 from elastic_train.data.loading.worker_processes import LaneSampler, LaneSlice
 from elastic_train.errors import UnreadableError
 from elastic_train.system.failpoints import reach

@@ -35,8 +35,8 @@ from elastic_train.checkpoint.stores.store import (
     read,
 )
 from elastic_train.errors import StorageError
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.file_systems import Location, location_of
+from elastic_train.system.files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from rendezvous.waiting import Call, GivenUp, begin
 

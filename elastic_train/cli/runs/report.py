@@ -12,7 +12,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
 from elastic_train.runs.memory import read_plan
 from elastic_train.runs.report import RunReport, report_on
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 
 MOST_CHANGES, MOST_RANKS = 20, 16
 

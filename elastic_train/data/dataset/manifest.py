@@ -25,10 +25,16 @@ from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.core.order import first_ids
 from elastic_train.data.arrow.numbers import numbers_of
 from elastic_train.data.dataset.schemas import IMAGE_SUFFIXES, ROW_SUFFIXES
-from elastic_train.data.parquet.chunks import all_chunks, digest
-from elastic_train.data.parquet.files import footer_sha256, open_parquet, parse_footer, read_footer, read_row_group
-from elastic_train.data.parquet.footer import Footer, cut_footer
-from elastic_train.data.parquet.footer_index import write_footers
+from elastic_train.data.parquet.files import (
+    all_chunks,
+    digest,
+    footer_sha256,
+    open_parquet,
+    parse_footer,
+    read_footer,
+    read_row_group,
+)
+from elastic_train.data.parquet.footer import Footer, cut_footer, write_footers
 from elastic_train.data.parquet.sources import reaching
 from elastic_train.errors import ConfigError, DataError
 

@@ -22,15 +22,15 @@ import pyarrow.parquet as pq
 from isal.isal_zlib import crc32
 
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
-from elastic_train.data.parquet.chunks import Chunk, chunks_of
 from elastic_train.data.parquet.files import (
+    Chunk,
+    chunks_of,
     footer_sha256,
     keep_memory,
     open_parquet,
     read_row_group,
 )
-from elastic_train.data.parquet.footer import Footer, cut_footer
-from elastic_train.data.parquet.footer_index import Footers, load_footers
+from elastic_train.data.parquet.footer import Footer, Footers, cut_footer, load_footers
 from elastic_train.data.parquet.sources import Fetched, LocalSource, open_source
 from elastic_train.errors import DataError, StorageError, UnreadableError
 

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from elastic_train.core.arrays import Int64s, group_of
-from elastic_train.data.arrow.lists import lengths_of
-from elastic_train.data.arrow.numbers import numbers_of
+from elastic_train.data.arrow.numbers import lengths_of, numbers_of
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
 from elastic_train.data.parquet.sources import NUM_FETCHERS, LocalSource, open_source

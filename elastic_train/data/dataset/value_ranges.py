@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.data.arrow.lists import lengths_of
-from elastic_train.data.arrow.numbers import numbers_of, whole
+from elastic_train.data.arrow.numbers import lengths_of, numbers_of, whole
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.row_groups import RowGroups
-from elastic_train.data.parquet.footer_index import load_footers
+from elastic_train.data.parquet.footer import load_footers
 
 
 @dataclass(frozen=True, slots=True)

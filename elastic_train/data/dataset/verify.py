@@ -14,11 +14,9 @@ import pyarrow.parquet as pq
 
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.dataset.manifest import FileEntry, Manifest
-from elastic_train.data.parquet.chunks import all_chunks, chunks_of, digest
-from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer
-from elastic_train.data.parquet.footer import Footer, cut_footer
-from elastic_train.data.parquet.footer_index import NAME as FOOTERS
-from elastic_train.data.parquet.footer_index import load_footers, write_footers
+from elastic_train.data.parquet.files import all_chunks, chunks_of, digest, footer_sha256, parse_footer, read_footer
+from elastic_train.data.parquet.footer import NAME as FOOTERS
+from elastic_train.data.parquet.footer import Footer, cut_footer, load_footers, write_footers
 from elastic_train.errors import DataError
 from elastic_train.system.progress_bar import Track, silent
 from elastic_train.system.wording import counted, sdk_errors

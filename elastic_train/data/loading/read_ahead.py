@@ -20,10 +20,17 @@ import torch
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, NeededBlock, Samples
-from elastic_train.data.arrow.rows import Joined, Rows
+from elastic_train.data.arrow.columns import Joined, Rows
 from elastic_train.data.dataset.row_groups import num_decoders
-from elastic_train.data.loading.batch_builder import builder_of
-from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate, Decoder, LaneBatch, SampleRules, SkippingHoles
+from elastic_train.data.loading.lane_batch import (
+    AS_THEY_ARE,
+    Collate,
+    Decoder,
+    LaneBatch,
+    SampleRules,
+    SkippingHoles,
+    builder_of,
+)
 from elastic_train.data.loading.reader import RowSource
 
 PREFETCH_BYTES = 128 << 20

@@ -30,8 +30,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor
-from elastic_train.data.loading.batch_builder import builder_of
-from elastic_train.data.loading.lane_batch import Collate, LaneBatch, SampleRules
+from elastic_train.data.loading.lane_batch import Collate, LaneBatch, SampleRules, builder_of
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import RowSource
 from elastic_train.data.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed

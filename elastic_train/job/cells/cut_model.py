@@ -21,9 +21,9 @@ from elastic_train.job.cells.layer_hooks import Hook, hooks_of
 from elastic_train.job.model_layout import Laid
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.cells.links import CellLinks, LoneGroup
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.parallel.group import Group
 from elastic_train.placement import grains as shards
-from elastic_train.placement.norm import in_memory_order
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 
 Span = tuple[int, int]

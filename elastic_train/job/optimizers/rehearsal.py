@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from elastic_train.checkpoint.format.layout import Planner, State, leaves_by_path
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory
+from elastic_train.job.units.blocks import same_bits
 from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
-from elastic_train.job.units.recompute import same_bits
 
 NUM_STEPS, SAVED_AT = 12, (2, 11)
 _NUM_STEPS_OF_TORCHS, _TORCHS_SAVED_AT = 4, (2,)
@@ -37,28 +37,40 @@ class Saved(NamedTuple):
     weights: list[Tensor]
 
 
-class Cast:
-    """Small parameters and their optimizer; `name` is the optimizer's configured name."""
+class Twin:
+    """Small parameters, by group, and an optimizer of them."""
+
+    def __init__(
+        self, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], values: Sequence[Sequence[Tensor]]
+    ) -> None:
+        groups = [[nn.Parameter(value.clone()) for value in group] for group in values]
+        self.parameters = [one for group in groups for one in group]
+        pairs = zip(settings, groups, strict=True)
+        self.optimizer = make([{**own, "params": parameters} for own, parameters in pairs])
+
+    def update(self, gradients: Sequence[Tensor]) -> None:
+        """Take one step."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        self.optimizer.step()
+
+
+class Cast(Twin):
+    """A twin that is checked at each step, saved and loaded; `name` is the optimizer's configured name."""
 
     def __init__(
         self, name: str, make: MakeOptimizer, settings: Sequence[Mapping[str, Any]], values: Sequence[Sequence[Tensor]]
     ) -> None:
-        self.name = name
-        groups = [[nn.Parameter(value.clone()) for value in group] for group in values]
-        self.parameters = [one for group in groups for one in group]
-        self.names = {id(one): str(number) for number, one in enumerate(self.parameters)}
-        pairs = zip(settings, groups, strict=True)
-        self.optimizer = make([{**own, "params": parameters} for own, parameters in pairs])
+        super().__init__(make, settings, values)
+        self.name, self.names = name, {id(one): str(number) for number, one in enumerate(self.parameters)}
         self.memory = OptimizerMemory(self.optimizer, self.names)
 
     def step(self, gradients: Sequence[Tensor], *, may_draw: bool = False) -> None:
         """Take one step; raise ConfigError if it fails, draws random numbers, or changes its rate."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
         rates = [group["lr"] for group in self.optimizer.param_groups]
         drawn = states_of_generators()
         try:
-            self.optimizer.step()
+            self.update(gradients)
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(_why(self.name, self.optimizer, error)) from error
         if not may_draw and moved_generators(drawn):
@@ -229,10 +241,7 @@ def shows_no_cut(make: MakeOptimizer, settings: Mapping[str, Any], device: torch
 def _updated(
     make: MakeOptimizer, settings: Mapping[str, Any], values: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    optimizer = make([{**settings, "params": parameters, "lr": 0.1}])
+    twin = Twin(make, [{**settings, "lr": 0.1}], [values])
     for gradients in steps:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return torch.cat([parameter.detach() for parameter in parameters])
+        twin.update(gradients)
+    return torch.cat([parameter.detach() for parameter in twin.parameters])

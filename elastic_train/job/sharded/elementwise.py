@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from elastic_train.config.combinations import refused
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
-from elastic_train.job.optimizers.rehearsal import MakeOptimizer, shows_no_cut
+from elastic_train.job.optimizers.rehearsal import MakeOptimizer, Twin, shows_no_cut
 from elastic_train.placement.grains import ALIGN
 
 T = TypeVar("T")
@@ -196,49 +196,39 @@ def _tried(
     begun: Slots | None,
 ) -> _Tried:
     """Train parameters from no state, or from zero slots with a save and load on the way."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = make([{"params": [*parameters], **settings}])
-    memory = OptimizerMemory(twin, {})
+    twin = Twin(make, [settings], [values])
+    memory = OptimizerMemory(twin.optimizer, {})
     if begun is not None:
-        for one in parameters:
-            twin.state[one] = begun.filled({name: torch.zeros_like(one) for name in begun.moments}, 0.0)
+        for one in twin.parameters:
+            twin.optimizer.state[one] = begun.filled({name: torch.zeros_like(one) for name in begun.moments}, 0.0)
     for number, gradients in enumerate(steps):
         if begun is not None and number == _RESUMED_AT:
-            parameters, twin, memory = _resumed(make, settings, parameters, twin, memory, begun, number)
-        for one, gradient in zip(parameters, gradients, strict=True):
-            one.grad = gradient.clone()
-        twin.step()
+            twin, memory = _resumed(make, settings, twin, memory, begun, number)
+        twin.update(gradients)
     own = memory.own({})
     if places := [place for place in places_of(own) if place[0] != "group"]:
         raise _not_elementwise(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
     values_of = {name: one.tolist() for name, one in own.get(TENSORS, {}).items()}  # type: ignore[attr-defined]
     said = f"{own.get(TEXT)} {values_of}"
-    if not parameters:
+    if not twin.parameters:
         return _Tried({}, said)
-    first = parameters[0]
-    kept = {name: value for name, value in twin.state.get(first, {}).items() if value is not None}
+    first = twin.parameters[0]
+    kept = {name: value for name, value in twin.optimizer.state.get(first, {}).items() if value is not None}
     return _Tried({"": first.detach(), **kept}, said)
 
 
 def _resumed(
-    make: MakeOptimizer,
-    settings: Settings,
-    parameters: Sequence[nn.Parameter],
-    twin: Optimizer,
-    memory: OptimizerMemory,
-    slots: Slots,
-    num_updates: int,
-) -> tuple[list[nn.Parameter], Optimizer, OptimizerMemory]:
+    make: MakeOptimizer, settings: Settings, twin: Twin, memory: OptimizerMemory, slots: Slots, num_updates: int
+) -> tuple[Twin, OptimizerMemory]:
     """Return a new optimizer with the weights, moments and group values that a shard keeps."""
-    again = [nn.Parameter(one.detach().clone()) for one in parameters]
-    other = make([{"params": [*again], **settings}])
-    remembered = OptimizerMemory(other, {})
-    for one, before in zip(again, parameters, strict=True):
-        kept = twin.state.get(before, {})
+    other = Twin(make, [settings], [[one.detach() for one in twin.parameters]])
+    remembered = OptimizerMemory(other.optimizer, {})
+    for one, before in zip(other.parameters, twin.parameters, strict=True):
+        kept = twin.optimizer.state.get(before, {})
         if state := slots.filled({name: kept[name].clone() for name in slots.moments}, num_updates):
-            other.state[one] = state
+            other.optimizer.state[one] = state
     remembered.take_own(copy.deepcopy(memory.own({})), {})
-    return again, other, remembered
+    return other, remembered
 
 
 def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:

@@ -181,6 +181,25 @@ def run_around(runs: Sequence[HeldRun], run: Run) -> HeldRun:
     return next(one for one in runs if one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi)
 
 
+def is_within(run: Run, others: Sequence[HeldRun]) -> bool:
+    """Return True if one held run contains `run`."""
+    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
+
+
+def keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
+    """Copy the overlap of old runs into a new run; whole weights are already in place."""
+    for one in old:
+        if one is new:
+            return  # unchanged: the old run is reused
+        lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
+        if one.run.flat == new.run.flat and lo < hi:
+            here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))
+            if here.weights.data_ptr() != there.weights.data_ptr():
+                here.weights.copy_(there.weights)
+            for name, moment in here.moments.items():
+                moment.copy_(there.moments[name])
+
+
 def shaped(memory: Tensor, whole: Place | None) -> Tensor:
     """Return a whole tensor's elements, in memory order, in its shape; other memory unchanged."""
     return memory if whole is None else memory.as_strided(whole.shape, strides_of(whole.shape, whole.cut))

@@ -24,13 +24,12 @@ from elastic_train.core.lanes import Lanes
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, regroup, set_rates
-from elastic_train.job.sharded.held_tree import Cuts, HeldRun, Retained, cut_at, filled_parts, with_tensors
-from elastic_train.parallel.devices.squares import squares_of_tensors
+from elastic_train.job.sharded.held_tree import Cuts, HeldRun, Retained, cut_at, filled_parts, run_around, with_tensors
+from elastic_train.parallel.devices.squares import in_memory_order, squares_of_tensors
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import Run
-from elastic_train.placement.norm import in_memory_order
 from elastic_train.placement.table import Table
 
 T = TypeVar("T")
@@ -89,9 +88,16 @@ class Share:
         """Runs that this rank's seat holds, after pending copies have finished."""
         return ()
 
-    def new_run(self, run: Run) -> HeldRun:
-        """Return a new run to hold, with zero moments; its weights are the live ones if weights are whole."""
-        raise NotImplementedError("nothing is held by seats")
+    def runs_for(self, table: Table, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
+        """Return the runs of this rank's seat in a table: equal ones of `known`, and new ones with zero moments.
+
+        Weights of new runs are the live ones if weights are whole.
+        """
+        return []
+
+    def cut_out(self, runs: Sequence[HeldRun], run: Run) -> HeldRun:
+        """Return the contents of a run that held runs contain: a view if one does, else a copy put together."""
+        return run_around(runs, run).cut(run)
 
     def begin(self, runs: Sequence[HeldRun], *, from_commit: bool) -> None:
         """Fill the runs of a first seat with values that neither the run nor the following commit provides.

@@ -1,9 +1,8 @@
-"""ZeRO-1: a rank holds the moments of its seat's grains, and updates only these. ZeRO-2: and their gradients alone.
+"""ZeRO-1: a rank holds the moments of its seat's grains, and updates only these.
 
 Weights are whole on every rank: after an update, each rank sends the weights it has updated to the others of its group.
 A rank counts as holder only of its seat's grains, weights included. A seat is taken completely or not at all: data that
-arrives for a new seat does not touch the old one. With ZeRO-2, gradients are sharded like moments, and lanes are
-assigned by seat. ZeRO-3 (`zero3_share`) also shards weights.
+arrives for a new seat does not touch the old one. ZeRO-2 and ZeRO-3 (`zero3_share`) also shard gradients and weights.
 
 The sharding does not affect any bit: updates are elementwise, or of tensors held whole; the norm is computed per grain;
 and a shard begins at a multiple of the layout's alignment.
@@ -35,6 +34,8 @@ from elastic_train.job.sharded.held_tree import (
     TensorPieces,
     count_of,
     filled_parts,
+    is_within,
+    keep,
     names_of,
     pieces_of,
     shaped,
@@ -48,8 +49,6 @@ from elastic_train.parallel.devices.squares import squares_of_vectors
 from elastic_train.parallel.exchange import AtOwners, Reduction, move
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
 from elastic_train.parallel.group import Group
-from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum, ReduceScatterTree, within
-from elastic_train.parallel.unit_weights import UnitWeights
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Run, grains_side_by_side
@@ -112,7 +111,18 @@ class Zero1Share(Share):
         moments = [moment for one in self._runs for moment in one.moments.values()]
         return Offloaded(sum(tensor.nbytes for tensor in (*weights, *moments)), self._stream.room_bytes)
 
-    def new_run(self, run: Run) -> HeldRun:
+    def runs_for(self, table: Table, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
+        kept = {one.run: one for one in known}
+        return [kept.get(run) or self._new_run(run) for run in table.runs()]
+
+    def cut_out(self, runs: Sequence[HeldRun], run: Run) -> HeldRun:
+        if is_within(run, runs):
+            return super().cut_out(runs, run)
+        joined = self._new_run(run)
+        keep(joined, runs)
+        return joined
+
+    def _new_run(self, run: Run) -> HeldRun:
         weights, moments = self.memory_of(run), self._moments_of(run.flat)
         begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
         if AVERAGE in begun:
@@ -335,58 +345,4 @@ class Zero1Share(Share):
         """Return an empty stand-in for a parameter group without held runs, so that its updates are counted."""
         flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
         run = Run(flat, 0, 0)
-        return self._parameter(number, self.new_run(run), num_updates)
-
-
-class Zero2Share(Zero1Share):
-    """No gradient is whole: for each flat vector there is only a `home` for this rank's part of its mean."""
-
-    _homes: dict[int, Tensor]
-    _dealt: ReduceScatterSum | None = None
-
-    def make_gradients(self) -> None:
-        """Allocate nothing until a seat is taken."""
-        self._homes = {}
-
-    def make_room(self) -> None:
-        sizes = dict.fromkeys((number for number, flat in enumerate(self.layout.flats) if flat.group is not None), 0)
-        for one in self.trained_runs:
-            sizes[one.run.flat] += one.run.hi - one.run.lo
-        for number, size in sizes.items():
-            if number not in self._homes or self._homes[number].numel() != size:
-                self._homes[number] = self.flat.zeros(number, size)
-
-    def gradients_at(self, run: Run) -> Tensor:
-        if run.lo == run.hi:
-            return self._homes[run.flat][:0]
-        return within(run, self._homes[run.flat], [one.run for one in self._runs if one.run.flat == run.flat])
-
-    def _begin_sums(self) -> None:
-        if self._dealt is not None and self._dealt.is_dirty:  # pending receives still write to the old memory
-            self._homes = {}
-            self.make_room()
-            self.bind_gradients()
-        self._dealt = None
-
-    def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
-        assert kind == "canonical", "copies have to have the same bits"
-        self._begin_sums()
-        dealt, by_turn = [self._dealt_tree(one) for one in trees], self.table.gathers_by_unit
-        self._dealt = ReduceScatterSum(dealt, self._homes, self.gathering(column), self._wire, by_turn=by_turn)
-        return self._dealt
-
-    def gathering(self, column: Group) -> UnitWeights | None:
-        """Return the gatherer of weights; None if weights are whole."""
-        return None
-
-    def _dealt_tree(self, one: Summed) -> ReduceScatterTree:
-        numbers = self.flats_of(one.parameters)
-        units = [[flat for flat in unit if flat.number in numbers] for unit in self.flat.units()]
-        return ReduceScatterTree(
-            [unit for unit in units if unit or self.table.gathers_by_unit],
-            one.ranks,
-            one.leaves,
-            self.seating_of_all(one.ranks, one.repeats),
-            one.per_turn,
-            one.is_beside and one.repeats == 1,  # expert-parallel ranks are at different points of a pass
-        )
+        return self._parameter(number, self._new_run(run), num_updates)

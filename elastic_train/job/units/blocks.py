@@ -1,15 +1,48 @@
-"""Units of a model, whose parameters are exchanged together: one per block, and one for the rest of the model."""
+"""Units of a model, whose parameters are exchanged together: one per block, and one for the rest of the model.
+
+Blocks' activations may be recomputed (checkpointing; Chen et al. 2016, section 3.1). The recomputed pass has the same
+bits: torch restores its own generators, and this module gives the second pass copies of the buffers, attributes and
+numpy and Python generators that the first began with, without undoing the first pass's changes. `comparing_blocks`
+finds blocks that change anything else. Modules and their names are unaffected.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elastic_train.config.combinations import refused
+from elastic_train.job.units.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.parallel.unit_weights import is_in_backward
+
+Recompute = Literal["none", "units", "selective"]
+_ATEN = torch.ops.aten
+_KEPT = [
+    operator.default
+    for operator in (
+        _ATEN.mm,
+        _ATEN.addmm,
+        _ATEN.bmm,
+        _ATEN.convolution,
+        _ATEN._scaled_dot_product_flash_attention,
+        _ATEN._scaled_dot_product_flash_attention_for_cpu,
+        _ATEN._scaled_dot_product_efficient_attention,
+        _ATEN._scaled_dot_product_cudnn_attention,
+    )
+]
+"""The slowest operations: `selective` keeps their results and recomputes everything else."""
 
 
 def unit_names(model: nn.Module) -> list[str]:
@@ -64,3 +97,149 @@ def _in_order(names: Sequence[str], ran: Sequence[str]) -> list[str]:
         if name not in order:
             order.insert(order.index(names[place - 1]) + 1 if place else 0, name)
     return order
+
+
+def recompute_blocks(model: nn.Module, how: Recompute) -> None:
+    """Make a model's blocks recompute their activations in the backward pass; raise ConfigError if it has no blocks."""
+    if how == "none":
+        return
+    names = unit_names(model)
+    if not names:
+        raise refused("a model without blocks", f"{type(model).__name__}, which has no blocks")
+    quiet = set[type[nn.Module]]()
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = partial(_run, _Recomputed(name, block, how, quiet), block.forward)
+
+
+class _Recomputed(NamedTuple):
+    """A recomputed block; `quiet` has the classes that do not use numpy's and Python's generators."""
+
+    name: str
+    block: nn.Module
+    how: Recompute
+    quiet: set[type[nn.Module]]
+
+
+@contextlib.contextmanager
+def comparing_blocks() -> Iterator[None]:
+    """Within this context, compute the first block of each class twice; raise ConfigError if the bits differ."""
+    token = _COMPARED.set(set())
+    try:
+        yield
+    finally:
+        _COMPARED.reset(token)
+
+
+_COMPARED: ContextVar[set[type[nn.Module]] | None] = ContextVar("compared", default=None)
+"""Classes of blocks already compared; None if blocks are not compared."""
+
+
+def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    compared, kind = _COMPARED.get(), type(one.block)
+    if compared is None or kind in compared:
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
+    compared.add(kind)
+    devices = [parameter.device for parameter in one.block.parameters() if parameter.is_cuda][:1]
+    drawn = host_states()
+    with torch.random.fork_rng(devices, device_type="cuda"), undisturbed(), _as_before(_look(one.block)):
+        expected = forward(*arguments, **named)  # its side effects are undone
+        if not moved_hosts(drawn):
+            one.quiet.add(kind)
+    found = checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
+    if not all(map(same_bits, tree_leaves(expected), tree_leaves(found))):
+        what = f"block '{one.name}' ({kind.__name__}), whose results differ when it is computed again"
+        raise refused("blocks with other results when computed again", what)
+    return found
+
+
+def _contexts(
+    one: _Recomputed,
+) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+    """Return the contexts of the first pass, which is about to begin, and of the second."""
+    second: contextlib.AbstractContextManager[Any] = _as_before(_look(one.block))
+    if type(one.block) not in one.quiet:
+        second = _both(second, beginning_at(host_states()))
+    if one.how == "units":
+        return contextlib.nullcontext(), second
+    keeping, using = create_selective_checkpoint_contexts(_KEPT)  # type: ignore[no-untyped-call]
+    return keeping, _both(second, using)
+
+
+@contextlib.contextmanager
+def _both(
+    first: contextlib.AbstractContextManager[Any], second: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+_Look = list[tuple[dict[str, Any], dict[str, Any]]]
+"""Namespaces of modules, each with a snapshot of its entries."""
+
+
+def _look(block: nn.Module) -> _Look:
+    """Return a snapshot of the block's buffers and attributes, copying values that a pass may change in place."""
+    spaces = [space for module in block.modules() for space in (vars(module), module._buffers)]
+    return [(space, _copied(space)) for space in spaces]
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has, e.g. its parameters and hooks."""
+_DEEPEST = 4
+
+
+def _copied(space: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one if name in _OF_MODULES else _copy(one, _DEEPEST) for name, one in space.items()}
+
+
+def _copy(value: Any, depth: int) -> Any:
+    """Copy a tensor that needs no gradient, an array, a generator, or containers of these up to `depth` levels."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.clone()
+    if isinstance(value, np.ndarray | np.random.Generator | random.Random):
+        return copy.deepcopy(value)
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if not depth or not value or type(value) not in (list, tuple, set, dict, deque, OrderedDict, defaultdict):
+        return value
+    if isinstance(value, dict):
+        other = copy.copy(value)
+        other.update({key: _copy(one, depth - 1) for key, one in value.items()})
+        return other
+    items = [_copy(one, depth - 1) for one in value]
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+@contextlib.contextmanager
+def _as_before(first: _Look) -> Iterator[None]:
+    """Restore a block's buffers and attributes from a snapshot within the context, and the current ones after it.
+
+    Tensors are replaced, not overwritten: the backward pass may keep references to those of the second pass.
+    """
+    left = [dict(space) for space, _ in first]
+    for space, before in first:
+        _put(space, _copied(before))
+    try:
+        yield
+    finally:
+        for (space, _), after in zip(first, left, strict=True):
+            _put(space, after)
+
+
+def _put(space: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set a namespace's entries in place: modules and their hooks refer to it."""
+    for name in [name for name in space if name not in entries]:
+        del space[name]
+    space.update(entries)
+
+
+def same_bits(one: object, other: object) -> bool:
+    """Return True if two tensors have the same type, shape and bits; anything but a dense tensor passes."""
+    if not isinstance(one, Tensor) or one.layout is not torch.strided:
+        return True
+    if not isinstance(other, Tensor) or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not one.numel():
+        return True  # torch does not view every empty tensor as bytes
+    return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))

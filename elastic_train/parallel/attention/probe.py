@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from elastic_train.parallel.attention.kernels import KERNELS, Call, Kernel, sdpa
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import version_of
-from elastic_train.system.file_locks import locked
+from elastic_train.system.files import locked, write_atomically
 
 OTHER_PROCESS_S = 180.0
 """Timeout in seconds for the other process; most of it is for importing torch and a compiler."""

@@ -1,7 +1,13 @@
-"""Sums of squares per grain: on a GPU by one kernel, elsewhere by `placement.norm`, with the same bits.
+"""The gradient's norm, from sums of squares per grain: the same number however the gradient is cut, on any device.
 
-torch's operations need fifteen passes over memory; the kernel saves 0.16 s of a step of 0.57 s. They are the fallback
-where Triton is missing or cannot compile.
+Every element is squared in float64, which is exact for all narrower floats. A grain's squares are summed along a fixed
+binary tree of elementwise vector additions, so the result does not depend on a kernel's order, vector width or thread
+count. It needs more passes over memory than a free-order reduction: torch's operations need fifteen. On a GPU one
+kernel does it, with the same bits, and saves 0.16 s of a step of 0.57 s; torch's operations are the fallback where
+Triton is missing or cannot compile. The grains' sums are added exactly and rounded once, so their order does not
+matter.
+
+Copies of a grain must have equal sums: a difference reveals a rank that computes wrongly before the step is applied.
 """
 
 from __future__ import annotations
@@ -9,16 +15,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from itertools import pairwise
+from threading import Lock
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.grain_tables import Lengths
-from elastic_train.placement.grains import Cut
-from elastic_train.placement.norm import grain_squares, in_memory_order, lengths_of
+from elastic_train.placement.grain_tables import Batch, Lengths, Run, Table, batches_of, width_of
+from elastic_train.placement.grains import GRAIN, Cut, bounds_of
 
 log = logging.getLogger(__name__)
 _WIDTH = 256
@@ -28,6 +38,20 @@ Fold = Callable[[Tensor, Tensor, torch.dtype], None]
 """Folds grains, given by address and length, into rows of squares, float64, shape (grains, _WIDTH)."""
 _FOLDED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that the kernel reads."""
+
+Float64s = npt.NDArray[np.float64]
+
+_AT_ONCE = {"cpu": 8 * GRAIN}
+"""Elements squared at once: they fit in a CPU's cache, or keep a GPU busy; twice as many for scattered rows."""
+_AT_ONCE_ELSEWHERE = 256 * GRAIN
+_NARROW = 256
+"""Row width at which the grains of all lengths are combined, so that few operations add many."""
+_LITTLE = 1 << 10
+"""Table size in elements at which it is combined with those of other lengths."""
+_SMALL = 1 << 12
+"""Largest run, in elements, that is copied together with others via one vector."""
+_OF_NUMPY = (torch.float32, torch.float16, torch.float64)
+"""Dtypes that NumPy also has."""
 
 
 def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
@@ -123,3 +147,169 @@ def triton_fold() -> Fold:
             )
 
     return fold
+
+
+def in_memory_order(tensor: Tensor, cut: Cut | None) -> Tensor:
+    """Return a tensor's elements in memory order, 1-D; a copy unless they are stored that way."""
+    return (tensor if cut is None else tensor.movedim(cut.dim, 0)).reshape(-1)
+
+
+@cache
+def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> Lengths:
+    """Return the number of elements of each grain of a tensor."""
+    return tuple(hi - lo for lo, hi in pairwise(bounds_of(shape, cut)))
+
+
+def grain_squares(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
+    """Return the sum of squares of each grain of vectors, float64, shape (grains,), on the CPU.
+
+    `lengths` has the lengths of each vector's grains, at most GRAIN. All vectors are on one device.
+    """
+    if not any(lengths):
+        return torch.empty(0, dtype=torch.float64)
+    device = vectors[0].device
+    squares = _kept(tuple(lengths)) if device.type == "cpu" else GrainSquares(tuple(lengths), device)
+    return squares.of([vector.detach() for vector in vectors])
+
+
+@lru_cache(maxsize=4)
+def _kept(vectors: tuple[Lengths, ...]) -> GrainSquares:
+    return GrainSquares(vectors, torch.device("cpu"))
+
+
+@lru_cache(maxsize=8)
+def _batches(vectors: tuple[Lengths, ...], device: str) -> tuple[Batch, ...]:
+    block = _AT_ONCE.get(device, _AT_ONCE_ELSEWHERE)
+    return batches_of(vectors, block, 2 * block)
+
+
+class GrainSquares:
+    """Sums the squares of the grains of vectors with given grain lengths; all vectors are on one device.
+
+    Its room has memory only while it adds; its views, which are slow to make, stay.
+    """
+
+    def __init__(self, vectors: tuple[Lengths, ...], device: torch.device) -> None:
+        self._batches = _batches(vectors, device.type)
+        self._room = torch.empty(max(batch.stop for batch in self._batches), dtype=torch.float64, device=device)
+        self._placed = [_Placed(batch, self._room) for batch in self._batches]
+        self._num_grains = sum(map(len, vectors))
+        self._lock = Lock()
+
+    def of(self, vectors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares of each grain, float64, shape (grains,), on the CPU."""
+        narrow: dict[int, list[Float64s]] = {}
+        numbers: dict[int, list[Int64s]] = {}
+        is_exact = all(vector.dtype != torch.float64 for vector in vectors)
+        with self._lock:
+            memory = self._room.untyped_storage()
+            memory.resize_(self._room.nbytes)
+            for placed in self._placed:
+                placed.fill(vectors)
+                for table in placed.tables:
+                    rows = table.squared(is_exact)
+                    narrow.setdefault(rows.shape[1], []).append(rows)
+                    numbers.setdefault(rows.shape[1], []).append(table.numbers)
+            memory.resize_(0)
+        sums = np.empty(self._num_grains)
+        places = [one for width in sorted(numbers, reverse=True) for one in numbers[width]]
+        sums[np.concatenate(places)] = _add_up(narrow)
+        return torch.from_numpy(sums)
+
+
+class _PlacedTable:
+    """A table in the room, and the views of it that are added."""
+
+    def __init__(self, table: Table, room: Tensor) -> None:
+        self.numbers = table.numbers
+        self.rows = whole = room[table.start : table.stop].view(-1, table.width)
+        self.tails = [whole[lo:hi, length:] for lo, hi, length in table.shorter]
+        half = max(1, width_of(table.width) // 2)
+        self._left, self._first, self._right = whole[:, :half], whole[:, : table.width - half], whole[:, half:]
+        self._halves: list[tuple[Tensor, Tensor]] = []
+        while half // 2 >= _NARROW or (half > 1 and half // 2 * len(whole) > _LITTLE):
+            half //= 2
+            self._halves.append((whole[:, :half], whole[:, half : 2 * half]))
+        self._rest = whole[:, :half]
+
+    def squared(self, is_exact: bool) -> Float64s:
+        """Square the elements and fold the table until little is left; `is_exact` is True if squares are exact."""
+        self._left.mul_(self._left)
+        if is_exact:
+            self._first.addcmul_(self._right, self._right)
+        else:  # a fused multiply-add would round later
+            self._first.add_(self._right.mul_(self._right))
+        for left, right in self._halves:
+            left.add_(right)
+        return self._rest.clone().cpu().numpy()
+
+
+class _Placed:
+    """A batch in the room."""
+
+    def __init__(self, batch: Batch, room: Tensor) -> None:
+        self.tables = [_PlacedTable(table, room) for table in batch.tables]
+        self._tails = [tail for table in self.tables for tail in table.tails]
+        self._scatters = [(one, room[one.start : one.stop].view(-1, one.unit)) for one in batch.scatters]
+        self._runs: list[list[Run]] = []
+        self._targets: list[Tensor] = []
+        for copy in batch.copies:
+            rows, row = self.tables[copy.table].rows, copy.row
+            small = [run for run in copy.runs if run.numel <= _SMALL]
+            for some in ([small] if small else []) + [[run] for run in copy.runs[len(small) :]]:
+                count = sum(run.num for run in some)
+                self._runs.append(some)
+                self._targets.append(rows[row : row + count, : some[0].length])
+                row += count
+
+    def fill(self, vectors: Sequence[Tensor]) -> None:
+        """Copy the elements of grains to their positions."""
+        if self._tails:
+            torch._foreach_zero_(self._tails)
+        for one, places in self._scatters:
+            rows = _part(vectors[one.vector], one.lo, one.hi).view(-1, one.unit)
+            if rows.device.type == "cpu" and rows.dtype in _OF_NUMPY:
+                # One pass over memory less than torch's own way; `numpy()` would make the room's storage unresizable.
+                np.from_dlpack(places)[one.rows] = rows.numpy()
+            else:
+                places[torch.from_numpy(one.rows).to(rows.device)] = rows.double()
+        sources = []
+        for some in self._runs:
+            parts = [_part(vectors[run.vector], run.lo, run.hi) for run in some]
+            sources.append((torch.cat(parts) if len(parts) > 1 else parts[0]).view(-1, some[0].length))
+        if sources:
+            torch._foreach_copy_(self._targets, sources)
+
+
+def _part(vector: Tensor, lo: int, hi: int) -> Tensor:
+    return vector if hi - lo == vector.numel() else vector[lo:hi]
+
+
+def _add_up(narrow: Mapping[int, Sequence[Float64s]]) -> Float64s:
+    """Sum every row of all tables, given by width; return the sums, those of the widest rows first."""
+    widest = max(narrow, default=1)
+    table = np.empty((0, 2 * widest))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for width in (1 << bits for bits in reversed(range(widest.bit_length()))):
+            table = np.concatenate([table[:, :width] + table[:, width:], *narrow.get(width, ())])
+    return table[:, 0]
+
+
+def total_norm(squares: Float64s) -> float:
+    """Return the norm from all trained grains' sums, in any order, shape (grains,).
+
+    Infinite or NaN where a gradient is.
+    """
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """Return the factor that limits a gradient's norm to `limit`: 1.0 for a norm within it.
+
+    NaN for a NaN norm, as in `torch.nn.utils.clip_grad_norm_`. Scaling is elementwise, so cuts do not affect it.
+    """
+    factor = limit / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor

@@ -1,6 +1,6 @@
 """Triton kernel that squares and sums grains along their tree in one pass over memory (Tillet et al. 2019).
 
-It follows the tree of `placement.norm`, so both give the same bits. Each function adds two halves of a tree; the
+It follows the tree of `devices.squares`, so both give the same bits. Each function adds two halves of a tree; the
 compiler inlines them and groups the loads. Short grains are padded with zeros, which changes no sum of squares.
 """
 

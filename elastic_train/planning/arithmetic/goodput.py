@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_train.checkpoint.interval.cadence import SaveCost, choose, waste
+from elastic_train.checkpoint.saving.cadence import SaveCost, choose, waste
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Layout
 from elastic_train.planning.arithmetic.memory import Memory

@@ -20,17 +20,25 @@ from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
 from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
-from elastic_train.program.schedules import Action, Close, Direction, Exchange, Kind, Open, Pass, Pipeline, step_program
-from elastic_train.program.unit_turn import (
+from elastic_train.program.schedules import (
     REST,
+    Action,
     Begin,
+    Close,
+    Direction,
     End,
     Enter,
+    Exchange,
     Free,
+    Kind,
+    Open,
+    Pass,
+    Pipeline,
     UnitAction,
     gathering_turn,
     places,
     reducing_turn,
+    step_program,
 )
 
 UNCUT_OUTPUTS = 6

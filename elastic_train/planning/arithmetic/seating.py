@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from elastic_train.core.lanes import Counter, Part, owned_lanes, parts_of
-from elastic_train.placement.domains import cut_groups
+from elastic_train.placement.arcs import cut_groups
 from elastic_train.placement.grains import Layout as Cut
 from elastic_train.placement.holdings import all_held, circle_of, num_elements
 from elastic_train.placement.seats import Seat, deal_lanes, group_lanes, seats_of

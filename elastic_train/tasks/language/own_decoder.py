@@ -15,14 +15,12 @@ from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
+from elastic_train.tasks.decoder.as_transformers import begin_llama
 from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
-from elastic_train.tasks.decoder.model import Decoder, drawn_weights
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape, drawn_weights
 from elastic_train.tasks.language.language_model import Logits, Weights
-from elastic_train.tasks.models.folders import begin_llama
 from elastic_train.tasks.placements import Degrees, Piece, Placements, Use, deal
-from elastic_train.tasks.rows.token_parts import bias_of, causal_within
-from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.rows.token_rows import TokenColumns, bias_of, causal_within
 from elastic_train.tasks.task import Batch
 
 _SIZES = [each.name for each in fields(DecoderShape)]

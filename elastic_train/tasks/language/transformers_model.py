@@ -30,9 +30,7 @@ from elastic_train.tasks.models.packed_rows import check_documents, packed_logit
 from elastic_train.tasks.models.stage_plans import Parts, planned, run_parts, try_in_parts, unfit_for_stages
 from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.placements import ContextPart, Degrees, Piece, Placements
-from elastic_train.tasks.rows.token_parts import PADDING
-from elastic_train.tasks.rows.token_rows import TokenColumns
-from elastic_train.tasks.rows.vocabulary import check_tokenizer
+from elastic_train.tasks.rows.token_rows import PADDING, TokenColumns, check_tokenizer
 from elastic_train.tasks.task import Batch
 
 if TYPE_CHECKING:

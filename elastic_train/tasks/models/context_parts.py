@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from elastic_train.config.combinations import Found
 from elastic_train.tasks.models.hugging_face import model_of_transformers
-from elastic_train.tasks.models.packed_rows import depends_on_length, restricted
-from elastic_train.tasks.models.trials import Run, most_rounding, tried
-from elastic_train.tasks.rows.token_parts import bias_of, tokens_of
+from elastic_train.tasks.models.packed_rows import Run, depends_on_length, most_rounding, restricted, tried
+from elastic_train.tasks.rows.token_rows import bias_of, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_train.data.arrow.lists import first_incomplete, pad_lists
-from elastic_train.data.arrow.numbers import numbers_of, plain_name
+from elastic_train.data.arrow.numbers import first_incomplete, numbers_of, pad_lists, plain_name
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.rows.classes import (
@@ -32,7 +31,7 @@ from elastic_train.tasks.rows.classes import (
     predicted,
     unfit_labels,
 )
-from elastic_train.tasks.rows.vocabulary import (
+from elastic_train.tasks.rows.token_rows import (
     check_lists,
     check_same_tokens,
     check_token_ids,

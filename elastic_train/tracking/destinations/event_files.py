@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from elastic_train.errors import ConfigError
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import locked_by, write_atomically
 from elastic_train.tracking.delivery import SEND_EVERY_S, count_values, lacking
 from elastic_train.tracking.metric_log import LineageReader, Settled, Values, settled_step, terms
 

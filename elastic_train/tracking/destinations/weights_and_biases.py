@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Literal
 
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from elastic_train.system.atomic_files import write_atomically
 from elastic_train.system.extras import needed_for
-from elastic_train.tracking.delivery import count_values, lacking, tags_of
-from elastic_train.tracking.destinations.destination import LostValuesError
+from elastic_train.system.files import write_atomically
+from elastic_train.tracking.delivery import LostValuesError, count_values, lacking, tags_of
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.tracking.mlflow_run import flatten
 

@@ -31,8 +31,7 @@ from elastic_train.checkpoint import (
 )
 from elastic_train.checkpoint.commits.reader import ABSENT, read_record, strays_from
 from elastic_train.checkpoint.format.layout import leaves_by_path
-from elastic_train.checkpoint.interval.cadence import Cadence, Faults
-from elastic_train.checkpoint.interval.measured import faults_before
+from elastic_train.checkpoint.saving.cadence import Cadence, Faults, faults_before
 from elastic_train.checkpoint.saving.save_thread import call_abandonable
 from elastic_train.checkpoint.stores.store import DeadlineStore
 from elastic_train.config.schema import Config
@@ -41,18 +40,18 @@ from elastic_train.core.lineage import place_of
 from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import StorageError
 from elastic_train.insight.page import Facts, Page
-from elastic_train.insight.phases import StepClock
+from elastic_train.insight.phases import FILE as UTILISATION
+from elastic_train.insight.phases import StepClock, Utilisation
 from elastic_train.insight.tracing import Tracer
-from elastic_train.insight.utilisation import FILE as UTILISATION
-from elastic_train.insight.utilisation import Utilisation
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.blocks import unit_names
-from elastic_train.job.warm_up import unchanged
+from elastic_train.job.warm_up import FIRST_LOSS, unchanged, warm_up
 from elastic_train.parallel.gradient_sum import GradientSum
+from elastic_train.system.preemption import LeaveNow, StepDropped
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.task import Deferring
-from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.delivery import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.history_files import host_in
@@ -161,6 +160,24 @@ def open_page(config: Config, utilisation: Utilisation | None) -> Page | None:
     if page.port is not None:
         log.warning("metrics for Prometheus: http://%s:%d/metrics", host, page.port)
     return page
+
+
+def warm_up_once(process: Process) -> None:
+    """Do a first step's one-time work, and count a sample's FLOPs, if peers would wait or bits depend on it."""
+    plan, state = process.plan, process.state
+    # The choice of attention kernels depends on it.
+    learns = plan.config.compile is True or plan.config.parallel.shards == "parameters" or plan.device.type == "cuda"
+    peak, counted = peak_of(plan), list[Utilisation | None]()
+    if not (process.worlds.is_live or learns or peak is not None):
+        return
+    process.watchdog.warm_up()
+    try:
+        with process.leave.droppable():
+            warm_up(plan, state, lambda batch: counted.append(count(plan, state, batch, peak)))
+    except StepDropped:
+        raise LeaveNow from None
+    process.utilisation = counted[0] if counted else None
+    process.done.add(FIRST_LOSS)
 
 
 def peak_of(plan: Plan) -> float | None:

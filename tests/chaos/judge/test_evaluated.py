@@ -18,8 +18,7 @@ from chaos.judge.delivery.evaluated import TOLERANCES, _agrees, validation
 from chaos.judge.evidence.run_files import Evidence, Line, collect
 from chaos.judge.findings import Unknown, Violated
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from tests.chaos.recorded import STEPS, record
 

@@ -192,7 +192,7 @@ def test_shares_that_are_worked_out_once_are_those_of_every_rank(shards: Shards)
     case = Case(1, Shape(nodes=4, copies=2, shards=shards, epochs=6), kills)
     own = dict[str, object]()
     for module, names in {
-        "job.resharding.reshard": (seats_of_holders, plan_recut, grains_in_each),
+        "job.reshard": (seats_of_holders, plan_recut, grains_in_each),
         "placement.table": (Seating, owned_of),
         "job.state_shards": (written_of,),
     }.items():

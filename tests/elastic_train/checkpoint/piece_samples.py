@@ -14,8 +14,8 @@ from elastic_train.checkpoint.commits.writer import Draft
 from elastic_train.checkpoint.format.dcp import WrittenPart, live_contents, write_part
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.format.state_tree import Pieces, Span, leaves_of
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import GRAIN, CutDims, cut_along
-from elastic_train.placement.norm import in_memory_order
 from tests.elastic_train.checkpoint.commit_samples import State, facts
 
 shapes = st.lists(st.integers(0, 5) | st.just(1), max_size=4).map(torch.Size)

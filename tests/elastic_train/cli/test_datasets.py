@@ -18,7 +18,7 @@ from elastic_train.data.dataset.encoded_images import verify_images
 from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.verify import verify
-from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.parquet.footer import NAME as FOOTERS
 from elastic_train.data.tables.digits import import_digits
 from elastic_train.system.progress_bar import shown, silent
 from tests.conftest import PATIENCE_S, ROOT, Finished, write_rows

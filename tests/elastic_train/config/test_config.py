@@ -16,7 +16,8 @@ from elastic_train.config import section, sources, yaml12
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.monitoring import MonitoringConfig
 from elastic_train.config.recipe import ValidationConfig
-from elastic_train.config.schema import Config, nearest_key
+from elastic_train.config.schema import Config
+from elastic_train.config.sources import nearest_key
 from elastic_train.errors import ConfigError
 
 GOOD = {"data": {"train": "somewhere"}}

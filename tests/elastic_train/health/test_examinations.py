@@ -15,11 +15,18 @@ import torch
 from torch import Tensor
 
 from chaos.services.store_mount import NoMountError, run_as_root
-from elastic_train.health import clock, memory, precheck
+from elastic_train.health import clock, examinations, precheck
 from elastic_train.health.clock import examine_clock
-from elastic_train.health.memory import PIECE, examine_memory
+from elastic_train.health.examinations import (
+    MOST,
+    PIECE,
+    examine_memory,
+    examine_products,
+    known_product,
+    or_its_error,
+    own_cores,
+)
 from elastic_train.health.precheck import NUM_BYTES, anonymous_file, examine_folders
-from elastic_train.health.products import MOST, examine_products, known_product, or_its_error, own_cores
 from elastic_train.health.result import Finding, Planned, examine_all, ok
 from rendezvous import EtcdServer, etcd_options
 
@@ -126,17 +133,17 @@ def test_two_addresses_of_one_word_are_found() -> None:
 def test_no_more_memory_is_taken_than_a_share_of_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of the control group counts, too, and workers of one node share."""
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 1048576 kB\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    assert memory.room(CPU, 1) == int(0.05 * (1 << 30))
+    monkeypatch.setattr(examinations, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(examinations, "_CGROUP", tmp_path)
+    assert examinations.room(CPU, 1) == int(0.05 * (1 << 30))
     (tmp_path / "memory.max").write_text(f"{300 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{200 << 20}\n")
-    assert memory.room(CPU, 5) == (5 << 20) // 5
+    assert examinations.room(CPU, 5) == (5 << 20) // 5
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
-    assert memory.room(CPU, 4) == memory.MOST_BYTES // 4
+    assert examinations.room(CPU, 4) == examinations.MOST_BYTES // 4
     (tmp_path / "meminfo").unlink()
-    assert memory.room(CPU, 1) == 0
+    assert examinations.room(CPU, 1) == 0
 
 
 def test_a_folder_that_keeps_what_is_written_is_well_and_stays_as_it_was(tmp_path: Path) -> None:
@@ -254,10 +261,9 @@ def test_an_error_of_a_device_itself_makes_it_unfit_and_another_proves_nothing()
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
-    examinations = {"memory": broken, "products": taken}
+    both = {"memory": broken, "products": taken}
     planned = {
-        name: Planned(partial(or_its_error, device, name, one), "look", 60.0, late="warn")
-        for name, one in examinations.items()
+        name: Planned(partial(or_its_error, device, name, one), "look", 60.0, late="warn") for name, one in both.items()
     }
     before, unfit, unknown = examine_all(planned)
     assert (before.level, unfit.level, unknown.level) == ("ok", "fail", "warn")

@@ -11,15 +11,13 @@ from torch import nn
 
 from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
-from elastic_train.checkpoint.commits.weights import CommitWeights, Weights
-from elastic_train.checkpoint.format.stored_tensors import Kind
+from elastic_train.checkpoint.commits.weights import CommitWeights, Kind, Weights
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.inference.exporting import export_folder, split
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import as_transformers
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from tests.conftest import run_source
 from tests.elastic_train.checkpoint.commit_samples import facts, writer
 

@@ -15,10 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_train.insight import page as page_module
-from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import Facts, Page
-from elastic_train.insight.phases import RankFacts
-from elastic_train.insight.utilisation import Utilisation
+from elastic_train.insight.phases import MemoryFacts, RankFacts, Utilisation
 from rendezvous import EtcdServer
 from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.tally import Tally

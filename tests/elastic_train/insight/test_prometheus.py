@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from elastic_train.insight.detection import MEANINGS
-from elastic_train.insight.memory import MemoryFacts
 from elastic_train.insight.page import PREFIX, Facts, _counters, _gauges, _parts
+from elastic_train.insight.phases import MemoryFacts
 from rendezvous.etcd.server import free_ports
 from tests.conftest import PATIENCE_S, ROOT, begin, eventually
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config

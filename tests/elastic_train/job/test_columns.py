@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.job.peer_states import PeerState, _all_left, leave_out_unfinished
 from elastic_train.job.plan_facts import redundancy_of
-from elastic_train.job.resharding.peer_states import PeerState, _all_left, leave_out_unfinished
-from elastic_train.job.resharding.reshard import _plan_of
+from elastic_train.job.reshard import _plan_of
 from elastic_train.job.state_shards import Place
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import column_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.checkpoint.format.weights_digest import join_digests, weights_digest
+from elastic_train.checkpoint.format.dcp import join_digests, weights_digest
 from elastic_train.errors import ConfigError
 from elastic_train.job.model_layout import check_memory_is_apart, describe_layout, layout_of
 from elastic_train.placement.grains import GRAIN, digests_of, tensor_digests

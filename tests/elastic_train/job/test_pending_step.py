@@ -17,8 +17,8 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import WeightsDifferError
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import CellPlan
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
-from elastic_train.job.resharding.reshard import take_place
+from elastic_train.job.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
+from elastic_train.job.reshard import take_place
 from elastic_train.job.state import AppliedState, StepFacts, norm_of
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients

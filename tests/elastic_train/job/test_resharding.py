@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from elastic_train.errors import PeerLostError
-from elastic_train.job.resharding import reshard
-from elastic_train.job.resharding.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
-from elastic_train.job.resharding.reshard import take_state
+from elastic_train.job import reshard
+from elastic_train.job.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
+from elastic_train.job.reshard import take_state
 from elastic_train.job.state_shards import Place
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, fingerprint, meet, replicated, train

@@ -11,19 +11,18 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import leaves_of
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.state import AppliedState, StepFacts, TrainProgress, clip
-from elastic_train.parallel.devices.squares import squares_of_tensors
+from elastic_train.parallel.devices.squares import clip_factor, squares_of_tensors, total_norm
 from elastic_train.parallel.gradient_sum import place_gradients
 from elastic_train.placement.grains import Listed
-from elastic_train.placement.norm import clip_factor, total_norm
 from tests.elastic_train.placement.laws import models
 
 

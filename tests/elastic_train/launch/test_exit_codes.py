@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.launch.exit_codes import exit_code, outstayed
+from elastic_train.launch.node import exit_code, outstayed
 from elastic_train.launch.parent import train_in_a_child
 from rendezvous.agent.worker_end import announce, declare_finished
 from rendezvous.process_table import children_of, is_alive

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.core.lanes import contiguous, owned_lanes
 from elastic_train.errors import ConfigError
 from elastic_train.parallel.buffer_mean import BufferMean

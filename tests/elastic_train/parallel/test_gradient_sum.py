@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.core.lanes import Assignment, contiguous, lane_seed, owned_lanes, tree_sum
 from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
@@ -27,7 +27,7 @@ from elastic_train.parallel.devices.device import Device, HostQueue, Mark
 from elastic_train.parallel.exchange import halving_turns
 from elastic_train.parallel.gradient_sum import make_sum, place_gradients
 from elastic_train.parallel.group import Group
-from elastic_train.program.unit_turn import Walk, filling_turn
+from elastic_train.program.schedules import Walk, filling_turn
 from elastic_train.training.step_sums import _packed, _read_tables, gather_tables
 from tests.conftest import PATIENCE_S, run_ranks
 from tests.elastic_train.parallel.sums import make_gradient_sum

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Counter as LaneCounter
 from elastic_train.core.lanes import Part, merge_plan, parts_of, root_of
-from elastic_train.placement.domains import Path
+from elastic_train.parallel.devices.squares import grain_squares
+from elastic_train.placement.arcs import Path
 from elastic_train.placement.grains import ALIGN, GRAIN, Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import Circle, Run, shared_with
-from elastic_train.placement.norm import grain_squares
 from elastic_train.placement.seating import Recut, Transfer
 from elastic_train.placement.seats import Seat, deal_lanes, group_lanes
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.arcs import Arc
-from elastic_train.placement.domains import Groups, Path
+from elastic_train.placement.arcs import Arc, Groups, Path
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Circle, Run
 

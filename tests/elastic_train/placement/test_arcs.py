@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.placement.arcs import Arc, arcs_of, kept_part, length, overlap
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Arc, Path, arcs_of, kept_part, length, overlap
 from elastic_train.placement.grains import GRAIN, Listed, lay_out
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seating import Seating, owned_of

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint.format.weights_digest import digest_of
+from elastic_train.checkpoint.format.dcp import digest_of
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import (
     GRAIN,
     Listed,
@@ -25,7 +26,6 @@ from elastic_train.placement.grains import (
     tensor_digests,
 )
 from elastic_train.placement.holdings import all_held, circle_of
-from elastic_train.placement.norm import in_memory_order
 from elastic_train.placement.seats import seats_of
 
 F32 = "torch.float32"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Path
 from elastic_train.placement.grains import GRAIN, Layout, Listed, Tensor, lay_out
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seating import Recut, Transfer, plan_recut

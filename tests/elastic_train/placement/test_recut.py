@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Path
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seating import Recut, Seating, Transfer, plan_recut
 from elastic_train.placement.seats import Seat, seats_of

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.placement.arcs import length, overlap
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Path, length, overlap
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seats import Seat, lanes_by_owner, seats_of, seats_of_holders
 from tests.elastic_train.placement.laws import blocks, check_apart, check_balance, check_partition, check_survives

@@ -7,8 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.placement.arcs import length, overlap
-from elastic_train.placement.domains import Path, paths_of_cells
+from elastic_train.placement.arcs import Path, length, overlap, paths_of_cells
 from elastic_train.placement.seats import Seat, seats_of, seats_of_cells
 
 nodes = st.lists(st.integers(0, 3), min_size=1, max_size=8)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.core.lanes import Counter, Part, owned_lanes, parts_of, root_of
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Path
 from elastic_train.placement.holdings import all_held, circle_of
 from elastic_train.placement.seats import deal_lanes, group_lanes, lanes_by_owner, seats_of
 from tests.elastic_train.placement.laws import blocks, check_sums, num_sent, sums_of_step

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.core.arrays import Int64s
-from elastic_train.placement.domains import Path, are_apart
+from elastic_train.placement.arcs import Path, are_apart
 from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import column_of, grains_in, grains_side_by_side, runs_of
 from elastic_train.placement.seating import Seating, plan_recut

@@ -27,8 +27,7 @@ from elastic_train.planning.arithmetic.step_time import model_flops_utilisation,
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, scaling
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, LLAMA_405B, MIXED, Transformer, gpt
 from tests.elastic_train.training.jobs import config
 

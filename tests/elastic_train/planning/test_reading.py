@@ -21,8 +21,7 @@ from elastic_train.planning.arithmetic.layouts import place_elements
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, work_out
 from elastic_train.planning.tracing import REST, Trace
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.tracking.destinations import event_files, weights_and_biases

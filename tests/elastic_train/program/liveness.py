@@ -17,25 +17,23 @@ from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Axis, Cell, Mesh
 from elastic_train.planning.arithmetic.memory import by_unit
 from elastic_train.program.schedules import (
+    REST,
     AddExperts,
+    Begin,
     Close,
     Direction,
+    End,
+    Enter,
     Exchange,
     Kind,
     Open,
     Pass,
     Pipeline,
-    step_program,
-)
-from elastic_train.program.unit_turn import (
-    REST,
-    Begin,
-    End,
-    Enter,
     UnitAction,
     filling_turn,
     gathering_turn,
     reducing_turn,
+    step_program,
 )
 
 Shards = Literal["none", "gradients", "parameters"]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from elastic_train.program.unit_turn import (
+from elastic_train.program.schedules import (
     REST,
     Begin,
     End,

@@ -12,7 +12,7 @@ from elastic_train.cli import main
 from elastic_train.cli.runs.compare import show
 from elastic_train.errors import ConfigError
 from elastic_train.runs.compare import Comparison, compare
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
 from tests.elastic_train.runs.folders import faulted

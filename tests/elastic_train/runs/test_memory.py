@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_train.cli.main import main
-from elastic_train.insight.memory import FOLDER
+from elastic_train.insight.phases import FOLDER
 from elastic_train.runs import memory as memories
 from elastic_train.runs.memory import memory_of, ran_out_in
 from elastic_train.runs.page import render

@@ -12,10 +12,8 @@ import pytest
 from elastic_train.cli.main import main
 from elastic_train.drawing.page import draw
 from elastic_train.errors import ConfigError
-from elastic_train.insight.phases import PHASES
-from elastic_train.insight.utilisation import FILE, Utilisation
-from elastic_train.runs.figures.heat_map import compute_figure
-from elastic_train.runs.figures.over_time import _rates
+from elastic_train.insight.phases import FILE, PHASES, Utilisation
+from elastic_train.runs.figures import _rates, compute_figure
 from elastic_train.runs.glance import look
 from elastic_train.runs.goodput import changes, goodput, time_spent
 from elastic_train.runs.page import render

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.system.atomic_files import publish, write_atomically
 from elastic_train.system.file_systems import hazards, mount_of
+from elastic_train.system.files import publish, write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
 from tests.conftest import PATIENCE_S

@@ -18,6 +18,7 @@ from elastic_train.system import watchdog
 from elastic_train.system.watchdog import ENTERING_S, LEAST_S, MOST_LOOK_S, MOST_S, PREPARING_S, TIMES_LONGEST, Watchdog
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
+from elastic_train.training.opening import resources
 from rendezvous.process_table import children_of, is_alive, is_stopped
 from tests.conftest import PATIENCE_S, eventually
 
@@ -194,10 +195,10 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
         assert len(ends) == 1
         watch_for(clock, watched, 10 * MOST_S)
 
-    monkeypatch.setattr(supervisor, "warm_up", hang)
+    monkeypatch.setattr(resources, "warm_up", hang)
     monkeypatch.setattr(supervisor, "open_worlds", lambda *_: SimpleNamespace(is_live=True, form=wait))
     monkeypatch.setattr(supervisor, "job_of", lambda plan: None)
-    monkeypatch.setattr(supervisor, "peak_of", lambda plan: None)
+    monkeypatch.setattr(resources, "peak_of", lambda plan: None)
     monkeypatch.setattr(supervisor, "UnformedWorlds", Mock())
     monkeypatch.setattr(supervisor, "open_page", lambda config, utilisation: None)
     monkeypatch.setattr(supervisor, "digest_of_all", lambda shards: "")

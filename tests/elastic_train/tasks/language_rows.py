@@ -16,7 +16,7 @@ import pytest
 
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.language import chunked_loss
+from elastic_train.tasks.language import language_model
 
 WITH_TRANSFORMERS = [
     pytest.mark.slow,
@@ -88,5 +88,5 @@ def prepared(manifest: Manifest, **params: Any) -> CausalLM:
 @contextlib.contextmanager
 def chunks_of(num_rows: int) -> Iterator[None]:
     """Let losses be computed by chunks of so many rows, however few logits there are."""
-    with mock.patch.multiple(chunked_loss, FEWEST_ROWS=num_rows, MOST_LOGITS=0):
+    with mock.patch.multiple(language_model, FEWEST_ROWS=num_rows, MOST_LOGITS=0):
         yield

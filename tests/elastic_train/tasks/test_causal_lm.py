@@ -17,8 +17,8 @@ from torch import nn
 
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.rows.token_rows import check_tokenizer
 from elastic_train.tasks.rows.tokenizing import write_tokenizer
-from elastic_train.tasks.rows.vocabulary import check_tokenizer
 from elastic_train.tasks.task import Sampling
 from tests.elastic_train.tasks.language_rows import VOCABULARY, described, lists, prepared
 

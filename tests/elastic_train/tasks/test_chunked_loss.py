@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.language.chunked_loss import LastLayer
+from elastic_train.tasks.language.language_model import LastLayer
 from elastic_train.tasks.task import Batch, LaneLoss
 from tests.elastic_train.tasks.language_rows import (
     GPT2,

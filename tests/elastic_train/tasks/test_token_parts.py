@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.tasks.placements import ContextPart
-from elastic_train.tasks.rows.token_parts import causal_within, part_of, tokens_of
-from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.rows.token_rows import TokenColumns, causal_within, part_of, tokens_of
 from elastic_train.tasks.task import Batch
 
 rows = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=21), min_size=1, max_size=4)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint.interval.cadence import Faults
-from elastic_train.checkpoint.interval.measured import faults_before
+from elastic_train.checkpoint.saving.cadence import Faults, faults_before
 from elastic_train.core.accounting import CoverageSums
-from elastic_train.system import atomic_files
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system import files
+from elastic_train.system.files import locked_by
 from elastic_train.tracking import background_files, history
 from elastic_train.tracking import history as history_module
 from elastic_train.tracking.background_files import BackgroundFiles
@@ -319,7 +318,7 @@ def dying_after(monkeypatch: pytest.MonkeyPatch, num_acts: int) -> Iterator[list
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", counted(Path.unlink))
         patch.setattr(Path, "replace", counted(Path.replace))
-        patch.setattr(atomic_files.Path, "write_text", counted(Path.write_text))
+        patch.setattr(files.Path, "write_text", counted(Path.write_text))
         yield done
 
 

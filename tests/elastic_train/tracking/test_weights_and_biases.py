@@ -15,8 +15,8 @@ import pytest
 from elastic_train.config.sources import load
 from elastic_train.errors import ConfigError
 from elastic_train.job.plan import make_plan
+from elastic_train.tracking.delivery import LostValuesError
 from elastic_train.tracking.destinations import weights_and_biases
-from elastic_train.tracking.destinations.destination import LostValuesError
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
 from elastic_train.tracking.metric_log import Values
 from elastic_train.tracking.tracker import Tracker

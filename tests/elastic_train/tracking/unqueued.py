@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastic_train.core.lineage import Interval
 from elastic_train.tracking.background_files import Act, BackgroundFiles
-from elastic_train.tracking.destinations.destination import Destination
+from elastic_train.tracking.delivery import Destination
 from elastic_train.tracking.history import History
 from elastic_train.tracking.tracker import Tracker
 

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.config.schema import Config
 from elastic_train.job.state import TrainProgress
 from elastic_train.tasks.task_source import source_of
-from elastic_train.training.opening.changes import SOURCE, VALIDATION, say_changes, versions_of
+from elastic_train.training.opening.inspection import SOURCE, VALIDATION, say_changes, versions_of
 
 TASK = "import changing_helper\n\nclass Changing:\n    sign = {sign}\n"
 

@@ -13,7 +13,7 @@ import torch
 from elastic_train.checkpoint import Retention, Store, discover, prune
 from elastic_train.checkpoint.commits.reader import read_record
 from elastic_train.checkpoint.commits.retention_policies import pinned
-from elastic_train.checkpoint.interval.cadence import Cadence, Faults
+from elastic_train.checkpoint.saving.cadence import Cadence, Faults
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.checkpoints import CheckpointConfig

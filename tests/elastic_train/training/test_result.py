@@ -19,8 +19,8 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import ElasticTrainError, FencedError, Preempted, ResultError
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.job.state import TrainProgress
-from elastic_train.system import atomic_files
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system import files
+from elastic_train.system.files import write_atomically
 from elastic_train.training import supervisor
 from elastic_train.training.loop import Outcome
 from elastic_train.training.result import EARLY_STOPPING, TrainResult, last_line, result_of, write_result
@@ -251,7 +251,7 @@ def test_a_draft_that_cannot_be_finished_is_removed(tmp_path: Path, monkeypatch:
         path.write_bytes(text[:1].encode())
         raise FULL
 
-    monkeypatch.setattr(atomic_files.Path, "write_text", cut_short)
+    monkeypatch.setattr(files.Path, "write_text", cut_short)
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "a", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
 from elastic_train.errors import PeerLostError
+from elastic_train.job import reshard
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding import reshard
-from elastic_train.job.resharding.peer_states import gather_peer_states
-from elastic_train.job.resharding.reshard import take_state
+from elastic_train.job.peer_states import gather_peer_states
+from elastic_train.job.reshard import take_state
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.gradient_sum import place_gradients

@@ -24,9 +24,8 @@ from elastic_train.placement.grains import Listed, lay_out
 from elastic_train.placement.holdings import Column
 from elastic_train.placement.table import Parts, Table
 from elastic_train.tasks.text_classifier import TextClassifier
-from elastic_train.world import uniformity
-from elastic_train.world.equal_weights import check_same_weights
-from elastic_train.world.uniformity import (
+from elastic_train.world import agreement
+from elastic_train.world.agreement import (
     OWN,
     OWN_SECTIONS,
     check_alike,
@@ -35,6 +34,7 @@ from elastic_train.world.uniformity import (
     job_of,
     kernels_of,
 )
+from elastic_train.world.equal_weights import check_same_weights
 from tests.memory_machine import in_memory, rank_here
 from tests.memory_world import group_of
 
@@ -155,8 +155,8 @@ def compare_kernels(rank: int, size: int) -> list[list[str]]:
     return [differing_kernels(group, torch.device("cpu"), compiles=compiles) for compiles in (False, True)]
 
 
-@patch.object(uniformity, "kernels_of", kernels_here)
-@patch.object(uniformity, "compiler_of", lambda device: {"compiler": "gcc 12" if here() < 1 else "gcc 13"})
+@patch.object(agreement, "kernels_of", kernels_here)
+@patch.object(agreement, "compiler_of", lambda device: {"compiler": "gcc 12" if here() < 1 else "gcc 13"})
 def test_every_rank_learns_which_machines_round_otherwise() -> None:
     """If kernels are compiled, a different compiler counts as well."""
     lines = in_memory(compare_kernels, 3)
@@ -185,11 +185,11 @@ def compare_attention(rank: int, size: int) -> list[str] | str:
 
 
 @pytest.mark.parametrize("size", [3, 4])
-@patch.object(uniformity, "kernels_of", tuned_kernels_here)
-@patch.object(uniformity, "fingerprint", lambda *, compiles: ATTENTIONS[here()])
-@patch.object(uniformity, "machine_of", lambda device, *, compiles: None)
-@patch.object(uniformity, "adopt", lambda name, machine: here() == 1 and name == "FA3")
-@patch.object(uniformity, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"}))
+@patch.object(agreement, "kernels_of", tuned_kernels_here)
+@patch.object(agreement, "fingerprint", lambda *, compiles: ATTENTIONS[here()])
+@patch.object(agreement, "machine_of", lambda device, *, compiles: None)
+@patch.object(agreement, "adopt", lambda name, machine: here() == 1 and name == "FA3")
+@patch.object(agreement, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"}))
 def test_ranks_compute_attention_as_rank_0_does_or_are_refused(size: int) -> None:
     """Other machine differences are reported as before; a kernel that only one rank has tuned is no difference."""
     found = in_memory(compare_attention, size)
@@ -232,9 +232,9 @@ def test_a_release_with_one_more_key_trains_with_those_that_do_not_know_it() -> 
 @pytest.mark.parametrize(("version", "is_let_in"), [("0.1.7", True), ("0.1.0.dev3", True), ("0.2.0", False)])
 def test_releases_of_a_series_train_together(version: str, is_let_in: bool) -> None:
     """A live job can thus be upgraded node by node; a new series may compute differently."""
-    with patch.object(uniformity, "_version", lambda _: "0.1.0"):
+    with patch.object(agreement, "_version", lambda _: "0.1.0"):
         ours = deciding(PLANS[0])
-    with patch.object(uniformity, "_version", lambda _: version):
+    with patch.object(agreement, "_version", lambda _: version):
         theirs = deciding(PLANS[0])
     differing = [key for key in ours if ours[key] != theirs[key]]
     assert differing == ([] if is_let_in else ["the version of elastic-train"])

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_train.checkpoint import CommitRecord, CommitWriter, FenceNotUpdated, SaveMemory, Store, open_store
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
-from elastic_train.job.resharding.reshard import Taken
+from elastic_train.job.reshard import Taken
 from elastic_train.parallel.group import Group
 from elastic_train.training.commits import describe_commit
 from elastic_train.training.opening.resources import commit_alone

@@ -35,7 +35,7 @@ from elastic_train.tracking.metric_log import (
     Values,
 )
 from elastic_train.training.session import Session
-from elastic_train.world import uniformity
+from elastic_train.world import agreement
 from elastic_train.world.quarantine import find_holes
 from rendezvous.membership.lenient_json import UnreadableRecordError
 from rendezvous.membership.records import Head, Keys, encode
@@ -161,7 +161,7 @@ def crash_if_different(
     group: Group, plan: Plan, outline: Mapping[str, Sequence[str]], weights: Mapping[str, Tensor]
 ) -> None:
     try:
-        uniformity.check_alike(group, plan, outline, weights)
+        agreement.check_alike(group, plan, outline, weights)
     except ConfigError as error:
         raise RuntimeError(f"planted at check_alike: {error}") from error
 

@@ -13,7 +13,7 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import SHARDS
 from chaos.sim.campaign.planted.shared_weights import SHARED_WEIGHTS
 from chaos.sim.campaign.planted.shares_in_cells import SHARES_IN_CELLS
-from elastic_train.job.resharding.reshard import Taken
+from elastic_train.job.reshard import Taken
 from elastic_train.tracking.metric_log import LineageReader
 from elastic_train.world.forming import Standstill
 

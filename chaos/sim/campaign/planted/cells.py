@@ -9,8 +9,8 @@ from dataclasses import replace
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.job.fault import SimFault
 from elastic_train.core.mesh import Mesh
-from elastic_train.job.resharding import reshard
-from elastic_train.job.resharding.peer_states import PeerState
+from elastic_train.job import reshard
+from elastic_train.job.peer_states import PeerState
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Weights
 from elastic_train.parallel.group import Group

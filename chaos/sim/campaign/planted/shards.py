@@ -11,12 +11,12 @@ from torch import Tensor
 
 from chaos.sim.campaign.planted import faults
 from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
-from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, comes_to, leave_out_unfinished
+from elastic_train.job.peer_states import PeerState, all_arcs_of, comes_to, leave_out_unfinished
 from elastic_train.job.sharded.held_tree import Retained
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, Pending, StepFacts
 from elastic_train.job.state_shards import Place
-from elastic_train.placement import norm
+from elastic_train.parallel.devices import squares
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.holdings import Run
 from elastic_train.placement.seating import Seating
@@ -33,7 +33,7 @@ def at_any_place(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
     return all_arcs_of(one)
 
 
-_TOTAL_NORM = norm.total_norm
+_TOTAL_NORM = squares.total_norm
 
 
 _MEASURED: WeakKeyDictionary[Zero1Share, Tensor] = WeakKeyDictionary()
@@ -73,7 +73,7 @@ SHARDS = (
     SimBug(
         "given-at-any-step",
         "a rank that is behind brings its shards as if they were the furthest step's: ranks find that weights differ",
-        lambda: {"elastic_train.job.resharding.reshard:_arcs_at": at_any_place},
+        lambda: {"elastic_train.job.reshard:_arcs_at": at_any_place},
         ("deaths",),
         faults.wakes,
         replace(TWO, epochs=12),
@@ -108,7 +108,7 @@ SHARDS = (
     SimBug(
         "pending-dropped",
         "a pending step is dropped although a rank that is gone may have applied it",
-        lambda: {"elastic_train.job.resharding.peer_states:_all_left": lambda *_: []},
+        lambda: {"elastic_train.job.peer_states:_all_left": lambda *_: []},
         ("rpo",),
         faults.dies_ahead,
         TWO,
@@ -116,7 +116,7 @@ SHARDS = (
     SimBug(
         "seated-too-soon",
         "who has given shards away drops them before the taker is known to have its seat",
-        lambda: {"elastic_train.job.resharding.reshard:Retained": lambda *_: Retained()},
+        lambda: {"elastic_train.job.reshard:Retained": lambda *_: Retained()},
         ("copies",),
         faults.breaks_while_seated,
         replace(TWO, nodes=4, epochs=4),

@@ -13,7 +13,7 @@ from chaos.sim.campaign.planted.hunt import SHAPE, SimBug
 from chaos.sim.campaign.planted.shards import at_any_place
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import Pieces, Span
-from elastic_train.job.resharding import reshard
+from elastic_train.job import reshard
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.sharded.zero3_share import Zero3Share
@@ -86,7 +86,7 @@ SHARED_WEIGHTS = (
         "joins-with-first-weights",
         "who joins keeps the weights that it began with, and ranks do not compare the copies of a share",
         lambda: {
-            "elastic_train.job.resharding.reshard:_move": move_all_but_a_joiners_weights,
+            "elastic_train.job.reshard:_move": move_all_but_a_joiners_weights,
             "elastic_train.training.commits:check_same_weights": lambda *_: None,
         },
         ("hash", "weights"),
@@ -96,7 +96,7 @@ SHARED_WEIGHTS = (
     SimBug(
         "joins-and-is-found-out",
         "who joins keeps the weights that it began with: holders of a share find that theirs differ",
-        lambda: {"elastic_train.job.resharding.reshard:_move": move_all_but_a_joiners_weights},
+        lambda: {"elastic_train.job.reshard:_move": move_all_but_a_joiners_weights},
         ("deaths",),
         faults.kills,
         PARAMETERS,
@@ -113,7 +113,7 @@ SHARED_WEIGHTS = (
         "copies-unseen",
         "a rank that is behind brings its shares as if they were the furthest step's, and nobody compares copies",
         lambda: {
-            "elastic_train.job.resharding.reshard:_arcs_at": at_any_place,
+            "elastic_train.job.reshard:_arcs_at": at_any_place,
             "elastic_train.training.commits:check_same_weights": lambda *_: None,
         },
         ("hash", "weights"),

@@ -12,9 +12,9 @@ from chaos.sim.campaign.planted.cells import IN_CELLS
 from chaos.sim.campaign.planted.hunt import SimBug
 from chaos.sim.job.fault import SimFault
 from elastic_train.checkpoint.format.layout import State
+from elastic_train.job import peer_states
 from elastic_train.job.cells.cut_model import Cut
-from elastic_train.job.resharding import peer_states
-from elastic_train.job.resharding.peer_states import PeerState, comes_to
+from elastic_train.job.peer_states import PeerState, comes_to
 from elastic_train.job.sharded import held_tree
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
@@ -94,7 +94,7 @@ SHARES_IN_CELLS = (
     SimBug(
         "copy-not-counted",
         "a share counts as lost, and steps are rolled back, although a copy of it lives",
-        lambda: {"elastic_train.job.resharding.peer_states:_num_missing": missing_in_the_first_group},
+        lambda: {"elastic_train.job.peer_states:_num_missing": missing_in_the_first_group},
         ("copies",),
         kills_one_by_one,
         IN_SHARES,

@@ -51,7 +51,7 @@ PRODUCT = (
     "elastic_train.system.failpoints",
     "elastic_train.parallel.group",
     "elastic_train.system.watchdog",
-    "elastic_train.system.file_locks",
+    "elastic_train.system.files",
     "elastic_train.tracking.metric_log",
     "elastic_train.tracking.tracker",
     "elastic_train.checkpoint.commits.writer",

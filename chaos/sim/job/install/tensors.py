@@ -20,8 +20,8 @@ from elastic_train.checkpoint.commits import record
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.job import peer_states
 from elastic_train.job.cells.stage import Stage
-from elastic_train.job.resharding import peer_states
 from elastic_train.job.state import AppliedState, norm_of
 from elastic_train.parallel import group
 from elastic_train.program.schedules import Pass
@@ -31,7 +31,7 @@ from elastic_train.training import step_sums
 from elastic_train.training.session import Session
 from elastic_train.training.step import ForwardOutput
 from elastic_train.training.step_sums import LaneSums
-from elastic_train.world import uniformity
+from elastic_train.world import agreement
 from elastic_train.world.world import World
 
 _FORWARD = training_step._Turns.forward
@@ -79,12 +79,12 @@ def tensors(host: Host, *, is_planted: bool) -> Iterable[Replacement]:
         # Every rank of a cell computes its lanes whole.
         _open_stage=lambda plan, world, state: Stage(plan.task, state.model),
     )
-    decided, deciding = Known(), uniformity.deciding
+    decided, deciding = Known(), agreement.deciding
     yield from within(
-        "elastic_train.world.uniformity",
+        "elastic_train.world.agreement",
         kernels_of=lambda device: {"device": device.type},
         # All processes share one plan, but their code versions may differ.
-        deciding=lambda plan: decided(uniformity._version("elastic-train"), lambda: deciding(plan)),
+        deciding=lambda plan: decided(agreement._version("elastic-train"), lambda: deciding(plan)),
     )
     yield from within(
         "elastic_train.training.step", _coverage_of=coverage_of, fold=memory_of(step_sums.fold), _forward=forward
@@ -125,12 +125,12 @@ def _files(host: Host) -> Iterable[Replacement]:
 def _of_cells() -> Iterable[Replacement]:
     """Compute once what all ranks of a world derive from gathered data."""
     yield from within("elastic_train.training.step", norm_of=memory_of(_NORM_OF))
-    yield from within("elastic_train.job.resharding.peer_states", _read=memory_of(peer_states._read))
+    yield from within("elastic_train.job.peer_states", _read=memory_of(peer_states._read))
 
 
 def _of_real_models(same: SameShares) -> Iterable[Replacement]:
     """Replace the commit plan of a real model, count samples in its buffers, and compute shards once."""
-    yield from within("elastic_train.job.resharding.reshard", seats_at=same.seats_of, _plan_of=same.plan_of)
+    yield from within("elastic_train.job.reshard", seats_at=same.seats_of, _plan_of=same.plan_of)
     yield from within("elastic_train.placement.table", Seating=same.seating, owned_of=same.owned_of)
     yield from within("elastic_train.world.restore", leave_out_unfinished=same.leave_out_unfinished)
     yield from within("elastic_train.job.state_shards", written_of=same.written_of)

@@ -27,7 +27,7 @@ from chaos.sim.machine.object_store import StorageClient
 from chaos.sim.machine.rank_group import SimGroup
 from chaos.sim.machine.tracker import TrackedRun, Tracking
 from chaos.sim.modelled.memory import Silent, Uncompacted, memory_of
-from elastic_train.checkpoint.interval.cadence import Faults
+from elastic_train.checkpoint.saving.cadence import Faults
 from rendezvous.context import RendezvousContext
 from rendezvous.membership.fence import EtcdFence
 from rendezvous.membership.reachability import SELDOM_S
@@ -93,7 +93,7 @@ def _entering(host: Host) -> Iterable[Replacement]:
     yield from within("elastic_train.checkpoint.saving.store_health", open_store=storage, DeadlineStore=undelayed)
     yield from within("elastic_train.world.claims", process_identity=host.identity)
     yield from within(
-        "elastic_train.world.uniformity",
+        "elastic_train.world.agreement",
         _version=lambda _: "other" if around.kernel.process.node in around.other_code else "ours",
     )
 
@@ -115,7 +115,7 @@ def _training(host: Host) -> Iterable[Replacement]:
         UnformedWorlds=functools.partial(SimUnformedWorlds, host),
     )
     # Nothing needs opening or loading, and healthy machines are not examined.
-    yield from within("elastic_train.training.supervisor", warm_up=nothing)
+    yield from within("elastic_train.training.opening.resources", warm_up=nothing)
     proofs = {"begin_proof": functools.partial(prove, host), "note_unfit": functools.partial(note_unfit, host)}
     yield from within("elastic_train.training.supervisor", **proofs)
     yield from within("elastic_train.health.precheck", tell_mates=lambda unfit: unfit)  # each finds the same

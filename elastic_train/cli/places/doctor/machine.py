@@ -80,8 +80,7 @@ def examine_computing() -> Iterator[Finding]:
         return  # which `examine_torch` says
     torch.set_num_threads(1)  # or it would be the system that chooses among the cores
 
-    from elastic_train.health.memory import examine_memory, room
-    from elastic_train.health.products import MOST, examine_products, own_cores
+    from elastic_train.health.examinations import MOST, examine_memory, examine_products, own_cores, room
 
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     for device in (torch.device("cpu"), *gpus):

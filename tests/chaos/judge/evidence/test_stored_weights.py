@@ -13,7 +13,7 @@ from chaos.judge.evidence.run_files import collect
 from chaos.judge.evidence.stored_weights import digest_of, load_weights
 from chaos.judge.invariants.deliverable import deliverable
 from chaos.planted.edits import edit_result, forge
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.placement.grains import GRAIN
 from tests.chaos.recorded import STEPS, model_at, record
 from tests.conftest import ROOT

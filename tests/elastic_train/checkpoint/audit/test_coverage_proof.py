@@ -20,7 +20,7 @@ from elastic_train.core.lineage import Interval
 from elastic_train.core.order import VERSION, LengthBuckets, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
-from elastic_train.data.dataset.run_order import fingerprint_of
+from elastic_train.data.dataset.training_sources import fingerprint_of
 from elastic_train.errors import ConfigError
 from elastic_train.tracking.history import History
 from elastic_train.world.quarantine import make_hole

@@ -286,12 +286,12 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory()), "it has no seat yet"
     table = replace(state.shards.table, seats=seats_of([("0",), ("1",)], 1), rank=1, size=2)
-    shards.sit(table, [shards.new_run(run) for run in table.runs()], [0.0, 0.0])
+    shards.sit(table, shards.runs_for(table), [0.0, 0.0])
     assert not commit_alone(plan_of(tmp_path), state, SaveMemory())
     assert discover(LocalStore(tmp_path)).head is None
     alone = replace(table, seats=seats_of([("0",)], 1), rank=0, size=1)
     state.shards.enter(Mesh(1, 2), None)  # a world that gives it another rank, and no seat
-    shards.sit(alone, [shards.new_run(run) for run in alone.runs()], [0.0, 0.0])
+    shards.sit(alone, shards.runs_for(alone), [0.0, 0.0])
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8

@@ -22,8 +22,8 @@ from elastic_train.checkpoint.commits.weights import export
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.state_tree import Pieces, Span, boxes, span_of
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import GRAIN, CutDims, bounds_of, cut_along
-from elastic_train.placement.norm import in_memory_order
 from tests.conftest import ROOT
 from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_leaves, assert_equal_trees

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.weights import write_torch
-from elastic_train.checkpoint.format.stored_tensors import Kind, ReadTensors, write_safetensors
+from elastic_train.checkpoint.commits.weights import Kind, ReadTensors, write_safetensors, write_torch
 from elastic_train.errors import CommitError, ConfigError
 
 DTYPES = [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.field.lives import Fleet, Recovery, live
-from elastic_train.checkpoint.interval.cadence import (
+from elastic_train.checkpoint.saving.cadence import (
     FIRST_S,
     PRIOR_S,
     SHORTEST_S,
@@ -21,10 +21,10 @@ from elastic_train.checkpoint.interval.cadence import (
     Faults,
     SaveCost,
     choose,
+    faults_before,
     optimum,
     waste,
 )
-from elastic_train.checkpoint.interval.measured import faults_before
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.tracking.history import History
 from elastic_train.tracking.history_files import FOLDER, lines_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from elastic_train.checkpoint import SaveMemory, discover, read_state
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.checkpoint.format.layout import leaves_by_path, plan_attempt
-from elastic_train.checkpoint.format.weights_digest import weights_digest
 from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore

@@ -12,7 +12,7 @@ import torch
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, read_state
 from elastic_train.checkpoint.format import layout
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.errors import PeerLostError, StorageError

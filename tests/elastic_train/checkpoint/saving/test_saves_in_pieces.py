@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, load, read_state
+from elastic_train.checkpoint.format.dcp import join_digests, tensor_digest
 from elastic_train.checkpoint.format.layout import bytes_of, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.state_tree import Span
-from elastic_train.checkpoint.format.weights_digest import join_digests, tensor_digest
 from elastic_train.checkpoint.saving import save_thread
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_train.data.arrow.columns import Rows, gather
 from elastic_train.data.arrow.numbers import plain, plain_name
-from elastic_train.data.arrow.rows import Rows, gather
 from elastic_train.data.dataset.encoded_images import check_images
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.data.dataset.row_groups import RowGroups

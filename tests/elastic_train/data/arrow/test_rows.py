@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_train.data.arrow import columns
-from elastic_train.data.arrow.lists import pad_lists
-from elastic_train.data.arrow.rows import Rows, gather
+from elastic_train.data.arrow.columns import Rows, gather
+from elastic_train.data.arrow.numbers import pad_lists
 
 pytestmark = pytest.mark.slow
 

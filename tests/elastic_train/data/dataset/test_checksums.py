@@ -26,8 +26,8 @@ from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.verify import Damage, add_checksums, verify
 from elastic_train.data.loading import reader
 from elastic_train.data.loading.reader import Reader
-from elastic_train.data.parquet.chunks import Chunk, all_chunks, chunks_of, digest
-from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.parquet.files import Chunk, all_chunks, chunks_of, digest
+from elastic_train.data.parquet.footer import NAME as FOOTERS
 from elastic_train.data.parquet.sources import Fetched, LocalSource, Range, RemoteSource
 from elastic_train.errors import DataError, StorageError, UnreadableError
 from tests.conftest import write_rows

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from elastic_train.core.accounting import CoverageSums, Hole, expected_sums
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order, Samples
-from elastic_train.data.arrow.rows import Rows
+from elastic_train.data.arrow.columns import Rows
 from elastic_train.data.dataset.manifest import FileEntry, Manifest, load_manifest
-from elastic_train.data.loading.batch_builder import BatchBuilder
-from elastic_train.data.loading.lane_batch import AS_THEY_ARE, LaneBatch, SampleRules
+from elastic_train.data.loading.lane_batch import AS_THEY_ARE, BatchBuilder, LaneBatch, SampleRules
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import MixedReader, Reader
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice

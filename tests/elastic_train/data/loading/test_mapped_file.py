@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from elastic_train.data.loading.row_cache import Mapping
+from elastic_train.data.loading.reader import Mapping
 
 
 def maps_of(path: Path) -> int:

@@ -289,7 +289,7 @@ FIRST_BATCH = """
 import sys
 from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.dataset.manifest import load_manifest
-from elastic_train.data.arrow.lists import pad_lists
+from elastic_train.data.arrow.numbers import pad_lists
 from elastic_train.data.loading.reader import Reader
 from elastic_train.core.order import Cursor, Order
 

@@ -22,7 +22,7 @@ from elastic_train.data.dataset.manifest import Manifest, build_manifest, load_m
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet import sources
-from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.parquet.footer import NAME as FOOTERS
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
 

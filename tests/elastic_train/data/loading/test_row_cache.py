@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
-from elastic_train.data.loading import row_cache as cache_module
+from elastic_train.data.loading import reader as cache_module
 from elastic_train.data.loading.loader import LaneLoader
-from elastic_train.data.loading.reader import Reader
-from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.reader import Reader, RowCache
 from tests.conftest import PATIENCE_S, ROOT, write_rows
 
 pytestmark = pytest.mark.slow
@@ -211,7 +210,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.reader import RowCache
 from elastic_train.data.dataset.manifest import load_manifest
 
 folder, manifest = Path(sys.argv[1]), load_manifest(sys.argv[2])
@@ -228,7 +227,7 @@ def open_cache(place, max_bytes=3500):
 def die_after(num_lines):
     def trace(frame, event, argument):
         nonlocal num_lines
-        if frame.f_code.co_filename.endswith(("loading/row_cache.py", "system/file_locks.py")):
+        if frame.f_code.co_filename.endswith(("loading/reader.py", "system/files.py")):
             num_lines -= event == "line"
             if num_lines < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -278,7 +277,7 @@ import fsspec, numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_train.data.parquet import sources
-from elastic_train.data.loading.row_cache import RowCache
+from elastic_train.data.loading.reader import RowCache
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.loading.reader import Reader
 

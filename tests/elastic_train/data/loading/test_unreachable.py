@@ -19,11 +19,10 @@ from elastic_train.data.dataset.describe import describe
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.loading import reader
-from elastic_train.data.loading.batch_builder import BatchBuilder
-from elastic_train.data.loading.lane_batch import SampleRules
+from elastic_train.data.loading.lane_batch import BatchBuilder, SampleRules
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet import sources
-from elastic_train.data.parquet.footer_index import NAME as FOOTERS
+from elastic_train.data.parquet.footer import NAME as FOOTERS
 from elastic_train.data.parquet.sources import RemoteSource, open_source
 from elastic_train.errors import DataError, UnreadableError
 

@@ -13,8 +13,7 @@ import pytest
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer
-from elastic_train.data.parquet.footer import Footer, cut_footer
-from elastic_train.data.parquet.footer_index import NAME, load_footers
+from elastic_train.data.parquet.footer import NAME, Footer, cut_footer, load_footers
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
 

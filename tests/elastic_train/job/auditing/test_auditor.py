@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.checkpoint.format.dcp import checksum
 from elastic_train.core.mesh import Cell, Mesh
-from elastic_train.job.auditing.auditor import StagedLane, audits_of, others
+from elastic_train.job.auditor import StagedLane, audits_of, others
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Pass

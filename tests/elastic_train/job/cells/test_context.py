@@ -18,8 +18,7 @@ from elastic_train.job.cells.stage import context_of, lone_part
 from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.placements import loss_of
 from elastic_train.tasks.rows.token_rows import TokenColumns
 from elastic_train.tasks.task import Batch, LaneLoss

@@ -18,8 +18,7 @@ from elastic_train.job.model_layout import store_in_memory_order
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.models.adapters import leave_base_out
 from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.preferences import Preferences

@@ -17,12 +17,11 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of, cut_dims_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.model_layout import store_in_memory_order
-from elastic_train.job.units.recompute import recompute_blocks
+from elastic_train.job.units.blocks import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.placements import Degrees, Placements
 from elastic_train.tasks.task import Task
 from elastic_train.tasks.witness import Witness

@@ -13,8 +13,7 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.tasks.causal_lm import CausalLM
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.placements import Degrees, Piece, Placements, run_piece
 from elastic_train.tasks.task import Batch, LaneLoss
 from elastic_train.tasks.witness import Witness

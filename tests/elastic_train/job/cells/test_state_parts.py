@@ -11,8 +11,8 @@ from elastic_train.core.mesh import Cell
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.sharded.held_tree import filled_parts, in_whole
 from elastic_train.job.state_shards import written_by_turns, written_spans
+from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import cut_along
-from elastic_train.placement.norm import in_memory_order
 
 WHOLE = torch.arange(12.0).view(4, 3)
 COLUMNS = Cut(0, WHOLE.shape, ((0, 2), (2, 4)), cut_along(WHOLE.shape, 0))

@@ -13,8 +13,8 @@ import torch
 from elastic_train.checkpoint.format.layout import AVERAGE, bytes_of
 from elastic_train.core.mesh import Mesh
 from elastic_train.errors import ConfigError
-from elastic_train.job.resharding.peer_states import PeerState
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.peer_states import PeerState
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_train.checkpoint.format.weights_digest import weights_digest
+from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor

@@ -22,7 +22,7 @@ from benchmarks.sharding.jobs import MODES, Job, Mode, Work
 from elastic_train.checkpoint import discover, load, open_store
 from elastic_train.checkpoint.saving import background_saves
 from elastic_train.errors import ElasticTrainError, PeerLostError
-from elastic_train.job.resharding.peer_states import PeerState
+from elastic_train.job.peer_states import PeerState
 from elastic_train.job.state import AppliedState, TrainProgress, known_alone, norm_of
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.models.text_encoder import EncoderShape

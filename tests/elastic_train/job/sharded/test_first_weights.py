@@ -12,12 +12,11 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.zero3_share import Zero3Share, without_memory
 from elastic_train.job.state import AppliedState
 from elastic_train.parallel.group import Group
-from elastic_train.tasks.decoder.model import Decoder, drawn_weights
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape, drawn_weights
 from tests.elastic_train.job.sharded.shard_jobs import fingerprint, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.fake_memory import DeviceBytes

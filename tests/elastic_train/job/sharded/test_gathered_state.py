@@ -13,10 +13,9 @@ from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.state import AppliedState
-from elastic_train.job.units.blocks import recording_order
-from elastic_train.job.units.recompute import Recompute
+from elastic_train.job.units.blocks import Recompute, recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights

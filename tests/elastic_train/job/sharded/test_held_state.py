@@ -24,8 +24,8 @@ from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError, PeerLostError, WeightsDifferError
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.resharding.peer_states import PeerState
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.peer_states import PeerState
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.elementwise import Slots, slots_of
 from elastic_train.job.sharded.held_tree import Held, spans_of, written_of
 from elastic_train.job.sharded.zero1_share import Zero1Share

@@ -14,7 +14,7 @@ from elastic_train.checkpoint.format.state_tree import Pieces, leaves_of
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.held_tree import HeldRun
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.job.state import AppliedState, norm_of

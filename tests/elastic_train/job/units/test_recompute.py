@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from elastic_train.errors import ConfigError
-from elastic_train.job.units.recompute import Recompute, comparing_blocks, recompute_blocks, same_bits
+from elastic_train.job.units.blocks import Recompute, comparing_blocks, recompute_blocks, same_bits
 
 
 class Block(nn.Module):

@@ -17,8 +17,7 @@ from elastic_train.parallel.attention.choice import Recorder, adopt, choose, fin
 from elastic_train.parallel.attention.kernels import KERNELS, Call, Kernel, Machine, causal_kernel, sdpa
 from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
 from elastic_train.parallel.devices.switches import KeptSwitches, switches
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 CPU = Machine(torch.device("cpu"), (9, 0), compiles=False)
 CAUSAL = Call((1, 4, 16, 8), (1, 2, 16, 8), torch.float32, is_causal=True)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.errors import ConfigError
-from elastic_train.job.units.recompute import Recompute, recompute_blocks
+from elastic_train.job.units.blocks import Recompute, recompute_blocks
 from elastic_train.parallel.cells.expert_links import ExpertLinks
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 SHAPE = DecoderShape(vocabulary=11, dim=16, depth=2, heads=2, experts=4, expert_hidden=6, dropout=0.3)
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from elastic_train.parallel.devices import host_memory, squares
 from elastic_train.parallel.devices.host_memory import pinned
-from elastic_train.parallel.devices.squares import squares_of_tensors, squares_of_vectors
+from elastic_train.parallel.devices.squares import grain_squares, lengths_of, squares_of_tensors, squares_of_vectors
 from elastic_train.placement.grains import GRAIN, cut_along
-from elastic_train.placement.norm import grain_squares, lengths_of
 
 DEVICE = torch.device("cuda", 1)
 

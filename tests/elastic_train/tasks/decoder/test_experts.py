@@ -16,8 +16,7 @@ from elastic_train.planning.arithmetic.layouts import Layout, place_elements
 from elastic_train.planning.reading import read_config
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
-from elastic_train.tasks.decoder.model import MLP, Decoder, drawn_weights
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import MLP, Decoder, DecoderShape, drawn_weights
 from tests.elastic_train.training.jobs import config, result, succeed
 from tests.elastic_train.training.whole_runs.compared import LANGUAGE
 from tests.memory_job import start

@@ -17,7 +17,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.zero3_share import without_memory
 from elastic_train.job.state_shards import StateShards
 from elastic_train.parallel.cells.links import CellLinks

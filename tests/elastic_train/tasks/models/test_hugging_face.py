@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import llama_name
-from elastic_train.tasks.decoder.model import Decoder
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.models.folder_weights import open_folder
 from elastic_train.tasks.models.hugging_face import Kind, Source, head_of
 from tests.elastic_train.tasks.language_rows import (

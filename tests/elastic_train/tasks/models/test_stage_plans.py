@@ -15,7 +15,7 @@ from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.models.stage_plans import planned, run_parts, try_in_parts, unfit_for_stages
-from elastic_train.tasks.rows.token_parts import causal_within
+from elastic_train.tasks.rows.token_rows import causal_within
 from tests.elastic_train.job.cells.test_cut_transformers import FAMILIES, SIZES
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
 

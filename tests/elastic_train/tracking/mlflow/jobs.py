@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_train.core.lineage import Interval
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.tracker import Tracker
 from tests.conftest import PATIENCE_S

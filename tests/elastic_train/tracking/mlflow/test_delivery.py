@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from elastic_train.errors import StorageError
-from elastic_train.system.file_locks import locked_by
+from elastic_train.system.files import locked_by
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.mlflow_run import flatten, resolve

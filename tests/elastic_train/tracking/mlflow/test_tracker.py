@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from elastic_train.system.atomic_files import write_atomically
+from elastic_train.system.files import write_atomically
 from elastic_train.tracking import delivery, mlflow_run
 from elastic_train.tracking import tracker as tracking
 from elastic_train.tracking.background_files import BackgroundFiles

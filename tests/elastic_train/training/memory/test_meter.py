@@ -16,10 +16,10 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.mesh import Mesh
 from elastic_train.core.order import Cursor
-from elastic_train.insight.memory import MemoryFacts, facts_of
 from elastic_train.insight.page import Facts
+from elastic_train.insight.phases import MemoryFacts, memory_facts_of
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.state import AppliedState, StepFacts
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, make_sum, place_gradients
 from elastic_train.parallel.group import Group
@@ -142,9 +142,9 @@ def test_on_a_gpu_the_allocator_says_and_the_host_is_another_memory(monkeypatch:
     ],
 )
 def test_what_is_written_is_read_again(facts: MemoryFacts) -> None:
-    assert facts_of(facts.as_fields()) == facts
+    assert memory_facts_of(facts.as_fields()) == facts
     for damaged in ({"peak": None}, {"peak": "much"}, {"parts": None}, {"parts": {"weights": -1}}, {"host": True}):
-        assert facts_of({**facts.as_fields(), **damaged}) is None
+        assert memory_facts_of({**facts.as_fields(), **damaged}) is None
 
 
 def ranks(rank: int, size: int) -> dict[str, dict[str, int]]:
@@ -203,7 +203,7 @@ def test_memory_is_looked_at_after_the_first_step_and_every_so_many(tmp_path: Pa
     watched.watch.say()
     lines = watched.lines()
     assert [(line["op"], line["step"]) for line in lines] == [("memory", 11), ("memory", 14), ("memory", 16)]
-    first, _, last = (facts_of(line) for line in lines)
+    first, _, last = (memory_facts_of(line) for line in lines)
     assert first is not None and last is not None and first.device == "cpu"
     assert (first.parts["weights"], first.parts["sums"], last.parts["sums"]) == (100, 0, 200)
     assert watched.page.memory == last

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_train.config.schema import Config
 from elastic_train.errors import PeerLostError
-from elastic_train.insight.memory import FOLDER, MemoryFacts, facts_of
+from elastic_train.insight.phases import FOLDER, MemoryFacts, memory_facts_of
 from elastic_train.training import memory
 from elastic_train.training.memory import (
     MOST_KEPT,
@@ -86,7 +86,7 @@ def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path
     assert "weights 24 MB" in note and "sums 16 MB" in note and f"; snapshot: {path}. To use less memory: " in note
     found = json.loads(path.read_text())
     assert (found["term"], found["rank"], found["num_ranks"], found["step"], found["lane"]) == (4, 3, 8, 12, 5)
-    facts = facts_of(found["memory"])
+    facts = memory_facts_of(found["memory"])
     assert facts is not None and facts.parts["weights"] == 24_000_000 and facts.peak >= facts.program > 0
     assert 0 < found["free"] < found["total"] and found["configuration"]["batch"]["micro_batch"] == 8
     assert "DefaultCPUAllocator" in found["error"][0] and any("too_large" in line for line in found["traceback"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.insight.memory import FOLDER, facts_of
+from elastic_train.insight.phases import FOLDER, memory_facts_of
 from elastic_train.runs.report import report_on
 from elastic_train.system.failpoints import VARIABLE, arm
 from tests.conftest import start
@@ -32,7 +32,7 @@ def test_a_rank_without_memory_leaves_a_snapshot_and_says_what_to_change(tmp_pat
     assert "torch.OutOfMemoryError: planted at backward\n" in done.output
     said = f"out of memory: rank {rank}, step {found['step']}, lane {lane}, cpu: at its peak "
     assert said in done.output and f"; snapshot: {path}. To use less memory: parallel.recompute: units;" in done.output
-    facts = facts_of(found["memory"])
+    facts = memory_facts_of(found["memory"])
     assert facts is not None and facts.parts["weights"] == facts.parts["gradients"] > 0
     assert found["largest"] and any("torch.autograd" in line or "reach" in line for line in found["traceback"])
     lines = [line for line in history(tmp_path, "memory") if line["rank"] == rank]

@@ -11,14 +11,14 @@ import pytest
 from elastic_train import train
 from elastic_train.config.sources import load_config
 from elastic_train.core.order import Cursor
-from elastic_train.insight.utilisation import FILE, read_utilisation
+from elastic_train.insight.phases import FILE, read_utilisation
 from elastic_train.job.plan import make_plan
 from elastic_train.planning.arithmetic.catalogue import device_named
 from elastic_train.planning.reading import read_config
 from elastic_train.runs.glance import look
 from elastic_train.runs.report import report_on
 from elastic_train.tracking.metric_log import Values, read_metrics
-from elastic_train.training import supervisor
+from elastic_train.training.opening import resources
 from elastic_train.training.opening.resources import count, peak_of
 from tests.elastic_train.training.jobs import CLASSIFIER, config
 
@@ -100,7 +100,7 @@ def test_a_run_notes_its_mfu_where_the_peak_is_known(
     """No peak is known for a CPU; here one is."""
     path = config(tmp_path, rows, CLASSIFIER, max_steps=3, device="cpu")
     assert peak_of(make_plan(load_config(path))) is None
-    monkeypatch.setattr(supervisor, "peak_of", lambda plan: 5e11)
+    monkeypatch.setattr(resources, "peak_of", lambda plan: 5e11)
     train(load_config(path))
     folder = tmp_path / "run"
     known = read_utilisation(folder)

@@ -13,7 +13,7 @@ from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.format.layout import leaves_by_path
 from elastic_train.inference.opening import open_trained
-from elastic_train.tasks.decoder.shape import DecoderShape
+from elastic_train.tasks.decoder.model import DecoderShape
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result
 from tests.rounding import num_terms
 

@@ -17,8 +17,8 @@ from elastic_train.errors import ConfigError, StateLostError
 from elastic_train.inference.exporting import export_folder
 from elastic_train.inference.opening import open_trained
 from elastic_train.job.build import build_state
-from elastic_train.job.resharding.peer_states import PeerState
-from elastic_train.job.resharding.reshard import take_first_seat
+from elastic_train.job.peer_states import PeerState
+from elastic_train.job.reshard import take_first_seat
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place

@@ -27,8 +27,7 @@ from elastic_train.core.mesh import ranks_by_part
 from elastic_train.job.state import AppliedState, norm_of_rows, padded
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
-from elastic_train.placement.arcs import Arc
-from elastic_train.placement.domains import Path
+from elastic_train.placement.arcs import Arc, Path
 from elastic_train.placement.seats import Seat
 from elastic_train.placement.table import Table
 

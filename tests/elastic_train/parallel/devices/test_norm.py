@@ -13,11 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_train.parallel.devices.squares import squares_of_tensors
-from elastic_train.placement import norm
+from elastic_train.parallel.devices import squares
+from elastic_train.parallel.devices.squares import (
+    clip_factor,
+    in_memory_order,
+    lengths_of,
+    squares_of_tensors,
+    total_norm,
+)
 from elastic_train.placement.grains import GRAIN, Cut, Layout, Listed, cut_along, lay_out
 from elastic_train.placement.holdings import all_held, circle_of, runs_of
-from elastic_train.placement.norm import clip_factor, in_memory_order, lengths_of, total_norm
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.placement.laws import check_norms, squares_of_grains
 
@@ -94,9 +99,9 @@ def by_definition(grain: Tensor) -> float:
 @pytest.mark.parametrize("block", [1 << 10, 8 * GRAIN])
 def test_tables_of_grains_do_not_show(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alternating lengths, many or few, short or long; in one batch or in many, and again in reused buffers."""
-    monkeypatch.setattr(norm, "_BLOCK", {"cpu": block})
-    norm._kept.cache_clear()
-    norm._batches.cache_clear()
+    monkeypatch.setattr(squares, "_AT_ONCE", {"cpu": block})
+    squares._kept.cache_clear()
+    squares._batches.cache_clear()
     draw = torch.Generator().manual_seed(block)
     shapes = [
         (720, 24),
@@ -212,9 +217,9 @@ def test_between_two_norms_nothing_of_the_room_is_held() -> None:
     """This holds for scattered rows and copied runs: a rank's share of a small model may be smaller than the buffer."""
     vectors = [in_memory_order(gradient, cut) for gradient, cut in cut_gradients()]
     lengths = [lengths_of(tuple(gradient.shape), cut) for gradient, cut in cut_gradients()]
-    assert any(batch.scatters for batch in norm._batches(tuple(lengths), "cpu"))
-    first, again = (norm.grain_squares(vectors, lengths) for _ in range(2))
-    assert norm._kept(tuple(lengths))._room.untyped_storage().nbytes() == 0
+    assert any(batch.scatters for batch in squares._batches(tuple(lengths), "cpu"))
+    first, again = (squares.grain_squares(vectors, lengths) for _ in range(2))
+    assert squares._kept(tuple(lengths))._room.untyped_storage().nbytes() == 0
     assert torch.equal(first, again)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint.format.weights_digest import checksum
+from elastic_train.checkpoint.format.dcp import checksum
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh

@@ -1,4 +1,7 @@
-"""Locks between the threads of all processes of a node, released when their holder dies: bytes of a file, or all of it.
+"""Atomic replacement of small files, atomic publication of files and folders, and locks.
+
+Locks are between the threads of all processes of a node, released when their holder dies: bytes of a file, or all of
+it.
 
 Open-file-description locks (Linux) belong to one opening of the file, so threads exclude each other as well, and one
 file serves for many locks.
@@ -10,11 +13,49 @@ import fcntl
 import os
 import struct
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _LOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
+
+
+def draft_of(path: Path) -> Path:
+    """Return a unique name next to a file: containers that share a folder may have equal process ids."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file atomically: readers see the old text or the new one. A failed draft is removed.
+
+    Any number of processes on any machines may replace it at once: the last one wins.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = draft_of(path)
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def publish(draft: Path, target: Path) -> None:
+    """Rename a file or folder once it is on disk: after a power loss it is complete or missing."""
+    for path in draft.rglob("*"):
+        _sync(path)
+    _sync(draft)
+    draft.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

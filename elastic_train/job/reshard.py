@@ -25,22 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elastic_train.checkpoint.format.dcp import checksum
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
-from elastic_train.checkpoint.format.weights_digest import checksum
 from elastic_train.core.arrays import Int64s, filled
 from elastic_train.core.mesh import Mesh, ranks_by_part
 from elastic_train.errors import PeerLostError
-from elastic_train.job.resharding.peer_states import PeerState, all_arcs_of, by_column
-from elastic_train.job.sharded.held_tree import HeldRun, Retained, run_around
+from elastic_train.job.peer_states import PeerState, all_arcs_of, by_column
+from elastic_train.job.sharded.held_tree import HeldRun, Retained, is_within, keep
 from elastic_train.job.sharded.share import Share
 from elastic_train.job.state import AppliedState, TrainProgress
 from elastic_train.job.state_shards import Place, StateShards, Weights
 from elastic_train.parallel.exchange import messages_of
 from elastic_train.parallel.group import Group
-from elastic_train.placement.arcs import Arc
-from elastic_train.placement.domains import paths_of_cells
-from elastic_train.placement.holdings import Run, grains_in_each
+from elastic_train.placement.arcs import Arc, paths_of_cells
+from elastic_train.placement.holdings import grains_in_each
 from elastic_train.placement.seating import Move, Recut, Seating, plan_recut
 from elastic_train.placement.seats import Seat, seats_of_cells, seats_of_holders
 from elastic_train.placement.table import Table
@@ -86,21 +85,21 @@ def take_state(column: Group, state: AppliedState, brought: Sequence[PeerState])
     if plan.lost.size:
         return Taken(plan.lost)
     old = [*share.runs, *share.retained.runs] if is_furthest[column.rank] else []
-    runs = _runs_at(share, table, old)
+    runs = share.runs_for(table, old)
     reach("hand-over")
     arrived = _move(column, share, table, plan, runs, old)
     giver = _giver_to(column.rank, is_furthest)
     given = _exchange_alike(column, state, share, is_furthest)
     # Everything for this seat has arrived.
     for one in runs:
-        _keep(one, old)
+        keep(one, old)
     for memory, weights in arrived:
         memory.copy_(weights)
     counts = None
     if given is not None:
         counts = state.adopt(*given)
     arcs = _arcs_at(of_column[column.rank], furthest)
-    share.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not _is_within(one.run, runs))))
+    share.sit(table, runs, counts, Retained(arcs, tuple(one for one in old if not is_within(one.run, runs))))
     reach("hand-over")
     if share.circle.length:  # the column is sharded
         column.barrier()
@@ -119,7 +118,7 @@ def is_first(table: Table, brought: Sequence[PeerState]) -> bool:
 def take_first_seat(column: Group, shards: StateShards, brought: Sequence[PeerState], *, begins: bool = False) -> None:
     """Take the seat of a world without updates, which starts from the initial weights or a commit."""
     share, table = shards.share, _table(shards, column, brought, None)
-    runs = _runs_at(share, table)
+    runs = share.runs_for(table)
     share.begin(runs, from_commit=not begins)
     share.sit(table, runs, [0.0] * len(share.optimizer.param_groups))
 
@@ -155,12 +154,6 @@ def _table(shards: StateShards, column: Group, brought: Sequence[PeerState], fur
     return replace(table, seats=seats, rank=rank, size=len(brought))
 
 
-def _runs_at(share: Share, table: Table, known: Sequence[HeldRun] = ()) -> list[HeldRun]:
-    """Return the runs of this rank's seat in a table: equal ones from `known`, and new ones."""
-    kept = {one.run: one for one in known}
-    return [kept.get(run) or share.new_run(run) for run in table.runs()]
-
-
 def seats_at(brought: Sequence[PeerState], copies: int, furthest: Place | None) -> list[Seat]:
     """Return every rank's seat in a world without cells."""
     may_hold = [one.may_hold for one in brought]
@@ -175,20 +168,6 @@ def _plan_of(brought: Sequence[PeerState], share: Share, furthest: Place, seatin
     """Return the transfer plan, the same on all ranks."""
     have = grains_in_each(share.circle, [_arcs_at(one, furthest) for one in brought])
     return plan_recut(have, seating.holdings, share.layout.span)
-
-
-def _keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
-    """Copy the overlap of old runs into a new run; whole weights are already in place."""
-    for one in old:
-        if one is new:
-            return  # unchanged: the old run is reused
-        lo, hi = max(new.run.lo, one.run.lo), min(new.run.hi, one.run.hi)
-        if one.run.flat == new.run.flat and lo < hi:
-            here, there = (run.cut(Run(new.run.flat, lo, hi)) for run in (new, one))
-            if here.weights.data_ptr() != there.weights.data_ptr():
-                here.weights.copy_(there.weights)
-            for name, moment in here.moments.items():
-                moment.copy_(there.moments[name])
 
 
 def _move(
@@ -207,7 +186,7 @@ def _move(
 
     def tensors(one: Move) -> Iterator[Tensor]:
         for run in one.runs:
-            held = _cut_out(share, old if group.rank == one.giver else runs, run)
+            held = share.cut_out(old if group.rank == one.giver else runs, run)
             weights = held.weights
             if group.rank == one.taker and not share.table.shares_weights:
                 weights = on_huge_pages(torch.empty_like(weights))
@@ -222,15 +201,6 @@ def _move(
         group.exchange(sends, receives)
         _check(group, sends, receives)
     return arrived
-
-
-def _cut_out(share: Share, runs: Sequence[HeldRun], run: Run) -> HeldRun:
-    """Return the contents of a run: a view if one held run contains it, else a copy put together."""
-    if _is_within(run, runs):
-        return run_around(runs, run).cut(run)
-    joined = share.new_run(run)
-    _keep(joined, runs)
-    return joined
 
 
 def _check(group: Group, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
@@ -254,10 +224,6 @@ def _checksums(tensors: Sequence[tuple[int, Tensor]]) -> dict[int, Tensor]:
 def _arcs_at(one: PeerState, furthest: Place) -> tuple[Arc, ...]:
     """Return the arcs that a rank has at the furthest step; those of another step would mix two models."""
     return all_arcs_of(one) if one.place == furthest else ()
-
-
-def _is_within(run: Run, others: Sequence[HeldRun]) -> bool:
-    return any(one.run.flat == run.flat and one.run.lo <= run.lo and run.hi <= one.run.hi for one in others)
 
 
 def _giver_to(rank: int, is_furthest: Sequence[bool]) -> int | None:

@@ -20,9 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.system.wording import duration
+from elastic_train.tracking.history_files import summarised
 
 PRIOR_FAULTS, PRIOR_S = 1.0, 86400.0
 """Prior: one fault in a day of training."""
@@ -172,3 +174,12 @@ class Cadence:
     def _choose(self) -> Choice:
         faults = Faults(self._past.num, self._past.trained_s + self._clock() - self._began_at)
         return choose(typical(self._costs), faults.mtbf_s, self._rpo_s)
+
+
+def faults_before(run_dir: str | Path, before_term: int) -> Faults:
+    """Return how many terms before `before_term` lost applied steps, and the training time of all of them.
+
+    Reads a summary, and both ends of rank 0's histories of the newest terms.
+    """
+    found = summarised(run_dir, before_term)
+    return Faults(found.num_faults, found.trained_s)

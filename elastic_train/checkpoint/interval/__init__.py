@@ -1,1 +1,0 @@
-"""Checkpoint interval: measured costs, Young's and Daly's optimum, and the cadence that follows."""

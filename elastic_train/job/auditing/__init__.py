@@ -1,1 +1,0 @@
-"""Audits: compute some lanes twice, to find ranks that compute wrongly."""

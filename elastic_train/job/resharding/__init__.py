@@ -1,1 +1,0 @@
-"""Resharding in a new world: gather the ranks' states, settle a pending step, and assign shards."""

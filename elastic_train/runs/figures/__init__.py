@@ -1,1 +1,0 @@
-"""Figures of a run's report: functions from reports to SVG."""
