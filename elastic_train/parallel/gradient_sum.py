@@ -287,8 +287,8 @@ class TreeSum:
     def _begin(self, one: _Adding, action: UnitAction) -> None:
         assert self._queue is not None, "exchanges overlap a pass only with a queue"
         bucket = one.buckets[place_of(action.unit, len(one.buckets))]
-        flats = [buffers[bucket.flat] for buffers in (one.tree.flats, *one.merged)]
-        self._queue.begin(partial(self._finish_bucket, one, bucket), flats)
+        uses = [buffers[bucket.flat] for buffers in (*one.mine.values(), *one.merged)]
+        self._queue.begin(partial(self._finish_bucket, one, bucket), uses)
 
     def _finish_bucket(self, one: _Adding, bucket: Bucket) -> None:
         cut = slice(bucket.lo, bucket.hi)

@@ -261,6 +261,7 @@ class Group(PointToPoint):
 
     def _let_go(self) -> list[DeviceGroup]:
         """Give up waits in host memory, also of the parts; return the device groups to abort."""
+        self.is_abandoned = True
         found = [one for part in self._parts for one in part._let_go()]
         self._parts = []
         groups, begun = [group for group in (self._host, self._device) if group is not None], self.begun

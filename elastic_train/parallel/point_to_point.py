@@ -126,6 +126,7 @@ class PointToPoint(ABC):
     beside_s = 0.0
     traffic: Traffic | None = None
     """Recorder of operations, if any."""
+    is_abandoned = False
     _tag = 0
     _device: DeviceExchanges | None = None
     begun: dict[int, Work]
@@ -259,9 +260,15 @@ class Aside(PointToPoint):
         return self.polling(lambda is_broken: call())
 
     def polling(self, wait: Callable[[Callable[[], bool]], T]) -> T:
-        """Wait until the peers have come or are gone: the group's own thread looks whether the world is broken."""
+        """Wait until the peers have come or are gone: the group's own thread looks whether the world is broken.
+
+        What an abandoned group's device has ended looks finished, until torch's own thread has seen the abort.
+        """
         try:
-            return wait(lambda: False)
+            found = wait(lambda: False)
+            if self._group.is_abandoned:
+                raise self.lost("the group was abandoned")
+            return found
         except OWN_ERRORS:
             raise
         except (RuntimeError, TimeoutError) as error:

@@ -244,12 +244,14 @@ class UnitWeights:
         is_brought = self._group.is_on_device(whole) and not self._group.is_on_device(held)
         if self._is_rounded(held):
             where = whole.device if is_brought else held.device
-            self._lent.append(given := held.new_empty(held.shape, dtype=self._rounded, device=where))
+            given = held.new_empty(held.shape, dtype=self._rounded, device=where)
             if is_brought:
                 own.append((given, held))
             else:
                 given.copy_(held)
-            if place is not None:
+            if place is None:
+                self._lent.append(given)
+            else:
                 rounded.append((place, given))
             return given
         if place is None and is_brought and any(to in self._receivers for to in self._ranks):
@@ -267,7 +269,8 @@ class UnitWeights:
         return arriving
 
     def _is_rounded(self, weights: Tensor) -> bool:
-        return self._rounded is not None and weights.dtype.itemsize > self._rounded.itemsize
+        is_wider = self._rounded is not None and weights.dtype.itemsize > self._rounded.itemsize
+        return is_wider and weights.is_floating_point()  # no indexes, no codes, no complex numbers
 
     def _bring(self, number: int, own: Copies) -> None:
         """Copy this rank's share of a unit's weights into place; from host memory, during computation."""

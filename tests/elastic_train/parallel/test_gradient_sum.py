@@ -24,9 +24,10 @@ from elastic_train.core.mesh import Cell, Mesh
 from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, cut_buckets
 from elastic_train.parallel.devices.device import Device, HostQueue, Mark
-from elastic_train.parallel.exchange import halving_turns
-from elastic_train.parallel.gradient_sum import make_sum, place_gradients
+from elastic_train.parallel.exchange import Everywhere, Scratch, Subtrees, halving_turns
+from elastic_train.parallel.gradient_sum import Tree, TreeSum, make_sum, place_gradients
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import Aside, PointToPoint
 from elastic_train.program.schedules import Walk, filling_turn
 from elastic_train.training.step_sums import _packed, _read_tables, gather_tables
 from tests.conftest import PATIENCE_S, run_ranks
@@ -161,6 +162,40 @@ def test_exchanges_beside_a_pass_come_after_what_they_use_and_before_what_uses_t
         "exchanging at 1",
         "computing follows exchanging at 1",
     ]
+
+
+def test_whatever_an_exchange_beside_a_pass_reads_is_kept_for_it() -> None:
+    """Also sums that its rank cannot add up further: memory that is given out again could hold other values."""
+    read, kept = set[int](), set[int]()
+
+    class Queue(HostQueue):
+        def keep(self, tensor: torch.Tensor) -> None:
+            kept.add(tensor.data_ptr())
+
+    class Reading(Everywhere):
+        def reduce(self, elements: Subtrees, ranks: PointToPoint, scratch: Scratch) -> None:
+            read.update(buffers[elements.number].data_ptr() for buffers in elements.mine.values())
+
+    group = Group(0, 1, None, 60, Device(torch.device("cpu"), lambda tensor: True, HostQueue, Queue, None))
+    group.size = 2  # the other one is never asked
+    net = nn.Linear(3, 5)
+    flats, placed = place_gradients(list(net.parameters()))
+    gradients = TreeSum([Tree(flats, group, [range(3), range(3, 4)], Reading(), placed)], 1.0)
+    gradients.begin()
+    for lane in range(3):
+        with gradients.turn(lane):
+            net(torch.ones(3)).sum().backward()
+    gradients.finish(4.0)
+    gradients.close()
+    assert len(read) == 2
+    assert read <= kept
+
+
+def test_what_an_abandoned_group_has_ended_is_not_finished() -> None:
+    """An aborted operation leaves its stream like a finished one, and another thread would go on with its values."""
+    group = Group(0, 1, None, 60)
+    with pytest.raises(PeerLostError, match="abandoned"):
+        Aside(group).polling(lambda is_broken: group.abandon())
 
 
 def test_after_a_bucket_that_could_not_be_exchanged_none_is() -> None:

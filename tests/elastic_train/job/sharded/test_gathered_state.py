@@ -19,6 +19,8 @@ from elastic_train.job.units.blocks import Recompute, recording_order
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.reduce_scatter_sum import ReduceScatterSum
 from elastic_train.parallel.unit_weights import UnitFlats, UnitWeights
+from elastic_train.placement.holdings import Run
+from elastic_train.placement.seating import Move
 from tests.elastic_train.job.sharded.shard_jobs import Shards, compute, fingerprint, meet, shards_of, train
 from tests.elastic_train.job.sharded.test_held_state import newcomers
 from tests.memory_machine import in_memory
@@ -152,6 +154,19 @@ def test_two_blocks_at_most_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch,
     assert len(whole) == 1 + 7 * (2 * len(blocks) - 1)
     assert max(blocks) + rest < max(whole) <= 2 * max(blocks) + rest
     assert not any(vector.untyped_storage().nbytes() for vector in flat.weights)
+
+
+def test_only_real_numbers_are_rounded_and_kept_no_longer_than_their_block_waits() -> None:
+    """Indexes and complex numbers have no bf16. A rank that is alone sends nothing that would have to stay."""
+    real, whole, pair = torch.tensor([1 / 3, 2.0]), torch.tensor([1_000_001]), torch.tensor([1 + 2j])
+    held = {Run(number, 0, len(weights)): weights for number, weights in enumerate((real, whole, pair))}
+    flats = {run.flat: torch.zeros_like(weights) for run, weights in held.items()}
+    group, shares = Group(0, 1, None, 60), [Move(0, 0, list(held))]
+    weights = UnitWeights([], UnitFlats("rest", flats), group, shares, held.__getitem__, None, torch.bfloat16)
+    with weights.turn([0], trains=False):
+        assert [flat.tolist() for flat in flats.values()] == [[0.333984375, 2.0], [1_000_001], [1 + 2j]]
+        assert not weights._lent
+        assert not weights._rounded_of
 
 
 def sized(units: tuple[list[UnitFlats], UnitFlats]) -> tuple[list[UnitFlats], list[UnitFlats]]:
