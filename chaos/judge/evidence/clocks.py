@@ -51,8 +51,15 @@ def on_one_clock(processes: Lines, offsets: Mapping[str, float]) -> Lines:
     """Return the lines with all stamps moved to the executor's clock."""
     if not offsets:
         return processes
-    hosts = _hosts(processes)
-    return [[moved(line, offsets.get(str(hosts.get(_place(line))), 0.0)) for line in process] for process in processes]
+    hosts, leads = _hosts(processes), leaders(processes)
+
+    def on_it(line: Line) -> Line:
+        shown = moved(line, offsets.get(str(hosts.get(_place(line))), 0.0))
+        if "sealed_at" in line and line.get("term") in leads:  # the leader's clock has stamped it
+            shown = {**shown, "sealed_at": _earlier(line["sealed_at"], offsets.get(leads[line.get("term")], 0.0))}
+        return shown
+
+    return [[on_it(line) for line in process] for process in processes]
 
 
 def leaders(processes: Sequence[Sequence[Line]]) -> dict[object, str]:
@@ -173,8 +180,8 @@ def _matched(group: Mapping[str, float], bounds: Sequence[_Bound]) -> dict[str, 
     which the fewest differ, and that contradicts it least; then the one with the latest stamps, since nodes end soon
     after their work.
     """
-    least_s = max((bound.t - bound.until for bound in bounds), default=0.0)
-    most_s = min((bound.t - bound.since for bound in bounds), default=0.0)
+    least_s = max((bound.t - bound.until for bound in bounds), default=-math.inf)
+    most_s = min((bound.t - bound.since for bound in bounds), default=math.inf)
     ways = [(False, -offset) for offset in group.values()]
     ways += [(True, ahead_s) for ahead_s in (least_s, most_s) if math.isfinite(ahead_s)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chaos.judge.checker import judge
-from chaos.judge.evidence.clocks import offsets_of
+from chaos.judge.evidence.clocks import offsets_of, on_one_clock
 from chaos.judge.evidence.run_files import Line, collect
 from chaos.planted.damage_commits import older_commit
 from chaos.planted.edits import edit, forge
@@ -127,6 +127,15 @@ def test_a_host_that_met_nobody_is_matched_by_the_end_of_its_node(ahead_s: float
     ]
     found = offsets_of([[*_world(1, 5.0, {"a": 0.0, "b": 0.0}, 4), *alone, *nodes]])
     assert found == {"c": pytest.approx(ahead_s, abs=0.7)}
+
+
+def test_a_seal_is_stamped_by_the_leaders_clock() -> None:
+    """All members of a world record when it was sealed."""
+    world = _world(1, 20.0, {"a": -8.0, "b": 0.0, "c": 5.0}, 1, 2, 3)
+    lines = [{**line, "sealed_at": 11.5} if line["op"] == "form" else line for line in world]
+    (shown,) = on_one_clock([lines], offsets_of([lines]))
+    formed = [line for line in shown if line["op"] == "form"]
+    assert [(line["t"], line["sealed_at"]) for line in formed] == [(20.0, 19.5)] * 3
 
 
 def test_clocks_that_no_end_contradicts_are_those_of_most_hosts() -> None:
