@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastic_train.config.combinations import FEATURES, Feature, Found, refusals
-from elastic_train.config.parallel import BucketSize
+from elastic_train.config.parallel import BucketSize, bucket_bytes
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.model import ModelFacts
 from elastic_train.system.wording import counted
@@ -60,6 +60,13 @@ class Layout:
     def cell(self) -> int:
         """Number of ranks that compute one lane together."""
         return self.tensor * self.pipeline * self.expert * self.context
+
+    def bucket_bytes(self, *, on_cpu: bool) -> float | None:
+        """Return the least bytes of gradients exchanged at once during the backward pass; None if after it.
+
+        Over NCCL, ranks of a cell exchange them after it (`Share.is_beside`).
+        """
+        return None if self.cell > 1 and not on_cpu else bucket_bytes(self.bucket_mb, on_cpu=on_cpu)
 
     @property
     def deals(self) -> bool:

@@ -15,7 +15,6 @@ from itertools import chain
 from operator import add
 from typing import Literal, NamedTuple
 
-from elastic_train.config.parallel import bucket_bytes
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
 from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit
@@ -194,7 +193,8 @@ def _exchange(
     size = model.sizes.gradient
     if layout.deals:
         return leaves * (seated.group_size - 1) / seated.group_size
-    bucket, is_beside = bucket_elements(model, layout, trained, cluster), layout.bucket_mb is not None
+    bucket = bucket_elements(model, layout, trained, cluster)
+    is_beside = layout.bucket_bytes(on_cpu=cluster.device.is_cpu) is not None
     if layout.shards == "none" and world == 2 and seated.parts == 1 and not is_beside:
         return 0.0  # one all-reduce, used only without overlap with the backward pass
     if layout.shards == "none" and world & (world - 1) == 0 and seated.parts == 1 and cluster.device.is_cpu:
@@ -204,8 +204,8 @@ def _exchange(
 
 def bucket_elements(model: ModelFacts, layout: Layout, trained: float, cluster: Cluster) -> float:
     """Return the elements exchanged at once: a bucket, or all of them without overlap."""
-    least_bytes = bucket_bytes(layout.bucket_mb, on_cpu=cluster.device.is_cpu)
-    if least_bytes is None or (layout.cell > 1 and not cluster.device.is_cpu):  # `Share.is_beside`
+    least_bytes = layout.bucket_bytes(on_cpu=cluster.device.is_cpu)
+    if least_bytes is None:
         return trained
     least = least_bytes / model.sizes.gradient
     return min(trained, max(least, float(model.largest_tensor) / layout.tensor))

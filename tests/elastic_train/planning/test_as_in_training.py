@@ -141,3 +141,13 @@ def test_two_ranks_need_memory_for_what_arrives_beside_the_pass_alone(bucket_mb:
     planned = memory_of(model, Layout(bucket_mb=bucket_mb), Batch(4, 2), parse_cluster("2xCPU")).exchange
     assert planned == (0.0 if bucket_mb is None else 4 * ELEMENTS / 2)
     assert in_memory(kept_for_arrivals, 2, bucket_bytes) == [planned] * 2
+
+
+def test_ranks_of_a_cell_on_gpus_exchange_gradients_after_the_pass() -> None:
+    """Two replicas add them by one all-reduce, which needs no memory; on CPUs they are exchanged beside the pass."""
+    model = replace(facts(), largest_tensor=ELEMENTS)
+    planned = [
+        memory_of(model, Layout(tensor=2, bucket_mb=0.5), Batch(4, 2), parse_cluster(cluster)).exchange
+        for cluster in ("4xCPU", "4xH100")
+    ]
+    assert planned[0] > planned[1] == 0.0
