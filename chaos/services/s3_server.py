@@ -46,6 +46,8 @@ class S3:
         self._count = 0
         self.spoilt = Counter[int]()
         """Number of affected requests, by fault number."""
+        self._creating = threading.Lock()
+        """Held by a conditional create: of two at once, moto lets both succeed, which S3 never does."""
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
 
     @property
@@ -120,4 +122,7 @@ class S3:
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
                 start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
                 return [body]
-        return self._moto(environ, start)
+        if not creates:
+            return self._moto(environ, start)
+        with self._creating:
+            return list(self._moto(environ, start))

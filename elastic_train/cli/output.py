@@ -157,8 +157,11 @@ class NarrowTable(Table):
             while hi < end and _room(options, widths, lo, hi + 1) >= 0:
                 hi += 1
             places = [0, *range(lo, hi)]
-            spare, part = max(0, _room(options, widths, lo, hi)), copy.copy(self)
-            chosen = _spread([widths[place] for place in places], spare)
+            room, part = _room(options, widths, lo, hi), copy.copy(self)
+            chosen = _spread([widths[place] for place in places], max(0, room))
+            if room < 0:  # a word is longer than a line; the first column's need not be cut for it
+                chosen[0] = min(widths[0][1], options.max_width // 2) if len(places) > 1 else chosen[0]
+                chosen[-1] = max(1, chosen[-1] - sum(chosen) + options.max_width - 2 * len(chosen) - 1)
             part.columns = [
                 replace(self.columns[place], _index=number, overflow="fold", width=chosen[number])
                 for number, place in enumerate(places)

@@ -29,25 +29,18 @@ class PlainFileSystem(MemoryFileSystem):
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
-    """Run moto's threaded S3 server for the session; its address is in the environment, as users would set it."""
+    """Run an S3 server for the session; its address is in the environment, as users would set it."""
     assert_slow("an S3 server")
-    import boto3  # these three here: only tests of S3 need them, not all that are collected
-    from botocore.loaders import JSONFileLoader
-    from moto.server import ThreadedMotoServer
+    from botocore.loaders import JSONFileLoader  # here: only tests of S3 need these two, not all that are collected
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    from chaos.services.s3_server import S3
+
+    with S3() as s3, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.environ.items():
+            patch.setenv(name, value)
         load = functools.partial(JSONFileLoader._load_file, JSONFileLoader())
         patch.setattr(JSONFileLoader, "_load_file", _load_once(load))
-        boto3.client("s3").create_bucket(Bucket="commits")
-        yield "s3://commits"
-    server.stop()
+        yield s3.url("commits")
 
 
 def _load_once(load: Callable[..., object]) -> Callable[..., object]:

@@ -40,6 +40,18 @@ def test_no_word_is_cut_at_any_width(table: tuple[list[str], list[list[str]]], w
     assert max(map(len, lines)) <= width
 
 
+def test_a_word_longer_than_a_line_cuts_no_other() -> None:
+    """A long path is folded; the labels beside it stay whole, and no line is too long."""
+    path = "/scratch/" + 20 * "a-run-" + "end"
+    lines = drawn(["", path], [["samples/s, all of the time", "49.78"], ["goodput", "77.5%"]], 60)
+    assert "".join(line.strip() for line in lines[: lines.index(next(one for one in lines if "\u2500" in one))]) == path
+    assert {tuple(line.split()) for line in lines} >= {
+        ("samples/s,", "all", "of", "the", "time", "49.78"),
+        ("goodput", "77.5%"),
+    }
+    assert max(map(len, lines)) <= 60
+
+
 def test_a_table_that_fits_is_one_and_text_is_broken_before_a_column_is_moved() -> None:
     head, row = ["step", "why"], ["4000", "the file part-1 is missing"]
     assert drawn(head, [row], 80)[3].split() == [row[0], *row[1].split()]

@@ -107,7 +107,8 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
 
 def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() -> None:
     """Every rank holds the whole model all the same, and all of them sum its gradient."""
-    rows, parts = (work_out(job(lanes=16), layout) for layout in (Layout(), Layout(context=4)))
+    after = Layout(bucket_mb=None)  # as ranks of a cell exchange gradients
+    rows, parts = (work_out(job(lanes=16), layout) for layout in (after, replace(after, context=4)))
     assert rows.memory and parts.memory and rows.step and parts.step
     assert parts.memory.activations == pytest.approx(rows.memory.activations / 4)
     assert parts.memory.states == rows.memory.states
