@@ -194,16 +194,18 @@ class PointToPoint(ABC):
 
     @property
     def _known_device(self) -> DeviceExchanges:
-        assert self._device is not None, "it exchanges this tensor"
-        return self._device
+        device = self._device
+        if device is None:
+            raise self.lost("the group was abandoned")
+        return device
 
     def _finish_on_device(self, works: Iterable[Work]) -> list[Work]:
         """Wait for the works on a device; return the others."""
         pending, on_device = list[Work](), list[OnDevice]()
         for work in works:
             on_device.append(work) if isinstance(work, OnDevice) else pending.append(work)
-        if self._device is not None and on_device:
-            self._device.finish(on_device)
+        if on_device:
+            self._known_device.finish(on_device)
         return pending
 
     @abstractmethod
@@ -239,7 +241,12 @@ class Aside(PointToPoint):
 
     def __init__(self, group: PointToPoint) -> None:
         self.rank, self.size, self._group, self.begun = group.rank, group.size, group, group.begun
-        self._device = None if group._device is None else group._device.beside(self)
+
+    @property
+    def _device(self) -> DeviceExchanges | None:  # type: ignore[override]
+        """The group's devices, for this thread; not kept, since they refer to this object."""
+        device = self._group._device
+        return None if device is None else device.beside(self)
 
     @property
     def traffic(self) -> Traffic | None:  # type: ignore[override]

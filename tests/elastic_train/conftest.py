@@ -33,14 +33,14 @@ def s3_bucket() -> Iterator[str]:
     assert_slow("an S3 server")
     from botocore.loaders import JSONFileLoader  # here: only tests of S3 need these two, not all that are collected
 
-    from chaos.services.s3_server import S3
+    from chaos.services.s3_server import BUCKET, S3
 
     with S3() as s3, pytest.MonkeyPatch.context() as patch:
         for name, value in s3.environ.items():
             patch.setenv(name, value)
         load = functools.partial(JSONFileLoader._load_file, JSONFileLoader())
         patch.setattr(JSONFileLoader, "_load_file", _load_once(load))
-        yield s3.url("commits")
+        yield f"s3://{BUCKET}"
 
 
 def _load_once(load: Callable[..., object]) -> Callable[..., object]:

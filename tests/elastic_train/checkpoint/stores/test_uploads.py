@@ -19,7 +19,7 @@ import pytest
 import torch
 from s3fs import S3FileSystem
 
-from chaos.services.s3_server import S3
+from chaos.services.s3_server import BUCKET, S3
 from elastic_train.checkpoint import discover, open_store, read_state
 from elastic_train.checkpoint.commits.pruning import drop_unfinished
 from elastic_train.checkpoint.stores import fsspec_store
@@ -112,7 +112,7 @@ def test_an_upload_that_is_given_up_leaves_nothing(kind: str, request: pytest.Fi
         1 / 0  # noqa: B018
     assert store.list("data/") == []
     if kind == "s3":
-        assert not boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads")
+        assert not boto3.client("s3").list_multipart_uploads(Bucket=BUCKET).get("Uploads")
 
 
 def test_a_stream_that_breaks_begins_again_with_the_tensors(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_stream_that_breaks_begins_again_with_the_tensors(s3_bucket: str, monk
     store = open_store(root)
     model: Any = read_state(store, ended.commit)["model"]
     assert torch.equal(model["w"], torch.full((PIECE,), 3.0))
-    assert not boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads")
+    assert not boto3.client("s3").list_multipart_uploads(Bucket=BUCKET).get("Uploads")
 
 
 def test_few_pieces_are_in_memory_while_the_storage_is_slow(s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def begun(store: FsspecStore, key: str) -> Any:
 
 
 def keys_left() -> list[str]:
-    listed = boto3.client("s3").list_multipart_uploads(Bucket="commits").get("Uploads", [])
+    listed = boto3.client("s3").list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
     return sorted(upload["Key"].partition("/")[2] for upload in listed)
 
 
@@ -181,7 +181,7 @@ def test_uploads_that_a_killed_process_left_are_aborted(s3_bucket: str) -> None:
     ours, other = FsspecStore(f"{root}/run"), FsspecStore(f"{root}/run-2")
     key = "data/step-000000000007/1-abc/rank-00000.distcp"
     begun(ours, key), begun(other, key)
-    listed = boto3.client("s3").list_multipart_uploads(Bucket="commits")["Uploads"]
+    listed = boto3.client("s3").list_multipart_uploads(Bucket=BUCKET)["Uploads"]
     at = max(upload["Initiated"].timestamp() for upload in listed)
     store = DeadlineStore(ours, lambda: None)
     assert drop_unfinished(store, now=at + 5 * 3600) == []
