@@ -238,7 +238,7 @@ _NOT_THE_USERS = (
 def show(error: BaseException) -> None:
     """Print an unexpected error with the user's own frames, and all below the last of these.
 
-    Others are ours and libraries', which call the user's code. They are printed if there is none of the user's, or if
+    Frames of the trainer and of libraries that called the user's code are left out, unless no frame is the user's or
     ELASTIC_TRAIN_TRACEBACK is `full`.
     """
     found: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)

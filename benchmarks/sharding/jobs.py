@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from elastic_train.config.parallel import ParallelConfig
+from elastic_train.config.parallel import BucketSize, ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.lanes import lane_seed
@@ -30,8 +30,6 @@ MODES: tuple[Mode, ...] = get_args(Mode)[1:]
 CLIP_NORM = 0.01
 OPTIMIZER = OptimizerConfig(clip_norm=CLIP_NORM, warmup_steps=2)
 TOTAL_STEPS = 10_000
-BUCKET_MB = 2.0
-"""What `auto` means on a CPU."""
 
 
 class Computing(Protocol):
@@ -92,7 +90,7 @@ class Job:
         work: Computing,
         shards: Mode,
         copies: int = 1,
-        bucket_mb: float | None = BUCKET_MB,
+        bucket_mb: BucketSize = "auto",
         term: int = 1,
     ) -> None:
         parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=bucket_mb)

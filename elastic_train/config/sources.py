@@ -15,9 +15,9 @@ import functools
 import os
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -79,7 +79,7 @@ def load(
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        problems += [_explain(item, sources, lines, str(path)) for item in error.errors()]
+        problems += [_explain(item, sources, lines, str(path)) for item in _by_key(error.errors())]
     if problems:
         raise ConfigError(*problems)
     return config
@@ -304,6 +304,22 @@ def _leaves(tree: Value, prefix: str = "") -> Iterator[str]:
         yield from _leaves(value, f"{prefix}{name}.")
 
 
+_TRIED = "Input should be "
+
+
+def _by_key(items: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield one error of those of a key that takes values of several types."""
+    found: dict[tuple[object, ...], list[Mapping[str, Any]]] = {}
+    for item in items:
+        # without the name of the type that was tried
+        location = tuple(part for part in item["loc"] if "[" not in str(part) and "constrained-" not in str(part))
+        found.setdefault(location, []).append({**item, "loc": location})
+    for first, *others in found.values():
+        told = [f"{_TRIED}a list, as [A, B]" if one["type"] in _WANT_LIST else one["msg"] for one in (first, *others)]
+        rest = (message.removeprefix(_TRIED) for message in told[1:])
+        yield {**first, "type": "union", "msg": ", or ".join([told[0], *rest])} if others else first
+
+
 _WANT_MAPPING = ("dict_type", "model_type", "model_attributes_type")
 _WANT_LIST = ("tuple_type", "list_type")
 
@@ -312,7 +328,6 @@ def _explain(item: Mapping[str, object], sources: Mapping[str, str], lines: Mapp
     """Turn one pydantic error into a line: where, which key, what is wrong, what to do."""
     location = item["loc"]
     assert isinstance(location, tuple)
-    location = tuple(part for part in location if "[" not in str(part))  # which of several types was tried
     key = ".".join(str(part) for part in location)
     above = (".".join(map(str, location[:end])) for end in range(len(location), 0, -1))
     set_below = (source for name, source in sources.items() if name.startswith(f"{key}."))

@@ -80,8 +80,8 @@ def check_once(parameter: Tensor, seen: set[int]) -> None:
 class ExchangeQueue:
     """A thread that makes exchanges in order, and none after one that has failed; must be closed.
 
-    On a device it has a queue of its own. An exchange comes after the work that was enqueued before `begin`, and before
-    what is enqueued after `join`.
+    On a device, exchanges have their own queue. An exchange starts after all work enqueued before `begin`, and work
+    enqueued after `join` waits for it.
     """
 
     def __init__(self, group: Group) -> None:

@@ -180,7 +180,7 @@ def device_of(device: torch.device, transport: str) -> Device:
     def queue() -> CudaQueue:
         return CudaQueue(torch.cuda.current_stream(device))
 
-    def beside() -> CudaQueue:  # an exchange takes few multiprocessors, and others wait for it
+    def beside() -> CudaQueue:  # high priority: peers wait for exchanges, which occupy few multiprocessors
         return CudaQueue(torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
 
     return Device(device, _is_cuda, queue, beside, connect_nccl if transport != "gloo" else None)
