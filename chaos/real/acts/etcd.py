@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import socket
 import ssl
@@ -21,8 +20,10 @@ from rendezvous.errors import StoreError
 from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.server import EtcdServer
 from rendezvous.etcd.store import EtcdStore
+from rendezvous.membership.lenient_json import read_record
 from rendezvous.membership.records import Keys
 from rendezvous.membership.store import Put
+from rendezvous.membership.worlds import World
 from rendezvous.process_table import is_alive, is_stopped
 
 if TYPE_CHECKING:
@@ -222,18 +223,17 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
         try:
             stub = pyetcd.etcdrpc.KVStub(channel)
             found = stub.Range(pyetcd.etcdrpc.RangeRequest(key=keys.world.encode()), _CALL_S).kvs
-            world = json.loads(found[0].value) if found else {"seats": [], "sealed_at": None}
-            seats = world["seats"]
-            if len(seats) <= ranks[-1] or world["sealed_at"] != job.followed.sealed_at:
+            world = read_record(World, found[0].value.decode()) if found else None
+            if world is None or len(world.seats) <= ranks[-1] or world.sealed_at != job.followed.sealed_at:
                 return None
-            member = keys.member(seats[ranks[-1]]["member"])
+            member = keys.member(world.seats[ranks[-1]].member)
             held = stub.Range(pyetcd.etcdrpc.RangeRequest(key=member.encode()), _CALL_S).kvs
             if not held:
                 return None
             revoke = pyetcd.etcdrpc.LeaseRevokeRequest(ID=held[0].lease)
             pyetcd.etcdrpc.LeaseStub(channel).LeaseRevoke(revoke, _CALL_S)
-        except grpc.RpcError:
-            return None  # etcd is down, or the lease has ended by itself
+        except (grpc.RpcError, ValueError):
+            return None  # etcd is down, the lease has ended by itself, or another fault wrote an alien world
     return Struck([job.followed.pids[ranks[-1]]], nodes, effect=lambda: "etcd has confirmed the lease's end")
 
 

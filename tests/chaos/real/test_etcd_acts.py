@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -19,8 +18,9 @@ from chaos.scenario.schedule import Due
 from chaos.services.etcd_cluster import EtcdCluster
 from rendezvous.etcd.options import etcd_options
 from rendezvous.etcd.store import EtcdStore
-from rendezvous.membership.records import Keys
+from rendezvous.membership.records import Keys, encode
 from rendezvous.membership.store import Put
+from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S
 
 DUE = Due("lose_etcd_data", None, None, 0.0, for_s=1.0)
@@ -82,8 +82,8 @@ def test_a_lease_is_lost_in_the_world_that_the_histories_know(sealed_at: float, 
     with EtcdCluster(num_members=1) as cluster:
         store, keys = EtcdStore(etcd_options(cluster.endpoint), give_up_after_s=PATIENCE_S), Keys("job")
         lease = store.lease(PATIENCE_S)
-        world = {"term": 2, "sealed_at": 1700000000.25, "seats": [{"member": "a", "num_workers": 1}]}
-        store.swap({keys.world: Put(json.dumps(world)), keys.member("a"): Put("{}", lease)}, {})
+        world = World(2, (Seat("a", num_workers=1),), "start", "127.0.0.1", 1, sealed_at=1700000000.25)
+        store.swap({keys.world: Put(encode(world)), keys.member("a"): Put("{}", lease)}, {})
         node = SimpleNamespace(pids=lambda: [7], is_up=True, number=0)
         followed = SimpleNamespace(pids={0: 7}, term=189, sealed_at=sealed_at)
         around = SimpleNamespace(etcd=cluster, run_id="job")
