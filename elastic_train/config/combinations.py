@@ -31,7 +31,6 @@ Feature = Literal[
     "audit_lanes",
     "recompute: units",
     "recompute: selective",
-    "ema",
 ]
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 _SHARDS: tuple[Feature, ...] = ("shards: optimizer", "shards: gradients", "shards: parameters")
@@ -50,7 +49,6 @@ _OFF: Mapping[Feature, str] = {
     "compile": "compile to false on all nodes",
     "reduction: fast": "reduction to canonical",
     "audit_lanes": "run.audit_lanes to null",
-    "ema": "optimizer.ema_decay to null",
 }
 """Settings that turn a feature off."""
 _SAVING: Mapping[Feature, str] = {
@@ -97,7 +95,6 @@ Trait = Literal[
     # of the optimizer
     "optimizers like Adafactor",
     "optimizers like Muon",
-    "fused updates in fp16",
     # of the machine
     "no compiler for the model",
 ]
@@ -260,12 +257,6 @@ RULES = (
         ("optimizers like Muon",),
         "each rank has a part of the parameter (parallel.shards and pipeline keep it whole)",
         "optimizer.name to adamw",
-    ),
-    Rule(
-        ("ema",),
-        ("fused updates in fp16",),
-        "a fused update skips a step that overflows without telling the average",
-        "precision to bf16, or leave out fused",
     ),
     Rule(
         ("compile",),

@@ -224,7 +224,6 @@ class Config(Section):
             "compile": "compile: true" if self.compile is True else None,
             "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
             "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
-            "ema": None if self.optimizer.ema_decay is None else "optimizer.ema_decay",
         }
         return {**self.parallel.features, **{feature: text for feature, text in own.items() if text is not None}}
 

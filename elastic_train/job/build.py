@@ -74,7 +74,7 @@ def build_state(
     cell_plan = cell_plan or CellPlan(dims=dims or {})
     store_in_memory_order(model, cell_plan.dims)
     recompute_blocks(model, parallel.recompute)
-    choice = choose(config, device, is_fp16=is_fp16)
+    choice = choose(config, device)
     optimizer, scheduler = _optimizer_of(model, config, total_steps, groups, choice)
     made = model, optimizer, scheduler, SharedScaler(device, enabled=is_fp16)
     slots: list[Slots] = []

@@ -140,7 +140,7 @@ class Plan:
         gathers = torch.bfloat16 if config.parallel.wire == config.precision == "bf16" else None
         how = config.parallel, cells, dims, gathers
         if any(dims.values()):
-            choice = choose(config.optimizer, self.device.type, is_fp16=is_fp16)
+            choice = choose(config.optimizer, self.device.type)
             choice.rehearse(config.optimizer.name, self.device, by_columns=True)
         state = build_state(model, config.optimizer, self.total_steps, self.device.type, is_fp16, groups, *how)
         state.compiled = compiled
@@ -276,7 +276,7 @@ def make_plan(config: Config) -> Plan:
     order = order_of(config, manifest, sources)
     total_steps = count_steps(config, order)
     check_schedule(config.optimizer, total_steps)
-    choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
+    choice = choose(config.optimizer, device.type)
     choice.rehearse(config.optimizer.name, device)
     check_can_be_in_cells(config)
     check_placements(task, config.parallel)

@@ -71,7 +71,7 @@ def describe_pipeline(config: Config) -> str:
 
 def describe_offload(config: Config, device: torch.device) -> str:
     """Describe how much of each parameter that a rank holds is in host memory."""
-    choice = choose(config.optimizer, device.type, is_fp16=config.precision == "fp16")
+    choice = choose(config.optimizer, device.type)
     [slots] = slots_of(choice.tried(), choice.make, device)
     num = len(slots.moments) + (config.optimizer.ema_decay is not None)
     weights = 4 if config.parallel.offload == "all" else 0

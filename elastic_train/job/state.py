@@ -225,10 +225,13 @@ class AppliedState:
             self.scaler.num_overflows += self.scaler.is_enabled() and not is_skipped
         self.pending = None
         if not is_skipped:
-            self.scaler.step(self.optimizer)
+            if has_norm or not self.scaler.is_enabled():  # a fused update would skip an overflow unseen by its hooks
+                self.optimizer.step()
             for buffer, value in facts.buffers:
                 buffer.copy_(value)
-        if not is_empty:
+        if is_empty:
+            self.scaler.forget_step()
+        else:
             self.scaler.update()
         self.scheduler.step()
         self.reached = self.reached.advance(facts, float(norm), is_finite=is_finite, is_skipped=is_skipped)

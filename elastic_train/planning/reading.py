@@ -160,7 +160,7 @@ def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
 def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor]) -> ModelFacts:
     config, names = plan.config, list(trace.units)[:-1]
     groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
-    choice = choose(config.optimizer, "cpu", is_fp16=config.precision == "fp16")
+    choice = choose(config.optimizer, "cpu")
     optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
     with unset_fake_temporarily():
         atomic = atomic_groups(optimizer, choice.make)
@@ -201,7 +201,7 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
 
 def _state_bytes(config: OptimizerConfig) -> float:
     """Return the optimizer's bytes per matrix element, found by updating a small matrix."""
-    choice = choose(config, "cpu", is_fp16=False)
+    choice = choose(config, "cpu")
     matrix = nn.Parameter(torch.zeros(_TRIED, _TRIED))
     optimizer = choice.make([{"params": [matrix], **({"use_muon": True} if config.name == "muon" else {})}])
     matrix.grad = torch.zeros_like(matrix)

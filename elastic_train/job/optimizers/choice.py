@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from elastic_train.config.combinations import refused
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer, rehearse, shows_no_cut
@@ -97,7 +96,7 @@ class OptimizerChoice:
         return lambda parameter: {"use_muon": id(parameter) in chosen}
 
 
-def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = False) -> OptimizerChoice:
+def choose(config: OptimizerConfig, device: str = "cpu") -> OptimizerChoice:
     """Return the configured optimizer, tried on a small parameter.
 
     Raises ConfigError if there is no such optimizer or option, or it refuses a value.
@@ -110,15 +109,12 @@ def choose(config: OptimizerConfig, device: str = "cpu", *, is_fp16: bool = Fals
     if patterns is not None and not (isinstance(patterns, list) and all(isinstance(one, str) for one in patterns)):
         raise ConfigError(f"optimizer.options.{ADAMW_NAMES}: write a list of patterns, such as ['head.*']")
     _check_options(config.name, kind, options, [ADAMW_NAMES, "betas"] if patterns is not None else [])
-    if is_fp16 and options.get("fused") and config.ema_decay is not None:
-        raise refused("fused updates in fp16", "optimizer.options.fused")
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
     try:
         OptimizerChoice(kind, make, names).tried()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optimizer.options: '{config.name}' refuses them: {error}") from error
-    # A fused update of a scaled gradient skips steps by itself, unseen by later code.
-    if config.name in _FUSED and device == "cuda" and not is_fp16:
+    if config.name in _FUSED and device == "cuda":
         fused = _maker(config, kind, options, {"fused": True})
         make = fused if shows_no_cut(fused, {"use_muon": False}, device) else make
     return OptimizerChoice(kind, make, names)

@@ -44,7 +44,6 @@ SET: Mapping[Feature, Mapping[str, Any]] = {
     "audit_lanes": {"run.audit_lanes": 4},
     "recompute: units": {"parallel.recompute": "units"},
     "recompute: selective": {"parallel.recompute": "selective"},
-    "ema": {"optimizer.ema_decay": 0.9},
 }
 """Keys that set each feature, and those that it needs."""
 

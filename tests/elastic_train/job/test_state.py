@@ -185,11 +185,14 @@ def test_what_was_not_finite_leaves_weights_and_moments_alone_and_its_step_count
     assert (state.reached.skipped_steps, state.reached.num_nonfinite) == (((1, 3),), 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
 @pytest.mark.parametrize("leaves_out", ["overflow", "loss"])
-def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out: str) -> None:
+def test_steps_that_left_out_their_update_do_not_count_in_the_average(
+    leaves_out: str, options: dict[str, object]
+) -> None:
     """While fp16 searches for its scale or the loss is not finite: initial weights are excluded, also after a
     resume."""
-    config = OptimizerConfig(warmup_steps=0, ema_decay=0.9)  # type: ignore[arg-type]
+    config = OptimizerConfig(warmup_steps=0, ema_decay=0.9, options=options)  # type: ignore[arg-type]
     state = built(config, is_fp16=leaves_out == "overflow")
     gradient, loss = (math.inf, 1.0) if leaves_out == "overflow" else (0.25, math.nan)
     for _ in range(3):
@@ -207,6 +210,17 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(leaves_out
     step(other)
     for mine, theirs in zip(state.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(state.optimizer.state[mine]["ema"], other.optimizer.state[theirs]["ema"])
+
+
+def test_a_step_without_a_target_leaves_the_scale_and_the_next_step_as_they_were() -> None:
+    config = OptimizerConfig(warmup_steps=0, schedule="constant")
+    state, expected = (built(config, is_fp16=True) for _ in range(2))
+    facts = StepFacts(Cursor(0, 1), CoverageSums(), 1, SampleAccount(), has_target=False)
+    state.apply(facts, measured(state, 0.0))
+    for one in (state, expected):
+        step(one)
+    assert state.scaler.state_dict() == expected.scaler.state_dict()
+    assert weights_digest(state.model, state.layout.dims) == weights_digest(expected.model, {})
 
 
 def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:

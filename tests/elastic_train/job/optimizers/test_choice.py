@@ -138,17 +138,17 @@ def test_muon_updates_hidden_matrices_and_adamw_all_else(monkeypatch: pytest.Mon
 def test_a_gpu_updates_by_one_kernel_unless_a_cut_shows_in_its_bits(
     monkeypatch: pytest.MonkeyPatch, has_it: bool
 ) -> None:
-    """It does not do so if a scaler has to see skipped updates; a CPU uses the kernel only on request."""
+    """A CPU uses the kernel only on request."""
 
-    def fused(name: str, device: str, *, is_fp16: bool = False, **options: object) -> object:
-        choice = choose(OptimizerConfig(name=name, options=options), device, is_fp16=is_fp16)
+    def fused(name: str, device: str, **options: object) -> object:
+        choice = choose(OptimizerConfig(name=name, options=options), device)
         [group] = choice.make([{"params": [nn.Parameter(torch.ones(3))], "use_muon": False}]).param_groups
         return group.get("fused")
 
     monkeypatch.setattr(choice_module, "shows_no_cut", lambda *_: has_it)
     for name in ("adamw", "sgd", "muon"):
         assert fused(name, "cuda") is (True if has_it else None)
-        assert fused(name, "cuda", is_fp16=True) is None and fused(name, "cpu") is None
+        assert fused(name, "cpu") is None
     assert fused("adamw", "cuda", fused=False) is False and fused("sgd", "cpu", fused=True) is True
     assert fused("adafactor", "cuda") is None
 
@@ -169,12 +169,3 @@ def has_fma() -> bool:
 def test_what_keeps_something_else_of_a_parameter_is_refused_in_shards(shards: str) -> None:
     with pytest.raises(ConfigError, match=r"does not update a parameter element by element: .*set parallel\.shards to"):
         built(shards, name="adafactor")
-
-
-def test_a_fused_update_that_leaves_out_steps_unseen_is_refused_with_an_average() -> None:
-    config = OptimizerConfig(options={"fused": True}, ema_decay=0.9)  # type: ignore[arg-type]
-    choose(config)
-    with pytest.raises(
-        ConfigError, match=r"optimizer.ema_decay does not work with optimizer.options.fused, .*precision to bf16"
-    ):
-        choose(config, is_fp16=True)

@@ -51,8 +51,8 @@ UNITS = {"parallel.recompute": "units"}
 AUDITED = {"run.audit_lanes": 2}
 COMPILED = {"compile": True, "task.params.fixed_width": True}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
-OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "optimizer.name", "precision", "epochs")
-OWN_BITS += (*COMPILED,)
+OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "precision", "epochs")
+OWN_BITS += ("optimizer.name", "optimizer.options.fused", *COMPILED)
 """The keys that determine the bits."""
 
 
@@ -150,6 +150,7 @@ ROWS = [
     pytest.param(4, {**EXPERT, **COMPILED}, {}, marks=HUNT),
     # other kernels; in fp16 the first steps search for the scale, and stages without a loss must skip the same updates
     pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
+    pytest.param(3, {"precision": "fp16", "epochs": 2, "optimizer.options.fused": True}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
     pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
 ]

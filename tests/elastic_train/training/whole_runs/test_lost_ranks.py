@@ -30,11 +30,11 @@ from tests.memory_machine import rank_here
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
 Parallel = Mapping[str, object]
-OF_JOBS = ("precision", "compile", "on_devices")
+OF_JOBS = ("precision", "compile", "on_devices", "fused")
 """The keys of a layout that are not of the section `parallel`."""
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
-ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile")
+ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile", "fused")
 """The keys that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
@@ -55,7 +55,8 @@ def write(folder: Path, rows: Path, layout: Parallel) -> str:
     keys: dict[str, object] = {
         "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params},
         "batch": {"global_batch": 24, "micro_batch": 6},
-        "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9},
+        "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9}
+        | ({"options": {"fused": True}} if "fused" in layout else {}),
         "checkpoint": {"every": "3 steps", "keep_last": 2},
         "parallel": parallel,
         "precision": layout.get("precision", "fp32"),
@@ -99,6 +100,7 @@ ROWS = [
     (GRADIENTS, 3, [Loss(0, 1, "commit"), Loss(2, 8, "backward")]),
     (PARAMETERS, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
     (ALL_OFFLOADED, 2, [Loss(0, 3, "apply")]),
+    ({**FP16, "fused": True}, 3, [Loss(1, 6, "apply"), Loss(0, 2, "applied")]),
     ({**PARAMETERS, "wire": "bf16", "precision": "bf16"}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
     (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 1, "commit")]),
     ({**TENSOR, **OFFLOADED}, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
