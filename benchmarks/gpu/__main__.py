@@ -20,6 +20,7 @@ kill              killed_worker_s    from the end of one of two ranks that share
 overlap           overlap_wait    how long two ranks that share the device wait for the gradient after the backward
                                   pass, over that with `parallel.bucket_mb: null`
 fast              fast_vs_plain    as step_vs_plain, with `reduction: fast`: any algorithm and any order of sums
+fp8               fp8_step    the time of a step with `precision: fp8` over that with bf16, both compiled; and memory
 deterministic     step_vs_deterministic    as step_vs_plain, the loop in torch's deterministic mode
 memory            recompute_step    the time of a step with `parallel.recompute: units` over that without, and the most
                                     memory; `offload_…`: the same with `parallel.offload: optimizer`
@@ -169,6 +170,14 @@ def fast(machine: Machine) -> dict[str, object]:
     return {"fast_vs_plain": round(times["over plain"], 3)}
 
 
+def fp8(machine: Machine) -> dict[str, object]:
+    without, found = (
+        in_process(alone, machine.size, machine.device, machine.num_steps, compile=True, precision=precision)
+        for precision in ("bf16", "fp8")
+    )
+    return beside("fp8", without, found)
+
+
 def deterministic(machine: Machine) -> dict[str, object]:
     times = in_process(step_times, machine.size, machine.device, machine.num_steps, "deterministic")
     return {"step_vs_deterministic": round(times["over deterministic"], 3)}
@@ -193,6 +202,7 @@ PARTS: Mapping[str, Callable[[Machine], dict[str, object]]] = {
     "kill": kill,
     "overlap": overlapping,
     "fast": fast,
+    "fp8": fp8,
     "deterministic": deterministic,
     "memory": memory,
 }

@@ -27,6 +27,7 @@ Feature = Literal[
     "offload: all",
     "wire: bf16",
     "compile",
+    "fp8",
     "reduction: fast",
     "audit_lanes",
     "recompute: units",
@@ -47,6 +48,7 @@ _OFF: Mapping[Feature, str] = {
     **dict.fromkeys(_RECOMPUTE, "parallel.recompute to none"),
     "wire: bf16": "parallel.wire to exact",
     "compile": "compile to false on all nodes",
+    "fp8": "precision to bf16",
     "reduction: fast": "reduction to canonical",
     "audit_lanes": "run.audit_lanes to null",
 }
@@ -92,11 +94,13 @@ Trait = Literal[
     "blocks that do not run once each, in one order",
     "weights outside `state_dict`",
     "parameters on several devices",
+    "no linear layer that fits",
     # of the optimizer
     "optimizers like Adafactor",
     "optimizers like Muon",
     # of the machine
     "no compiler for the model",
+    "no float8 kernel",
 ]
 TRAITS: tuple[Trait, ...] = get_args(Trait)
 
@@ -264,6 +268,12 @@ RULES = (
         "every node compiles the model's blocks before the first step",
         "install g++ (or name a compiler by CXX), and on GPUs Triton",
     ),
+    Rule(
+        ("fp8",),
+        ("no linear layer that fits",),
+        "float8 is for the `nn.Linear`s of blocks, the entries of an nn.ModuleList, with sizes that 16 divides",
+    ),
+    Rule(("fp8",), ("no float8 kernel",), "every rank multiplies rows with a scale each"),
 )
 SIZES = TRAITS[: TRAITS.index("experts")]
 """Traits of the configuration and the task, and of numbers in them; those after these are of models and what trains

@@ -60,7 +60,7 @@ class ParallelConfig(Section):
     exchange after it. With shards: gradients or parameters a bucket is a block."""
     wire: Literal["exact", "bf16"] = "exact"
     """Format on the network. bf16: round each lane's gradient to half the bytes and add in fp32; with precision: bf16
-    also round the weights that are gathered for a pass. Needs shards: gradients or parameters. Same bits in every
+    or fp8 also round the weights gathered for a pass. Needs shards: gradients or parameters. Same bits in every
     world."""
     transport: Literal["auto", "gloo"] = "auto"
     """Transport between GPUs. auto: NCCL, which needs one GPU for each rank. gloo: through host memory, also for

@@ -167,8 +167,8 @@ class Config(Section):
     """Passes over the training set. With data.mixture: passes over each source, until the slowest has finished."""
     max_steps: PositiveInt | None = None
     """Stop after this many steps, even in the middle of an epoch. Overrides epochs."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16: autocast. fp16: autocast with a gradient scaler."""
+    precision: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """bf16: autocast. fp16: autocast with a gradient scaler. fp8: bf16, but blocks' linear layers compute in float8."""
     compile: Literal[True, False, "auto"] = "auto"
     """Compile the model's blocks with torch.compile for the shape of the run's first micro-batch; other shapes run
     uncompiled. Needs a C++ compiler on CPUs, Triton on GPUs. The bits are the same in every world, but differ from
@@ -218,10 +218,16 @@ class Config(Section):
         return periods_of(self.give_up_after, _PATIENCE).get("s", 1800.0)
 
     @property
+    def compute_type(self) -> str:
+        """torch's name of the type in which autocast computes; float32 if there is none."""
+        return {"fp32": "float32", "fp16": "float16"}.get(self.precision, "bfloat16")
+
+    @property
     def features(self) -> Mapping[Feature, str]:
         """The features that are set, and how: by key and value."""
         own: Mapping[Feature, str | None] = {
             "compile": "compile: true" if self.compile is True else None,
+            "fp8": "precision: fp8" if self.precision == "fp8" else None,
             "reduction: fast": "reduction: fast" if self.reduction == "fast" else None,
             "audit_lanes": None if self.run.audit_lanes is None else f"run.audit_lanes: {self.run.audit_lanes}",
         }

@@ -43,7 +43,6 @@ from rendezvous.waiting import GivenUp, begin
 LIMIT_S, LINK_S, DISK_S, CLOCK_S = 10.0, 30.0, 3.0, 1.0
 """Seconds to wait for products and memory, links, disk, and clock."""
 PRODUCTS_S, FILLING_S = 0.1, 0.3
-_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ def _planned(config: Config, device: torch.device, launched: LiveContext) -> Ite
     """Yield this worker's checks: its device, its share of cores and memory; the first worker also checks the rest."""
     rank, number = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     busy = "is another program loading this machine?"
-    dtypes = tuple(dict.fromkeys((torch.float32, torch.float64, _TYPES[config.precision])))
+    dtypes = tuple(dict.fromkeys((torch.float32, torch.float64, getattr(torch, config.compute_type))))
     products = partial(examine_products, device, dtypes, own_cores(rank, number), PRODUCTS_S)
     yield "products", Planned(partial(or_its_error, device, "products", products), busy, LIMIT_S, late="warn")
 

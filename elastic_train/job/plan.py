@@ -53,6 +53,7 @@ from elastic_train.job.sharded.elementwise import slots_of
 from elastic_train.job.sharded.zero3_share import without_memory
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks, check_can_compile, decide
+from elastic_train.job.units.float8 import check_multiplies, scale_linear_layers
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
@@ -130,6 +131,8 @@ class Plan:
                 counted(len(kept), "module"),
                 kept[0],
             )
+        if self.config.precision == "fp8":
+            scale_linear_layers(model)
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()
         config = self.config
@@ -137,7 +140,7 @@ class Plan:
         compiled = CompiledBlocks(model) if config.compile is True else None
         cells = cell_plan_of(self.task, model, config.parallel)
         dims = cut_dims_of(self.task, model) if cells is None else cells.dims
-        gathers = torch.bfloat16 if config.parallel.wire == config.precision == "bf16" else None
+        gathers = torch.bfloat16 if config.parallel.wire == "bf16" and self.compute_type is torch.bfloat16 else None
         how = config.parallel, cells, dims, gathers
         if any(dims.values()):
             choice = choose(config.optimizer, self.device.type)
@@ -182,7 +185,7 @@ class Plan:
     @property
     def compute_type(self) -> torch.dtype | None:
         """Dtype of autocast; None without autocast."""
-        return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[self.config.precision]
+        return None if self.config.precision == "fp32" else getattr(torch, self.config.compute_type)
 
     @contextlib.contextmanager
     def keep_casts(self, num_lanes: int) -> Iterator[None]:
@@ -269,6 +272,8 @@ def make_plan(config: Config) -> Plan:
     config = config.compiling(compiles)
     if compiles:
         check_can_compile(device)
+    if config.precision == "fp8":
+        check_multiplies(device)
     sources = load_sources(config.data, config.batch.num_lanes)
     manifest = join(sources) if sources else load_manifest(config.data.sources[0])
     prepare(task, config.task, manifest, sources)

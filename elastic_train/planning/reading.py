@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from elastic_train.job.optimizers.parameter_groups import build_groups
 from elastic_train.job.plan import Plan, check_placements, make_plan
 from elastic_train.job.sharded.elementwise import atomic_groups
 from elastic_train.job.units.blocks import recompute_blocks, unit_names, unit_of
+from elastic_train.job.units.float8 import scale_linear_layers
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit, Work
@@ -60,7 +61,8 @@ def read_config(config: Config) -> Read:
         "parallel": ParallelConfig(shards=parallel.shards, recompute=parallel.recompute, transport=parallel.transport),
         "tracking": TrackingConfig(),
     }
-    plan = make_plan(config.model_copy(update=here))
+    plan = make_plan(config.model_copy(update=here | {"precision": "bf16"}))
+    plan = replace(plan, config=plan.config.model_copy(update={"precision": config.precision}))
     batches = _first_batches(plan)
     facts = read_model(plan, batches)
     layout = Layout(
@@ -135,6 +137,8 @@ def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) 
     with fakes or contextlib.nullcontext(), torch.random.fork_rng(devices=[]):
         model = plan.task.build_model()
         begin_training(model)
+        if plan.config.precision == "fp8":
+            scale_linear_layers(model)
         given = {name: fakes.from_tensor(one) if fakes else one for name, one in batch.items()}
         known = [*model.parameters(), *model.buffers(), *given.values()]
         names = unit_names(model)
@@ -152,9 +156,7 @@ def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) 
 
 def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
     """Return the autocast context of a lane's loss, for fake CPU tensors."""
-    if plan.config.precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast("cpu", torch.bfloat16 if plan.config.precision == "bf16" else torch.float16)
+    return contextlib.nullcontext() if plan.compute_type is None else torch.autocast("cpu", plan.compute_type)
 
 
 def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor]) -> ModelFacts:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout
 
 from elastic_train.config.combinations import refused
 from elastic_train.job.cells.cell_plan import CellPlan
@@ -35,6 +35,7 @@ from elastic_train.parallel.cells.links import (
     summed,
 )
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.linear_products import Products, products_of
 
 
 class Hook(Protocol):
@@ -147,7 +148,7 @@ class _GatheredOnce:
         if self._last is None or not self._last.is_of(given):
             self.begin(given)
         assert self._last is not None
-        made, self._num_left = self._last.linear(layer.weight, layer.bias), self._num_left - 1
+        made, self._num_left = self._last.through(layer), self._num_left - 1
         if not self._num_left:
             self._last.forget()
             self._last = None
@@ -167,7 +168,7 @@ class _Replaced:
 
 def _add_up(layer: nn.Linear, links: CellLinks, add: Callable[[Tensor, CellLinks], Tensor], given: Tensor) -> Tensor:
     """Sum the ranks' products, then add the bias."""
-    total = add(linear(given, layer.weight), links)
+    total = add(products_of(layer, given).linear(given, layer.weight, None), links)
     return total if layer.bias is None else total + layer.bias
 
 
@@ -212,10 +213,11 @@ class GatheredInput:
         self._again: Tensor | None = None
         self._num_left = 0
 
-    def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def through(self, layer: nn.Linear) -> Tensor:
         """Apply a layer; it saves only this rank's tokens of its input."""
-        self._num_left += weight.requires_grad
-        return _Linear.apply(self.whole, self._own.detach(), weight, bias, self)  # type: ignore[no-any-return, no-untyped-call]
+        self._num_left += layer.weight.requires_grad
+        how = products_of(layer, self.whole)
+        return _Linear.apply(self.whole, self._own.detach(), layer.weight, layer.bias, self, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def is_of(self, given: Tensor) -> bool:
         """Return True if `given` is this input, as this rank's tokens or gathered."""
@@ -236,11 +238,11 @@ class GatheredInput:
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, given: GatheredInput
+        ctx: Any, whole: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, given: GatheredInput, how: Products
     ) -> Tensor:
-        ctx.given = given
+        ctx.given, ctx.products = given, how
         ctx.save_for_backward(own, weight)
-        return linear(whole, weight, bias)
+        return how.linear(whole, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -248,13 +250,13 @@ class _Linear(Function):
         own, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         of_weight = of_bias = None
-        of_whole = (rows @ weight.to(rows.dtype)).view(*gradient.shape[:-1], -1).to(own.dtype)
+        of_whole = ctx.products.of_input(rows, weight).view(*gradient.shape[:-1], -1).to(own.dtype)
         if ctx.needs_input_grad[2]:
             whole = ctx.given.again(own).to(rows.dtype).flatten(0, -2)
-            of_weight = (rows.t() @ whole).to(weight.dtype)
+            of_weight = ctx.products.of_weight(rows, whole).to(weight.dtype)
         if ctx.needs_input_grad[3]:
             of_bias = rows.sum(0).to(weight.dtype)
-        return of_whole, None, of_weight, of_bias, None
+        return of_whole, None, of_weight, of_bias, None, None
 
 
 def _own(tensor: Tensor, group: Group) -> Tensor:

@@ -35,6 +35,7 @@ _KEPT = [
         _ATEN.mm,
         _ATEN.addmm,
         _ATEN.bmm,
+        _ATEN._scaled_mm,
         _ATEN.convolution,
         _ATEN._scaled_dot_product_flash_attention,
         _ATEN._scaled_dot_product_flash_attention_for_cpu,
@@ -146,6 +147,7 @@ def _run(one: _Recomputed, forward: Callable[..., Any], *arguments: Any, **named
         expected = forward(*arguments, **named)  # its side effects are undone
         if not moved_hosts(drawn):
             one.quiet.add(kind)
+    torch.clear_autocast_cache()  # or the first pass would use casts of weights that the second has to make
     found = checkpoint(forward, *arguments, use_reentrant=False, context_fn=partial(_contexts, one), **named)
     if not all(map(same_bits, tree_leaves(expected), tree_leaves(found))):
         what = f"block '{one.name}' ({kind.__name__}), whose results differ when it is computed again"

@@ -233,7 +233,7 @@ def _obstacle(config: Config, task: Task, name: str) -> str | None:
     model = task.language_model if isinstance(task, CausalLM) else None
     if not isinstance(model, OwnDecoder) or model.shape.experts:
         return "it was measured with the decoder of CausalLM only, without experts. Set it to true, and compare"
-    if config.precision == "fp32":
+    if config.precision in ("fp32", "fp8"):
         return "it was measured in bf16 only. Set it to true, and compare"
     if config.parallel.shards == "parameters" or config.parallel.cell.size > 1:
         return "compiling needs the whole model on each GPU once"

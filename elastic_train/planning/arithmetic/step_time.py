@@ -75,7 +75,7 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
     size, group = model.sizes.gradient, seated.group_size
     others, units = (group - 1) / group, max(1, len(model.blocks) + 1)
     wire = min(size, 2.0) if layout.wire == "bf16" else size
-    gathered = min(wire, model.sizes.weight) if model.precision == "bf16" else model.sizes.weight
+    gathered = min(wire, model.sizes.weight) if model.precision in ("bf16", "fp8") else model.sizes.weight
     weight = gathered * others
     found = [
         Exchange("leaves", wire * trained * others, units, "backward", seated.turns, units, ranks=group),

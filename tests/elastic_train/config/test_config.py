@@ -93,7 +93,7 @@ def test_lanes_follow_from_the_batch_keys(tmp_path):
         ({**GOOD, "epochs": 0}, {}, (), ["'epochs'", "greater than 0"]),
         ({**GOOD, "batch": {"global_batch": 10, "micro_batch": 4}}, {}, (), ["not a multiple", "8 and 12"]),
         (GOOD, {"ELASTIC_TRAIN__EPOCHS": "x"}, (), ["environment ELASTIC_TRAIN__EPOCHS"]),
-        (GOOD, {}, ("--precision", "fp8"), ["command line --precision", "'fp8'"]),
+        (GOOD, {}, ("--precision", "fp4"), ["command line --precision", "'fp4'"]),
         (GOOD, {}, ("--epochs",), ["--epochs needs a value"]),
         (GOOD, {}, ("epochs",), ["'epochs' is not an option"]),
         (GOOD, {}, ("--run.dri", "x"), ["command line --run.dri", "did you mean 'run.dir'"]),

@@ -50,6 +50,7 @@ ONCE = {"parallel.copies": 1}
 UNITS = {"parallel.recompute": "units"}
 AUDITED = {"run.audit_lanes": 2}
 COMPILED = {"compile": True, "task.params.fixed_width": True}
+FP8 = {"precision": "fp8"}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
 OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "precision", "epochs")
 OWN_BITS += ("optimizer.name", "optimizer.options.fused", *COMPILED)
@@ -152,6 +153,14 @@ ROWS = [
     pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
     pytest.param(3, {"precision": "fp16", "epochs": 2, "optimizer.options.fused": True}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
+    # float8, whose scales are of rows: of tokens, of outputs, and of what a rank sums over
+    pytest.param(3, {**FP8, "parallel.recompute": "selective", **AUDITED}, {}),
+    pytest.param(2, {**FP8, **GRADIENTS, **UNITS}, {}),
+    pytest.param(4, {**FP8, **EXPERT, **PARAMETERS, **ONCE}, {}),
+    pytest.param(4, {**FP8, **SEQUENCE, **OPTIMIZER, **UNITS}, {}),
+    pytest.param(4, {**FP8, **TENSOR, **AUDITED}, DEVICES),
+    pytest.param(4, {**FP8, **CONTEXT, **CHUNKS}, {}),
+    pytest.param(2, {**FP8, **COMPILED}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
 ]
 
@@ -180,6 +189,7 @@ STRETCHES: dict[str, list[tuple[int, Keys]]] = {
     "tensor": [(6, {**TENSOR, **GRADIENTS}), (4, {**TENSOR, **STAGES, **PARAMETERS, **ONCE}), (2, TENSOR)],
     "sequence": [(2, SEQUENCE), (4, {**SEQUENCE, **STAGES}), (4, SEQUENCE)],
     "context": [(4, {**CONTEXT, **CHUNKS, **PARAMETERS}), (2, {**CONTEXT, **GRADIENTS}), (4, {**CONTEXT, **STAGES})],
+    "float8": [(2, {**FP8, **PARAMETERS}), (3, {**FP8, **OPTIMIZER}), (4, {**FP8, **STAGES})],
     "experts": [(4, {**EXPERT, **STAGES}), (4, {"parallel.expert": 4}), (4, {**EXPERT, **PARAMETERS})],
 }
 

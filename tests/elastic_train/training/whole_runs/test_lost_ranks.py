@@ -43,7 +43,12 @@ COPIES = {"copies": 3}
 ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
 OFFLOADED, ALL_OFFLOADED = {"offload": "optimizer"}, {**PARAMETERS, "offload": "all"}
 COMPILED = {"compile": True}
-FP16, DEVICES, ROUNDED = {"precision": "fp16"}, {"on_devices": True}, {**GRADIENTS, "wire": "bf16"}
+FP16, FP8, DEVICES, ROUNDED = (
+    {"precision": "fp16"},
+    {"precision": "fp8"},
+    {"on_devices": True},
+    {**GRADIENTS, "wire": "bf16"},
+)
 
 
 def write(folder: Path, rows: Path, layout: Parallel) -> str:
@@ -76,7 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Cal
             key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
         }
         if "wire" in own:
-            own |= PARAMETERS if own.get("precision") == "bf16" else GRADIENTS
+            own |= PARAMETERS if own.get("precision") in ("bf16", "fp8") else GRADIENTS
         return of(tuple(own.items()))
 
     @cache
@@ -102,6 +107,8 @@ ROWS = [
     (ALL_OFFLOADED, 2, [Loss(0, 3, "apply")]),
     ({**FP16, "fused": True}, 3, [Loss(1, 6, "apply"), Loss(0, 2, "applied")]),
     ({**PARAMETERS, "wire": "bf16", "precision": "bf16"}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
+    ({**PARAMETERS, "wire": "bf16", **FP8}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
+    (FP8, 3, [Loss(1, 2, "backward"), Loss(0, 5, "apply"), Loss(3, 1, "restore")]),
     (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 1, "commit")]),
     ({**TENSOR, **OFFLOADED}, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
     ({**TENSOR, "sequence": True}, 2, [Loss(1, 9, "backward")]),
