@@ -159,7 +159,7 @@ class Progress:
             ("epoch", shown(status.epoch, "d")),
             ("loss", shown(status.loss, ".4f")),
             ("samples/s", shown(status.samples_per_s, ".0f")),
-            ("world", str(status.world)),
+            ("ranks", str(status.world)),
             ("term", str(status.term)),
             ("last commit", shown(status.last_commit_step, "d")),
             ("time left", self._time_left(status)),

@@ -75,7 +75,7 @@ def test_plain_output_is_at_most_a_line_every_two_seconds_and_the_last_status() 
         "training: 41 of 100 steps",
         "training: 50 of 100 steps",
     ]
-    assert "21 of 100 steps, 21%, epoch 0, loss 0.2500, samples/s 1000, world 4, term 7, last commit 50" in text()
+    assert "21 of 100 steps, 21%, epoch 0, loss 0.2500, samples/s 1000, ranks 4, term 7, last commit 50" in text()
 
 
 def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
