@@ -80,7 +80,7 @@ class LatestView(LatestSnapshot):
                 if view.ready != self._view.ready:
                     self._same_since = time.monotonic()
                 before = self.finished if view.term == self._view.term else {}
-                self.finished = before | {one.id: one.host for one in view.members if view.is_finishing(one)}
+                self.finished = before | {member.id: member.host for member in view.finishing}
                 self._view = view
                 self.newest_term = max(self.newest_term, view.term)
                 super().show(snapshot)

@@ -478,5 +478,4 @@ class Participant:
 
     def _speaks_for_its_node(self) -> bool:
         """Return True if this is the first member of its node, which logs on behalf of all."""
-        mates = [member.id for member in self.view.members if member.node_id == (self.place.node or self.id)]
-        return self.id == min(mates, default=self.id)
+        return self.id == self.view.first_of_nodes.get(self.place.node or self.id, self.id)

@@ -259,6 +259,14 @@ class View:
         return self.over >= term or any(mate.after >= term for mate in self.mates)
 
     @cached_property
+    def first_of_nodes(self) -> dict[str, str]:
+        """By node, the least id of its members: the one that speaks for all of them."""
+        firsts = dict[str, str]()
+        for member in self.members:
+            firsts[member.node_id] = min(firsts.get(member.node_id, member.id), member.id)
+        return firsts
+
+    @cached_property
     def nodes(self) -> frozenset[str]:
         """Nodes of the members of the current world that are still alive."""
         return frozenset(mate.node_id for mate in self.mates)
@@ -269,8 +277,18 @@ class View:
         return any(member.missed for member in self.members)
 
     @cached_property
+    def finishing(self) -> tuple[Member, ...]:
+        """Members of the current world whose workers have finished."""
+        if (world := self.world) is None:
+            return ()
+        done = [member for member in self.members if member.done >= world.term]
+        return tuple(member for member in done if world.rank_of(member.id) is not None)
+
+    @cached_property
     def staying(self) -> tuple[Member, ...]:
         """Members whose workers have not finished."""
+        if not self.finishing:
+            return self.members
         return tuple(member for member in self.members if not self.is_finishing(member))
 
     @cached_property
