@@ -32,7 +32,7 @@ class Degrees:
 
 
 CutUse = Literal["column", "row", "partial"]
-TokenUse = Literal["split", "enter", "tokens", "dropout", "gather", "join"]
+TokenUse = Literal["split", "enter", "tokens", "dropout", "gather", "whole", "join"]
 Use = CutUse | TokenUse
 """Ways in which tensor ranks share a module.
 
@@ -43,8 +43,10 @@ gradients are added.
 With `Degrees.sequence` each rank has some tokens of every row between the layers that are cut; tensors are (rows,
 tokens, size). `split`: each rank keeps its tokens of the module's output. `enter`: the module gets each rank's tokens
 of its first argument. `tokens`: the module runs on each rank's tokens; its gradients are added. `dropout`: a dropout
-that does so, and draws for all tokens. `gather`: a module with column layers that gets all tokens. `join`: the module
-gets all tokens again. Column layers always get all tokens, row layers return some.
+that does so, and draws for all tokens. `gather`: a module with column layers that gets all tokens. `whole`: a module
+of which a token's output depends on other tokens; it gets all of them, and each rank keeps its own of the result.
+`join`: the module gets all tokens again. Column layers always get all tokens, row layers return some, except in a
+module that is `whole`.
 """
 CUTS, TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 

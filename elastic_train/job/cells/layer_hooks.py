@@ -48,8 +48,9 @@ class Hook(Protocol):
 def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hook]:
     """Install a plan's hooks and yield them."""
     columns: dict[str, list[nn.Linear]] = {}
+    whole = tuple(f"{name}." for name, use in plan.tensor.items() if use == "whole")
     for name, use in plan.tensor.items():
-        module = model.get_submodule(name)
+        module, shares_tokens = model.get_submodule(name), plan.shares_tokens and not name.startswith(whole)
         if use in ("partial", "tokens"):
             yield from _sums_of_gradients(module.parameters(), links)
         elif use == "column":
@@ -57,23 +58,25 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
             columns.setdefault(name.rpartition(".")[0], []).append(module)
         elif use == "row":
             assert isinstance(module, nn.Linear), "the plan was checked"
-            yield _Replaced(module, partial(_add_up, module, links, scattered if plan.shares_tokens else summed))
-            if plan.shares_tokens and module.bias is not None:  # each rank adds it to its own tokens
+            yield _Replaced(module, partial(_add_up, module, links, scattered if shares_tokens else summed))
+            if shares_tokens and module.bias is not None:  # each rank adds it to its own tokens
                 yield from _sums_of_gradients([module.bias], links)
         elif use == "split":
             yield module.register_forward_hook(outside_of_graphs(lambda _, __, made: own_tokens(made, links)))
         elif use == "enter":
             yield _changing_first(module, partial(own_tokens, links=links))
         elif use == "join":
-            join = outside_of_graphs(lambda _, given: (all_tokens(given[0], links), *given[1:]))
-            yield module.register_forward_pre_hook(join)
+            yield _changing_first(module, partial(all_tokens, links=links))
+        elif use == "whole":
+            yield _changing_first(module, partial(all_tokens, links=links))
+            yield module.register_forward_hook(outside_of_graphs(lambda _, __, made: _first_own(made, links)))
         elif use == "dropout":
             assert isinstance(module, nn.Dropout), "the plan was checked"
             yield _Replaced(module, partial(_drop, module, links))
     for parent, layers in columns.items():
-        if plan.shares_tokens:
-            whole = model.get_submodule(parent) if plan.tensor.get(parent) == "gather" else None
-            yield from _gathering(layers, whole, links)
+        if plan.shares_tokens and not f"{parent}.".startswith(whole):
+            around = model.get_submodule(parent) if plan.tensor.get(parent) == "gather" else None
+            yield from _gathering(layers, around, links)
         else:
             yield from _sharing(layers, links)
 
@@ -170,6 +173,11 @@ def _add_up(layer: nn.Linear, links: CellLinks, add: Callable[[Tensor, CellLinks
     """Sum the ranks' products, then add the bias."""
     total = add(products_of(layer, given).linear(given, layer.weight, None), links)
     return total if layer.bias is None else total + layer.bias
+
+
+def _first_own(made: Any, links: CellLinks) -> Any:
+    """Keep this rank's tokens of a module's output, the first of several."""
+    return own_tokens(made, links) if isinstance(made, Tensor) else (own_tokens(made[0], links), *made[1:])
 
 
 def _drop(layer: nn.Dropout, links: CellLinks, given: Tensor) -> Tensor:

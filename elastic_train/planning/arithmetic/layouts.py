@@ -97,8 +97,7 @@ class Layout:
     @property
     def runs_today(self) -> bool:
         """True if the trainer supports this layout, provided that the task defines its tensor split and stages."""
-        experts = [Found("experts", "experts")] if self.expert > 1 else []
-        return not self.cuts_rest and not refusals(self.features, experts)
+        return not self.cuts_rest and not refusals(self.features)
 
     @property
     def name(self) -> str:

@@ -34,6 +34,7 @@ _USES: Mapping[str, Use] = {
     "blocks.*.dropout": "dropout",
     "norm": "join",
 }
+_USES_WITH_EXPERTS: Mapping[str, Use] = {**_USES, "blocks.*.mlp": "whole"}
 """Tensor ranks share the heads of attention and the width of MLPs; experts are distributed. Tokens are split from the
 embedding to the last norm, except for attention and MLPs."""
 
@@ -78,7 +79,8 @@ class OwnDecoder:
         if not isinstance(model, Decoder):  # a subclass of the task may build another model
             return Placements()
         found, blocks = list(_unfit(model.shape, degrees)), range(1, 1 + model.shape.depth)
-        return Placements(_USES, deal(model.parts, degrees.stages, blocks), context=True, found=found)
+        uses = _USES_WITH_EXPERTS if model.shape.experts else _USES
+        return Placements(uses, deal(model.parts, degrees.stages, blocks), context=True, found=found)
 
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         """Run a piece; a stage's output includes the losses of its routers and earlier ones."""

@@ -92,7 +92,6 @@ class Adapter:
     def found(self) -> Iterator[Found]:
         """Yield the traits of these adapters; LoRA variants that need whole matrices cannot be split."""
         kind, is_dora = f"the type {self.kind} of task.params.{self.key}", bool(self.values.get("use_dora"))
-        yield Found("adapters", kind)
         if self.kind not in _IN_PARTS or is_dora:
             what = f"use_dora of task.params.{self.key}" if is_dora else kind
             yield Found("adapters but LoRA and `ln_tuning`", what)

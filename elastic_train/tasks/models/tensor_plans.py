@@ -7,7 +7,7 @@ gathers at once, and embeddings, stay whole, as in the package's own decoder: re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -105,38 +105,37 @@ def _token_uses(model: nn.Module, cut: Mapping[str, CutUse]) -> tuple[dict[str, 
         what = f"{kind}, which brings no base_model_pp_plan"
         return {}, [Found("models of transformers without a plan for it", what, "sequence")]
     uses: dict[str, TokenUse] = {parts.layers[0]: "enter", parts.after[0]: "join"}
-    inside = f"{parts.layers[0].rpartition('.')[0]}.*."
-    cut = {name.removeprefix(inside): use for name, use in cut.items() if name.startswith(inside)}
-    whole = list[str]()
     for layer in parts.layers:
-        for name, use in _uses_in(model.get_submodule(layer), cut):
-            if use is None:
-                whole.append(f"'{layer}.{name}' of {kind}, which is not cut")
-            else:
-                uses[f"{inside}{name}"] = use
-    return uses, [*_dropouts_between(model), *(Found("modules that need whole rows", what) for what in whole[:1])]
+        uses |= _uses_in(layer, model.get_submodule(layer), cut)
+    return uses, list(_dropouts_between(model))
 
 
-def _uses_in(layer: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str, TokenUse | None]]:
-    """Yield the token use of a layer's modules, None for those that need all tokens; `cut` names are relative to the
-    layer.
+def _uses_in(layer: str, module: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str, TokenUse]]:
+    """Yield the token use of a layer's modules: whole, unless they are known to need no other token.
 
-    A module with parameters but without submodules is a norm.
+    A module whose weights are all cut gathers its column layers' input and returns some tokens by its row layers.
     """
-    for name, child in layer.named_children():
-        columns = [one for one, use in cut.items() if use == "column" and one.startswith(f"{name}.")]
-        if columns:
-            for parent in dict.fromkeys(one.rpartition(".")[0] for one in columns):
-                yield parent, "gather"
-        elif isinstance(child, nn.Dropout):
+    is_cut = _matching(cut)
+    for name, child in ((f"{layer}.{name}", child) for name, child in module.named_children()):
+        inside = [f"{name}.{one}".rpartition(".")[0] for one, _ in child.named_parameters()]
+        columns = [one for one in dict.fromkeys(inside) if is_cut(one) == "column"]
+        if isinstance(child, nn.Dropout):
             yield name, "dropout"
-        elif any(True for _ in child.parameters()):
-            yield name, None if any(True for _ in child.children()) else "tokens"
+        elif columns and all(map(is_cut, inside)):
+            yield from ((parent, "gather") for parent in dict.fromkeys(one.rpartition(".")[0] for one in columns))
+        elif inside:
+            yield name, "tokens" if isinstance(child, nn.Linear) or "Norm" in type(child).__name__ else "whole"
+
+
+def _matching(cut: Mapping[str, CutUse]) -> Callable[[str], CutUse | None]:
+    """Return a function from a module's name to its use; * in the names of `cut` stands for one component."""
+    fits = [(re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")), use) for pattern, use in cut.items()]
+    return lambda name: next((use for pattern, use in fits if pattern.fullmatch(name)), None)
 
 
 def _dropouts_between(model: nn.Module) -> Iterator[Found]:
     """Yield dropouts inside what is cut, which would drop the same elements of each rank's tokens."""
-    config: Any = model.config
+    config: Any = model_of_transformers(model)[1].config
     for name, share in config.get_text_config().to_dict().items():
         if "drop" in name and name not in (*_DROPOUT_MODULES, *_DROPOUTS) and isinstance(share, float) and share:
             yield Found("dropout in layers that ranks share", f"task.params.hf.config.{name}: {share}", "sequence")

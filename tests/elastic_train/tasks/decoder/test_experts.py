@@ -164,14 +164,6 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, int], message: str
         CausalLM(model=changes)
 
 
-@pytest.mark.slow
-def test_tokens_whose_experts_are_chosen_are_not_shared_out(tmp_path: Path, rows: Path) -> None:
-    path = config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})
-    done = start([path, "--parallel.tensor", "2", "--parallel.sequence", "true"], num_ranks=2)
-    message = "a router weighs whole rows: set parallel.sequence to false"
-    assert done.code == 2 and message in done.output.replace("\n", " "), done.output
-
-
 def test_experts_without_a_token_have_a_gradient_of_zeros() -> None:
     """What ranks exchange follows from which weights have one, so each part of a block has to have it."""
     experts = made(1).experts

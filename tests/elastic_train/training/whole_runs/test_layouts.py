@@ -144,6 +144,8 @@ ROWS = [
     pytest.param(8, {**TENSOR, **CONTEXT, **STAGES}, {}, marks=HUNT),
     pytest.param(8, {**SEQUENCE, **CONTEXT, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**TENSOR, **EXPERT}, {}, marks=HUNT),
+    pytest.param(4, {**SEQUENCE, **EXPERT, **UNITS, **AUDITED}, {}),
+    pytest.param(6, {**SEQUENCE, "parallel.expert": 1, **GRADIENTS}, {}, marks=HUNT),
     pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
     # blocks compiled between their exchanges
@@ -239,7 +241,7 @@ def test_fast_sums_differ_by_rounding_alone(
 
 def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference) -> None:
     """Layouts with tensor ranks, context parallelism, or both, with and without experts."""
-    for keys in (TENSOR, SEQUENCE, {**TENSOR, **EXPERT}):
+    for keys in (TENSOR, SEQUENCE, {**TENSOR, **EXPERT}, {**SEQUENCE, **EXPERT}):
         one = reference({} if "parallel.expert" not in keys else EXPERT)
         assert result(reference(keys))["weights_sha256"] != result(one)["weights_sha256"]
         assert_same_but_for_rounding(losses(reference(keys)), losses(one), TERMS)

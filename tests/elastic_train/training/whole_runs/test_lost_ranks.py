@@ -121,6 +121,7 @@ ROWS = [
     (CHUNKS, 2, [Loss(1, 5, "forward"), Loss(2, 17, "backward")]),
     (EXPERTS, 2, [Loss(2, 4, "backward"), Loss(1, 6, "forward")]),
     ({**EXPERTS, **STAGES, "recompute": "units"}, 2, [Loss(5, 7, "backward")]),
+    ({**EXPERTS, **TENSOR, "sequence": True}, 2, [Loss(6, 5, "backward")]),
     ({**EXPERTS, **PARAMETERS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "exchange")]),
     ({**CONTEXT, **STAGES}, 1, [Loss(3, 7, "backward"), Loss(0, 3, "apply")]),
     (ALL_IN_ALL, 2, [Loss(9, 6, "backward"), Loss(2, 4, "apply")]),

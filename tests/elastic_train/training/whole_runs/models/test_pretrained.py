@@ -94,7 +94,7 @@ def test_adapters_have_one_hash_at_any_world(
         assert result(tmp_path)[key] == result(alone)[key]
 
 
-@pytest.mark.parametrize("degree", ["tensor", "context"])
+@pytest.mark.parametrize("degree", ["tensor", "context", "sequence"])
 def test_ranks_share_layers_with_adapters_or_their_tokens(
     tmp_path: Path, rows: Path, transformers: object, degree: str
 ) -> None:
@@ -103,10 +103,12 @@ def test_ranks_share_layers_with_adapters_or_their_tokens(
     base = drawn(tmp_path / "base", transformers, seed=3, num_key_value_heads=2)
     params = {"max_tokens": 16, "hf": {"path": str(base)}, "lora": {"r": 4, "target_modules": modules}}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
+    two = {"sequence": ["--parallel.tensor", "2", "--parallel.sequence", "true"]}
+    degrees = two.get(degree, [f"--parallel.{degree}", "2"])
     for name, num_ranks, how in (
         ("whole", 1, []),
-        ("one", 2, [f"--parallel.{degree}", "2"]),
-        ("shared", 4, [f"--parallel.{degree}", "2", "--parallel.shards", "parameters"]),
+        ("one", 2, degrees),
+        ("shared", 4, [*degrees, "--parallel.shards", "parameters"]),
     ):
         succeed(start([config(tmp_path / name, rows, JOB, task=task), *how], num_ranks=num_ranks))
         found[name] = result(tmp_path / name)
