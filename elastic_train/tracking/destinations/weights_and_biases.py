@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,6 +111,8 @@ class _Open:
 
 _RUNS: dict[str, _Open] = {}
 """Unfinished runs of this process by id: the next term continues its predecessor's."""
+_OPENING = threading.Lock()
+"""Held while a run begins, so that the next term does not begin a second one meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,18 @@ class WeightsAndBiases:
         return self._recalled().id or None
 
     def open(self) -> str:
-        """Begin or continue the run, and read which steps it has."""
+        """Begin or continue the run, and read which steps it has.
+
+        Raise TimeoutError if an earlier term of this process is still beginning it.
+        """
+        if not _OPENING.acquire(timeout=_INIT_TIMEOUT_S):
+            raise TimeoutError("an earlier term's wandb.init has not returned")
+        try:
+            return self._open_run()
+        finally:
+            _OPENING.release()
+
+    def _open_run(self) -> str:
         found = self._recalled()
         self._sent = found if found.id else _Sent(uuid.uuid4().hex)
         if self._sent.id not in _RUNS:

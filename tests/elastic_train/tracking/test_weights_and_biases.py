@@ -6,6 +6,7 @@ import importlib.util
 import json
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,27 @@ def test_a_job_is_one_run_with_each_value_once(tmp_path: Path) -> None:
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0] * len(files)
 
 
+def test_a_term_does_not_begin_the_run_that_an_earlier_one_is_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package takes seconds to begin a run, and a process may begin its next term meanwhile."""
+    first, second = (WeightsAndBiases(tmp_path, {}, "offline", "project", "run") for _ in range(2))
+    monkeypatch.setattr(weights_and_biases, "_INIT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(weights_and_biases, "_RUNS", {})
+    begun = []
+
+    def begin(self: WeightsAndBiases) -> FullDisk:
+        begun.append(self)
+        if self is first:
+            with ThreadPoolExecutor() as threads, pytest.raises(TimeoutError, match=r"wandb\.init has not returned"):
+                threads.submit(second.open).result()
+        return FullDisk(tmp_path / "wandb/offline-run-1/run.wandb", 9)
+
+    monkeypatch.setattr(WeightsAndBiases, "_begun", begin)
+    assert first.open() == second.open()
+    assert begun == [first]
+
+
 def test_a_missing_package_is_an_error_before_training(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +152,7 @@ class FullDisk:
         """Nothing is left to write."""
 
 
+@pytest.mark.heavy
 def test_values_that_a_full_disk_did_not_take_are_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the package's file holds counts as sent; the rest goes to another file of the run, from this process
     or, after a kill, from the next one."""
