@@ -267,6 +267,8 @@ def begin(command: list[str], log: Path | None = None, environ: dict[str, str] |
     program = Program.of(command[1:])
     assert command[0] == sys.executable and program is not None, f"{command[0]} is no module of this Python"
     said = os.devnull if log is None else str(log)
+    if log is not None and program.module == "torch.distributed.run":  # otherwise it leaves a folder in /tmp
+        environ = {"PET_LOG_DIR": str(log.parent / "torchelastic"), **(environ or {})}
     return standby().start(program, environ_of(**(environ or {})), said, said)
 
 

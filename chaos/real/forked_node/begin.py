@@ -87,7 +87,7 @@ def launch(
             *("--rdzv_backend=etcd", f"--rdzv_endpoint={around.endpoint(number) or endpoint}", f"--rdzv_id={run_id}"),
             f"--rdzv_conf={','.join(f'{key}={value}' for key, value in conf.items())}",
             *(f"--nnodes={nodes.min}:{nodes.count}", f"--nproc-per-node={nodes.ranks}"),
-            f"--max-restarts={nodes.max_restarts}",
+            *(f"--max-restarts={nodes.max_restarts}", f"--log-dir={folder / 'torchelastic'}"),
             *("-m", "elastic_train", scenario.config, *overrides),
         ]
         own = {**environ, **around.environ(number)}

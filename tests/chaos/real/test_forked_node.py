@@ -30,7 +30,7 @@ def sleeps() -> list[str]:
 
 
 def described(folder: Path, number: int, command: list[str] | None = None) -> Node:
-    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "OF_NODE": str(number)}
+    environ = {**clean_environ(os.environ), "OMP_NUM_THREADS": "1", "OF_NODE": str(number), "PET_LOG_DIR": str(folder)}
     return Node(number, command or sleeps(), folder / f"node-{number}.log", environ, begin_fork)
 
 

@@ -47,12 +47,12 @@ def collect() -> None:
 
 
 def launch(function: Callable[[str], object], num_workers: int, endpoint: str, run_id: str, folder: str) -> object:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     conf = {"timeout": 240, "last_call_s": 0.1, "ttl": 240}
-    config = LaunchConfig(
-        1, 1, num_workers, run_id=run_id, rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_configs=conf
-    )
+    named = {"run_id": run_id, "rdzv_backend": "etcd", "rdzv_endpoint": endpoint, "rdzv_configs": conf}
+    config = LaunchConfig(1, 1, num_workers, **named, logs_specs=DefaultLogsSpecs(f"{folder}/torchelastic"))
     return elastic_launch(config, function)(folder)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed.run
 from torch.distributed.elastic import rendezvous as torch_rendezvous
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -161,9 +162,10 @@ def test_two_names_that_agree_are_not_a_conflict() -> None:
     assert (conf.ttl_s, conf.last_call_s) == (6.0, 1.0)
 
 
-def test_the_launchers_timeout_yields_to_join_timeout() -> None:
+def test_the_launchers_timeout_yields_to_join_timeout(tmp_path: Path) -> None:
     """The launcher adds its own timeout, which is not a conflict; ours replaces it."""
-    launch = LaunchConfig(1, 1, 1, rdzv_configs={"join_timeout": "60"})
+    logs = DefaultLogsSpecs(str(tmp_path))
+    launch = LaunchConfig(1, 1, 1, rdzv_configs={"join_timeout": "60"}, logs_specs=logs)
     assert launch.rdzv_configs["timeout"] == LAUNCHER_TIMEOUT_S
     assert read(**launch.rdzv_configs).timeout_s == 60.0
     assert read(timeout=LAUNCHER_TIMEOUT_S).timeout_s == 900.0

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -51,12 +52,12 @@ class Started:
 
 
 @pytest.fixture
-def agent(etcd: EtcdServer, run_id: str) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
+def agent(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[tuple[LiveAgent, WorkerGroup, list[int]]]:
     """An agent that is about to check its only worker, and the ranks that it will have replaced."""
     parameters = RendezvousParameters("etcd", etcd.endpoint, run_id, min_nodes=1, max_nodes=1, recovery="live")
     handler = create_handler(parameters)
     spec = WorkerSpec("default", 1, handler, entrypoint="python", args=("worker.py",), max_restarts=3)
-    made = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs())
+    made = LiveAgent(spec=spec, logs_specs=DefaultLogsSpecs(str(tmp_path)))
     made._pcontext = SubprocessContext.__new__(SubprocessContext)
     replaced: list[int] = []
     made._replace = lambda group, rank: replaced.append(rank)  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ class Job:
 
 
 def begin_cold(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(log.parent / "torchelastic")}
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
 
