@@ -1,5 +1,6 @@
 """The configuration: layers, errors, and what follows from the keys."""
 
+import contextlib
 import math
 import pickle
 import re
@@ -226,15 +227,20 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
 
 
-def test_what_cannot_go_together_with_compiled_blocks_is_refused(tmp_path):
-    """Recomputing whole blocks can."""
-    assert load(tmp_path, {**GOOD, "compile": True, "parallel": {"recompute": "units"}}).compile
+@pytest.mark.parametrize("recompute", ["none", "selective", "units"])
+def test_compiled_blocks_are_recomputed_whole_or_not_at_all(tmp_path: Path, recompute: str) -> None:
+    """Selecting operations needs them separate, and a compiled block is one."""
+    tree = {**GOOD, "compile": True, "parallel": {"recompute": recompute}}
+    refusal = pytest.raises(ConfigError, match=r"compile.*selective|selective.*compile")
+    with refusal if recompute == "selective" else contextlib.nullcontext():
+        assert load(tmp_path, tree).parallel.recompute == recompute
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=30)
 TYPED = ["runs/trial #1", "&a b", "*x", "!tag", "- a", "a: b", "'q'", ' "q" ', "~", "yes", "010", "1e3", "{}", "[]"]
 
 
+@pytest.mark.heavy
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(text=TEXT)
 def test_any_text_is_taken_to_the_letter(tmp_path: Path, text: str) -> None:
@@ -393,6 +399,7 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
         load(tmp_path, {**GOOD, "tracking": old})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("old", "key", "value", "warning"),
     [
