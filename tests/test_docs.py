@@ -75,6 +75,7 @@ def test_named_make_targets_exist(name: str) -> None:
     assert named <= targets
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", [name for name, lines in CODE.items() if any("elastic-" in line for line in lines)])
 def test_named_commands_and_options_exist(name: str) -> None:
     wrong = []

@@ -41,6 +41,7 @@ def test_changes_leave_texts_types_defaults_and_constants_of_modules() -> None:
     ]
 
 
+@pytest.mark.heavy
 def test_functions_of_an_imported_module_are_changed_and_tell_their_statements(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from importlib.metadata import packages_distributions
 from itertools import chain
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -36,6 +37,7 @@ def imported(path: Path) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+@pytest.mark.heavy
 def test_every_import_is_of_a_requirement() -> None:
     """Each import belongs to a requirement of the package or of one of its extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

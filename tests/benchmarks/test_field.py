@@ -16,6 +16,7 @@ from elastic_train.errors import ConfigError
 from tests.conftest import ROOT
 
 
+@pytest.mark.heavy
 def test_the_table_in_the_documentation_is_what_the_command_writes() -> None:
     """From the committed parts and published figures."""
     text = (ROOT / "docs/benchmarks.md").read_text().partition(BEGIN)[2].partition(END)[0]

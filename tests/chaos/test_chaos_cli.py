@@ -23,6 +23,7 @@ def leave(arguments: list[str]) -> int | str | None:
     return left.value.code
 
 
+@pytest.mark.heavy
 def test_ls_shows_what_comes_with_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     """All scenarios are listed, for people and for programs."""
     assert leave(["ls"]) == 0
@@ -60,6 +61,7 @@ def test_check_writes_the_report_and_report_repeats_it(healthy: Path, capsys: py
     assert (healthy / "report.html").read_bytes() == page
 
 
+@pytest.mark.heavy
 def test_of_two_jobs_both_have_a_verdict(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line of JSON each; the exit code is 0 only if both are valid."""
     both = tmp_path / "run"
@@ -140,6 +142,7 @@ def test_the_demo_reports_its_mistakes(
     assert "no etcd here" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> None:
     """The canary fails, for people and programs, with the invariant that says why; a wrong name lists all."""
     assert leave(["sim", "--plant", "canary"]) == 1

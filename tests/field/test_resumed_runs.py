@@ -13,6 +13,7 @@ from elastic_train.inference.opening import open_trained
 from tests.elastic_train.training.jobs import CLASSIFIER, config, losses, result, succeed
 from tests.memory_job import start
 
+pytestmark = pytest.mark.heavy
 COSINE = {"lr": 0.01, "warmup_steps": 2, "schedule": "cosine"}
 JOB: dict[str, object] = {**CLASSIFIER, "optimizer": COSINE, "checkpoint": {"every": "2 steps", "keep_last": 3}}
 AVERAGED = {**COSINE, "ema_decay": 0.5}

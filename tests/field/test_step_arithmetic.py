@@ -81,6 +81,7 @@ def at_once(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> Path:
     return train(tmp_path_factory.mktemp("at_once"), texts, 4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_ranks", [None, 2])
 def test_accumulating_rows_of_11_and_101_tokens_is_training_on_both_at_once(
     tmp_path: Path, texts: Path, at_once: Path, num_ranks: int | None
@@ -95,6 +96,7 @@ def test_accumulating_rows_of_11_and_101_tokens_is_training_on_both_at_once(
     torch.testing.assert_close(weights(accumulated), weights(at_once), **CLOSE)
 
 
+@pytest.mark.heavy
 def test_a_mean_of_means_is_something_else(tmp_path: Path, texts: Path) -> None:
     """The mistake of the reports, planted: rows and tolerances here are such that it is seen."""
     wrong = [weights(train(tmp_path / str(size), texts, size, task=WRONG)) for size in (1, 4)]
@@ -110,6 +112,7 @@ def test_a_dataset_smaller_than_a_step_is_trained_on(tmp_path: Path, texts: Path
     assert counted(tmp_path) == 9
 
 
+@pytest.mark.heavy
 def test_a_validations_loss_does_not_depend_on_the_micro_batch(tmp_path: Path, texts: Path) -> None:
     """Means of batches were averaged: https://github.com/huggingface/transformers/issues/39241."""
     still: dict[str, Any] = {"optimizer": {**SGD, "lr": 1e-12}, "validation": {"every": "1 steps"}}
@@ -129,6 +132,7 @@ def test_tokens_with_the_id_of_the_padding_are_targets(texts: Path) -> None:
     assert loss.weight == 3 + 6
 
 
+@pytest.mark.heavy
 def test_gradients_are_clipped_at_their_own_size_not_at_that_of_a_scaled_loss(
     tmp_path: Path, texts: Path, at_once: Path
 ) -> None:

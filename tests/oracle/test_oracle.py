@@ -145,6 +145,7 @@ def test_the_plain_loop_is_short_and_imports_nothing_of_the_product(name: str) -
         assert not {found.partition(".")[0] for found in names} & {"elastic_train", "rendezvous", "chaos"}
 
 
+@pytest.mark.heavy
 def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
     """One row group, more lanes than row groups, blocks longer than lanes, row groups of one row; the judge's, too."""
     ours, judges = (
@@ -172,6 +173,7 @@ def test_the_orders_agree_for_shapes_that_no_run_here_has() -> None:
                 assert judged.ids_before(epoch, most).tolist() == due
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("sources", "weights", "lanes"),
     [

@@ -44,6 +44,7 @@ def test_a_healthy_run_passes(healthy: Path) -> None:
     assert {finding.invariant for finding in findings} == ALL
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_caught_by_its_invariant(folder: Path, planted: Planted) -> None:
     """Damage as a bug would cause it makes the named invariant false or unknown as expected, with a reason."""

@@ -12,7 +12,7 @@ import yaml
 
 from chaos.judge.verdict import examine
 
-pytestmark = pytest.mark.usefixtures("weights_loaded_once")
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("weights_loaded_once")]
 
 Damage = Callable[[bytes], bytes | None]
 WHOLE_FILE: dict[str, Damage] = {

@@ -71,6 +71,7 @@ def claim(healthy: Evidence, claimed: Line, config: Line, **given: object) -> Ev
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("columns", [(), *((name,) for name in OTHERS), OTHERS])
 @pytest.mark.parametrize(
     ("shape", "z_loss"),

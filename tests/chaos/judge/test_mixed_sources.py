@@ -26,6 +26,7 @@ def mixture_of(sizes: tuple[int, ...], shares: tuple[int, ...], num_lanes: int) 
     return Mixture([Order([size], num_lanes=num_lanes, seed=1) for size in sizes], shares)
 
 
+@pytest.mark.heavy
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(5, 40), st.integers(1, 6)), min_size=1, max_size=3),

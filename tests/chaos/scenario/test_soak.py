@@ -30,6 +30,7 @@ def drawn(seed: int, num: int, missing: dict[str, str] | None = None) -> list[Du
     return list(islice(Drawn(SOAK, seed, missing or {})(lambda: 0), num))
 
 
+@pytest.mark.heavy
 @given(st.integers(0, 2**32))
 @settings(max_examples=20)
 def test_faults_depend_on_the_seed_alone(seed: int) -> None:

@@ -24,6 +24,7 @@ def scenario(*faults: Fault, nodes: Nodes = LIVE) -> Scenario:
     return Scenario(name="x", description="y", config="c", nodes=nodes, faults=faults)
 
 
+@pytest.mark.heavy
 def test_the_live_scenario_holds_in_virtual_time() -> None:
     """The packaged scenario for real nodes runs in the simulator without violations."""
     case = rehearse(load(FOLDER / "live-faults.yaml"), 3)
@@ -33,6 +34,7 @@ def test_the_live_scenario_holds_in_virtual_time() -> None:
     assert sum(outcome.num_faults.values()) == 4
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["kill-a-rank", "shrink-and-regrow", "witness"])
 def test_scenarios_of_restart_mode_hold_in_virtual_time(name: str) -> None:
     """All of their faults come, at their steps, and no process outlives its world."""
@@ -66,6 +68,7 @@ def test_moments_become_times_and_roles_become_nodes() -> None:
     assert cut.at_s > frozen[0].at_s
 
 
+@pytest.mark.heavy
 def test_data_and_tracker_break_in_a_scenario_too() -> None:
     """A row group is lost forever and quarantined, unless the file says otherwise; the job has a tracker to lose."""
     faults = (
@@ -112,6 +115,7 @@ def test_all_faults_that_are_not_simulated_are_listed_at_once() -> None:
     assert len(caught.value.problems) == 2
 
 
+@pytest.mark.heavy
 def test_a_state_that_skipped_a_damaged_commit_is_kept() -> None:
     """The newest commit is damaged and the job killed; the next world breaks before its first commit.
 

@@ -29,6 +29,7 @@ def drawn(head: list[str], rows: list[list[str]], width: int) -> list[str]:
     return shown.getvalue().splitlines()
 
 
+@pytest.mark.heavy
 @given(TABLES, st.integers(24, 200))
 def test_no_word_is_cut_at_any_width(table: tuple[list[str], list[list[str]]], width: int) -> None:
     """Columns without room follow below the others, each part with the first column; no line is too long."""

@@ -21,6 +21,7 @@ def typed(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.heavy
 def test_a_plan_as_json(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = written(rows, tmp_path)
     assert typed(str(config), "--on", "4xH100", "--price", "2", "--by", "memory", "--json") == 0

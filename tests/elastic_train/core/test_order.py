@@ -188,6 +188,7 @@ def test_a_turn_has_one_row_group_of_each_run_of_neighbours(
         assert (np.sort(turn) // num_turns).tolist() == list(range(num_lanes * block_row_groups))
 
 
+@pytest.mark.heavy
 def test_every_row_group_comes_to_every_place() -> None:
     """Also where the last turns are short: nothing is always early, late, or the same lane's."""
     for num_groups, num_lanes, block_row_groups in ((8, 2, 2), (7, 2, 2), (11, 3, 2)):

@@ -168,6 +168,7 @@ class Disk(io.FileIO):
         return bytes(content)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("at", [0, NUM_BYTES - 1])
 def test_a_disk_that_gives_other_bytes_fails(tmp_path: Path, at: int) -> None:
     """The message has the folder, and where the first wrong byte is."""

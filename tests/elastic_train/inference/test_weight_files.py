@@ -155,6 +155,7 @@ class UnlikeWithExperts(Unlike):
     """Its parameters are those of a decoder that has to be built."""
 
 
+@pytest.mark.heavy
 @pytest.mark.xdist_group("transformers")
 @pytest.mark.parametrize(
     ("task", "sizes", "message"),
@@ -177,6 +178,7 @@ def test_a_model_that_a_subclass_builds_is_refused(
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.heavy
 def test_a_model_that_is_not_the_commits_is_refused(tmp_path: Path, rows: Path) -> None:
     write_run(tmp_path / "run", rows, SIZES)
     path = tmp_path / "run" / "config.yaml"

@@ -293,6 +293,7 @@ def test_losses_and_norms_are_judged_by_the_steps_before() -> None:
     assert said == expected
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("begin", [4.0, 1e-6])
 def test_a_run_that_has_converged_to_nothing_has_no_endless_spikes(begin: float) -> None:
     """Its losses and norms near zero vary by powers of ten; what is large beside its first losses is still a spike.
@@ -325,6 +326,7 @@ def separated(num_steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("begin", [1000, 2000])
 def test_a_world_that_resumes_a_converged_run_reports_no_loss_that_stays_tiny(begin: int) -> None:
     """Its losses are around 0.001, and a hard sample makes one of them 0.04; a loss of 0.5 is still a spike."""
@@ -346,6 +348,7 @@ def test_a_search_for_the_scale_of_fp16_is_no_event_and_no_history() -> None:
     assert [(event.kind, event.step) for event in events] == [("gradient_spike", 50), ("loss_spike", 54)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_cases", [12, pytest.param(100, marks=pytest.mark.hunt)])
 def test_precision_recall_and_latency_over_drawn_cases(num_cases: int) -> None:
     figures = figures_of(range(num_cases))

@@ -252,6 +252,7 @@ def test_a_start_says_which_degrees_no_gpu_has_seen(parallel: dict[str, object],
     assert found == said if said is None else (found or "").startswith(said)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("changes", "num_casts"),
     [({}, 2), ({"parallel": {"shards": "parameters"}}, 6), ({"parallel": {"recompute": "units"}}, 6)],

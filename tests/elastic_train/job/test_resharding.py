@@ -60,6 +60,7 @@ def member(who: int, num: int, worlds: Sequence[World], shards: Shards, leaving:
     return seen
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 @pytest.mark.parametrize("breaks_at", [2, 0])
 def test_a_world_that_breaks_while_seats_are_taken_loses_nothing(breaks_at: int, shards: Shards) -> None:

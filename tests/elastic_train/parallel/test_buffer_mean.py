@@ -108,6 +108,7 @@ def ranks(rank: int, size: int) -> list[str]:
     return [weights_digest(train(group, num_lanes), {}) for num_lanes in LANES]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_buffers_do_not_depend_on_the_world_size(size: int) -> None:
     """For every number of lanes, W ranks end with the weights and buffers of one, empty lanes included."""

@@ -97,6 +97,7 @@ def ranks(rank: int, size: int, num_lanes: int) -> list[str]:
     return found + [train(group, num_lanes, bucket_bytes=least) for least in (1, 1 << 20)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("num_lanes", LANES)
 def test_the_gradient_does_not_depend_on_the_world_size(size: int, num_lanes: int) -> None:

@@ -63,6 +63,7 @@ def whole_digests() -> dict[str, str]:
     return digests
 
 
+@pytest.mark.heavy
 @given(st.integers(1, 12), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=15, deadline=None)
 def test_holders_find_the_digests_of_whole_tensors(num_ranks: int, copies: int, draw: random.Random) -> None:

@@ -74,6 +74,7 @@ def test_without_any_holder_all_is_lost() -> None:
     assert plan.transfers == () and plan.lost.tolist() == wants[0].tolist()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_every_single_and_double_loss(width: int) -> None:
     """Worlds of 1 to 9 ranks on nodes of 1 to 3: every rank, and every two at once.
@@ -144,6 +145,7 @@ def test_of_many_ranks_each_is_told_apart() -> None:
     )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("copies", [2, 3])
 def test_every_two_losses_one_after_the_other(copies: int) -> None:
     """The second loss is in the world after the first; two copies suffice for both."""

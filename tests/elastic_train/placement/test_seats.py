@@ -124,6 +124,7 @@ def moved(before: list[Seat | None], after: list[Seat]) -> Fraction:
     return sum((length(new.arcs) - overlap(new.arcs, old.arcs if old else ()) for old, new in pairs), Fraction(0))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("size", range(4, 25))
 def test_a_lost_rank_moves_half_as_much_again_as_it_held_at_most(size: int, copies: int) -> None:
@@ -161,6 +162,7 @@ def test_what_a_lost_node_moves(num_nodes: int, copies: int, worst: Fraction | i
     assert max(parts) == worst
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_nodes", [3, 5, 7])
 @pytest.mark.parametrize("each", [4, 8])
 @pytest.mark.parametrize("is_rack", [False, True])
@@ -186,6 +188,7 @@ def test_where_two_groups_share_a_domain_twice_what_a_lost_rank_held_moves_at_mo
     check_apart(paths, all_held(CIRCLE, after), LAYOUT.num_grains)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("num_nodes", "each", "copies"), [(9, 1, 2), (9, 1, 3), (4, 3, 2), (8, 2, 2)])
 def test_a_long_life_keeps_every_law(num_nodes: int, each: int, copies: int) -> None:
     """Nodes leave and join a hundred times: each group always holds everything once, with copies in different domains.

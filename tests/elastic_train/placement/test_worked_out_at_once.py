@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ def as_lists(by_rank: Sequence[np.ndarray]) -> list[list[int]]:
     return [grains.tolist() for grains in by_rank]
 
 
+@pytest.mark.heavy
 @given(MODELS, st.integers(1, 9), st.integers(1, 3), st.data())
 def test_worlds_that_follow_one_another(listed: list[Listed], size: int, copies: int, data: st.DataObject) -> None:
     """Ranks are lost, join, hold nothing, or retain arcs; a fault may follow another during resharding."""

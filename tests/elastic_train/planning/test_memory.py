@@ -27,6 +27,7 @@ from elastic_train.placement.seats import seats_of
 from elastic_train.planning.arithmetic.memory import RankProgram, UnitBytes, peak_of
 from elastic_train.program.schedules import Close, Kind, Open, Pass, Pipeline, step_program
 
+pytestmark = pytest.mark.heavy
 Gathers = Literal["never", "turn", "step"]
 Reduces = Literal["never", "beside", "after"]
 KINDS: tuple[Kind, ...] = ("gpipe", "1f1b")

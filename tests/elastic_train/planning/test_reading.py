@@ -49,6 +49,7 @@ def traced(fakes: FakeTensorMode | None) -> Trace:
         return run()
 
 
+@pytest.mark.heavy
 def test_operations_are_those_of_the_matrices_and_of_attention() -> None:
     """Attention is counted on a CPU, too, where torch's own counter leaves it out; its backward pass is 5/2 of it."""
     trace = traced(FakeTensorMode())
@@ -109,6 +110,7 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
     assert found.num_steps == -(-331 // 16)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "changes",
     [
@@ -138,6 +140,7 @@ def test_what_another_machine_has_is_planned_for_on_any(
     assert isinstance(asked, dict) and all(getattr(found.layout, name) == value for name, value in asked.items())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize(
     ("schedule", "expected"), [("1f1b", ("1f1b", 1)), ("gpipe", ("gpipe", 1)), ("interleaved:3", ("1f1b", 3))]
@@ -173,11 +176,13 @@ def test_a_model_of_transformers_is_read_without_memory_and_its_layers_are_dealt
     assert outcome.memory.parts["weights"] == 4 * two and outcome.layout.runs_today
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "state"), [("adamw", 8), ("sgd", 0), ("muon", 4)])
 def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, tmp_path: Path) -> None:
     assert read(rows, tmp_path, optimizer={"name": name}).facts.sizes.state == state
 
 
+@pytest.mark.heavy
 def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path) -> None:
     params = {"max_tokens": 32, "dim": 16, "depth": 2, "heads": 2, "vocabulary": 64}
     task = {"path": f"{__name__}:AsksForAValue", "params": params}

@@ -80,6 +80,7 @@ def test_what_does_not_fit_names_what_takes_the_memory() -> None:
     assert "H100 has 77 GB to use of 80 GB" in outcome.problems[0]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("figure", ["throughput", "memory", "cost", "goodput"])
 def test_the_best_are_in_order_and_fit(figure: str) -> None:
     chosen = best(compare(job(), Layout(), with_cells=True), figure)
@@ -212,6 +213,7 @@ def test_an_unknown_figure_is_an_error_with_the_nearest() -> None:
         best([], "memry")
 
 
+@pytest.mark.heavy
 def test_strong_scaling_ends_where_lanes_do_and_weak_scaling_does_not() -> None:
     strong, weak = (scaling(job(), Layout(), weak=weak) for weak in (False, True))
     assert strong[-1].devices == 64

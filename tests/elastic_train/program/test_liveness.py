@@ -47,6 +47,7 @@ def worlds(kind: Kind, num_chunks: int) -> Iterator[World]:
             yield World(cell, lanes, groups, kind, num_chunks, shards, num_blocks=1)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("kind", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_nobody_waits_for_ever(kind: Kind, num_chunks: int) -> None:
     count = 0
@@ -95,6 +96,7 @@ def ends_of(event: Event) -> set[tuple[str, int, bool]]:
     return {(one.links, one.peer, one.is_sent) for one in event.messages}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("world", SWAPPED)
 def test_a_rank_that_swaps_two_actions_of_its_program_is_found(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Wherever the second action needs the first; other adjacent actions may be swapped."""

@@ -156,6 +156,7 @@ class TestTransformers:
 
     pytestmark = WITH_TRANSFORMERS
 
+    @pytest.mark.heavy
     @pytest.mark.parametrize("config", [GPT2, {**LLAMA, "tie_word_embeddings": False}], ids=["gpt2", "llama"])
     def test_loss_and_gradients_are_those_of_whole_logits(self, tmp_path: Path, config: dict[str, Any]) -> None:
         dropouts = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if config is GPT2 else {}

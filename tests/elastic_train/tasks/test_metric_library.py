@@ -62,6 +62,7 @@ def test_a_function_that_was_taken_is_the_real_one_when_it_is_called(used: Modul
     assert used.score("it") == "scored it"
 
 
+@pytest.mark.heavy
 def test_a_metric_can_be_plotted() -> None:
     """By matplotlib, which torchmetrics imports for that; only then is it imported here."""
     program = (

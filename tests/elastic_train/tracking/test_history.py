@@ -100,6 +100,7 @@ def test_the_last_applied_step_is_the_newest_earlier_terms_furthest(tmp_path: Pa
     assert last_applied(tmp_path / "none", before_term=1) is None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_after", [0, 1, 3000])
 def test_a_step_is_found_however_many_lines_follow_it(tmp_path: Path, num_after: int) -> None:
     """The ends of the files are read until a step is in them."""

@@ -223,6 +223,7 @@ def test_saves_that_fail_in_a_row_end_training(tmp_path: Path, monkeypatch: pyte
     assert [entry.key.split("/")[1] for entry in store.list("data/")] == ["step-000000000003"] * 2
 
 
+@pytest.mark.heavy
 def test_an_outage_is_outlasted_however_many_saves_fail_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing credentials for 25 s, with a save a second, end nothing; ten minutes do. A failed commit starts over."""
     store = FullStore(tmp_path, 10**6)

@@ -122,6 +122,7 @@ def test_all_unfit_rows_are_named_at_once(tmp_path: Path) -> None:
         assert all("it has 9 values in column 'input_ids', the task takes 8" in line for line in lines[:-1])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("place", "row", "why"),
     [
@@ -172,6 +173,7 @@ TYPES = {"input_ids": pa.list_(pa.int64()), "labels": pa.list_(pa.int64()), "lab
 LANGUAGE = "elastic_train.tasks.causal_lm:CausalLM"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("has_statistics", [False, True])
 @pytest.mark.parametrize(
     ("path", "place", "column", "row", "why"),

@@ -80,6 +80,7 @@ class Job:
         return World(group, term, self.store, self.fence, history, None, None, 0.0, self.store)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("witness", ["etcd", "the run's folder"])
 @pytest.mark.parametrize("left", [1, 0])
 def test_a_store_that_has_lost_the_newest_commit_is_not_gone_back_to(tmp_path: Path, witness: str, left: int) -> None:

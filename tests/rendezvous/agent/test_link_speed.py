@@ -101,6 +101,7 @@ def test_a_link_that_nothing_slows_is_far_above_the_default_limit(agent: str) ->
     assert 0 < speed.round_trip_s < PATIENCE_S and (speed.others_take, speed.others_give) == (0, 0)
 
 
+@pytest.mark.heavy
 def test_a_slow_link_is_seen_in_its_direction(agent: str) -> None:
     """The rate is at most the link's, and the agent reports the rates that others have had from and to it."""
     with slow_link(agent, back=SLOW) as endpoint:

@@ -54,6 +54,7 @@ def in_a_child(work: Callable[[], object]) -> None:
     worker_end._Work.exit_now(0)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("work", "code"),
     [
@@ -74,6 +75,7 @@ def test_a_worker_that_ends_with_0_has_finished_what_it_announced(work: Callable
     assert ended.how_it_ended() == described(code)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("status", "code"), [(0, FAILURE_CODE), (75, FAILURE_CODE), (3, 3)])
 def test_os_exit_does_not_pass_for_a_finished_run(status: int, code: int, tmp_path: Path) -> None:
     """This holds without an agent and in any thread, but not after the run, nor in a process that it has forked."""
@@ -163,6 +165,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
@@ -185,6 +188,7 @@ def test_an_agent_notes_the_end_of_a_worker_that_could_not_say_it_itself(
     assert all((line["op"], line["of_rank"]) == ("failed", 2) and line["t"] for line in lines_of(path))
 
 
+@pytest.mark.heavy
 def test_a_worker_that_its_launcher_has_asked_to_end_is_noted_if_it_had_to_be_killed(tmp_path: Path) -> None:
     path, up = tmp_path / f"ends-{os.getpid()}.jsonl", tmp_path / "up"
 

@@ -76,6 +76,7 @@ class LosingStore(MemoryStore):
         super().end(lease)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("gives_up", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("lost", range(1, 8))

@@ -59,6 +59,7 @@ def truths(folder: Path) -> dict[str, str]:
     return {finding.invariant: finding.truth for finding in findings}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("seconds", [AHEAD_S, -AHEAD_S, 20.0])
 def test_a_clock_that_is_ahead_is_seen_and_raises_no_alarm(skewed: Path, seconds: float) -> None:
     assert offsets_of(collect(skewed / "faulted").processes) == {}

@@ -60,6 +60,7 @@ def plainly(run: Evidence) -> list[tuple[int, int, float]]:
     return found
 
 
+@pytest.mark.heavy
 @given(runs())
 @settings(max_examples=200)
 def test_costs_match_a_slow_and_plain_calculation(run: Evidence) -> None:

@@ -223,6 +223,7 @@ def checked(content: bytes, record: FileRecord) -> CheckedFile:
     return CheckedFile(cast(BinaryIO, io.BytesIO(content)), record, "x")
 
 
+@pytest.mark.heavy
 @settings(max_examples=30, deadline=None)
 @given(st.lists(sizes, max_size=4), st.data())
 def test_checksums_do_not_depend_on_how_bytes_arrive(pieces: list[int], data: st.DataObject) -> None:

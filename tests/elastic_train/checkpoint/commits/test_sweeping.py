@@ -185,6 +185,7 @@ def save_second(first: CommitRecord, store: Store) -> None:
     CommitWriter(store, StoreFence(store), first.term, first).save(small_state(2), facts(2))
 
 
+@pytest.mark.heavy
 def test_no_commit_loses_its_files_wherever_a_writer_or_a_sweep_is_frozen() -> None:
     """Either the late save or the sweep wins, wherever they were frozen; a commit that a newer world has read stays."""
     seen = list(endings())

@@ -41,6 +41,7 @@ from tests.elastic_train.checkpoint.piece_samples import (
 )
 
 
+@pytest.mark.heavy
 @settings(max_examples=300)
 @given(shapes, st.data())
 def test_a_span_is_a_few_boxes_that_are_runs_of_it(shape: torch.Size, data: st.DataObject) -> None:
@@ -268,6 +269,7 @@ def test_a_span_that_its_writer_does_not_hold_is_not_written(local_store: Store)
         save_by(local_store, writer(local_store), states)
 
 
+@pytest.mark.heavy
 def test_every_dimension_costs_two_boxes_at_most() -> None:
     """The bound is reached by a span that begins and ends in the middle of every dimension."""
     shape = (4, 4, 4, 4)

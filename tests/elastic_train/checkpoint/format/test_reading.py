@@ -93,6 +93,7 @@ def test_only_the_blocks_that_are_needed_are_read(
     assert sum(taken) < BLOCK_BYTES
 
 
+@pytest.mark.heavy
 def test_blocks_that_many_small_pieces_share_are_read_once(tmp_path: Path) -> None:
     """A thousand small tensors are not a thousand blocks, even if no rank wants all of a tensor."""
     whole: State = {"optimizer": {str(number): numbered((2_000,), seed=number) for number in range(1_000)}}

@@ -104,6 +104,7 @@ def two_tensors() -> State:
     return {"model": {name: torch.arange(3_000_000) + place for place, name in enumerate("ab")}}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("is_awaited", [False, True])
 def test_the_rest_is_copied_while_the_beginning_is_written(
     tmp_path: Path, is_awaited: bool, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,7 @@ class KeptJob:
         )
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("lost", "said"),
     [

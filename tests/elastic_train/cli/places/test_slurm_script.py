@@ -78,6 +78,7 @@ def slurm(tmp_path: Path) -> Slurm:
     return Slurm(tmp_path)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [

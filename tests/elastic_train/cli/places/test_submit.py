@@ -140,6 +140,7 @@ def test_options_of_sbatch_are_quoted(config: str, capsys: pytest.CaptureFixture
     assert f"#SBATCH {line}" in script_of(capsys, config, "--nodes", "2", f"--sbatch={option}")
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("flags", "said_of_it"),
     [

@@ -62,6 +62,7 @@ def hole_of(mixture: Mixture, group: int, since: int, hi: int | None = None) -> 
     return Hole(group, "rows", group, lo, end, since, epoch, ranges_of(applied[(applied >= lo) & (applied < end)]), "")
 
 
+@pytest.mark.heavy
 @settings(max_examples=25)
 @given(mixtures(), st.integers(1, 25), st.data())
 def test_sums_are_what_the_order_and_the_holes_say_after_any_step(

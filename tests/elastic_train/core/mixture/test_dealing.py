@@ -42,6 +42,7 @@ def by_epoch(runs: list[Run]) -> dict[int, Counter[int]]:
     return taken
 
 
+@pytest.mark.heavy
 @settings(max_examples=15)
 @given(mixtures(), st.integers(0, 120))
 def test_every_epoch_of_every_source_has_each_sample_once(
@@ -105,6 +106,7 @@ def test_a_lane_has_the_blocks_of_each_step(
         assert needed <= {int(g) for block in blocks if block.first <= step < block.end for g in block.groups}
 
 
+@pytest.mark.heavy
 @settings(max_examples=50)
 @given(mixtures(), st.integers(0, 80), st.data())
 def test_what_was_applied_of_a_row_group_is_what_lanes_have_taken_of_it(
@@ -121,6 +123,7 @@ def test_what_was_applied_of_a_row_group_is_what_lanes_have_taken_of_it(
     assert taken == Counter(applied.tolist()) + Counter(dict.fromkeys(within, num_passes))
 
 
+@pytest.mark.heavy
 @settings(max_examples=30)
 @given(mixtures(), st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_places_may_be_asked_for_in_any_pieces(made: tuple[Mixture, list[Order], list[int]], sizes: list[int]) -> None:

@@ -19,6 +19,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(TEXTS, 275)
 
 
+@pytest.mark.heavy
 @given(st.text())
 def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
     """Bytes are the alphabet, so a text that was never seen decodes to itself, and holds no padding."""

@@ -92,6 +92,7 @@ def expected(order: Mixture, first: int, num_steps: int, lanes: range) -> list[t
     return found
 
 
+@pytest.mark.heavy
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, NUM_LANES), st.integers(0, 40), st.sampled_from([0, 100, 1 << 20]))
 def test_any_world_reads_the_order_from_any_step(

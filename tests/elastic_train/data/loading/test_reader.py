@@ -94,6 +94,7 @@ def ids_of(*values: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array(values, dtype=np.int64)
 
 
+@pytest.mark.heavy
 @settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=40))
 def test_rows_of_any_ids(dataset: Manifest, whole: list[dict[str, object]], ids: list[int]) -> None:
@@ -117,6 +118,7 @@ def test_a_columns_name_may_have_dots(
     assert rows.select(columns).to_pylist() == table.select(columns).take([2, 0]).to_pylist()
 
 
+@pytest.mark.heavy
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=6), min_size=1, max_size=6))
 def test_results_do_not_depend_on_earlier_reads(

@@ -136,6 +136,7 @@ def test_fsspec_reads_where_a_proxy_is_set(server: Server, monkeypatch: pytest.M
     assert ranges_of(server).read("a", 0, 10) == CONTENT[:10]
 
 
+@pytest.mark.heavy
 def test_addresses_have_signatures_of_version_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """In us-east-1, too, where boto signs by version 2 of itself; a version that is chosen stays."""
     import fsspec

@@ -331,6 +331,7 @@ def test_all_images_that_do_not_decode_are_named_or_left_out(tmp_path: Path) -> 
     assert made.manifests[0].label_counts == (1, 1) and len(made.left_out) == 2
 
 
+@pytest.mark.heavy
 def test_an_image_of_100_megapixels_is_opened_and_one_of_200_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default as far as Pillow goes; whatever Pillow's own limit is."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)

@@ -47,6 +47,7 @@ def step(state: AppliedState, times: int) -> None:
         state.apply(StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount()), state.measure())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("num_steps", [1, 13])
 @pytest.mark.parametrize("keeps_rates", [True, False])
@@ -73,6 +74,7 @@ def test_an_optimizer_whose_next_update_no_commit_decides_is_refused(kind: type[
         rehearse(config_of(kind))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", [one for one in (*SAVED, *REFUSED) if one not in (CountingGroups, TensorInGroups)])
 def test_shards_refuse_what_is_kept_apart_from_parameters_and_groups(kind: type[Optimizer]) -> None:
     """A shard sees only its own elements at every step, and so does state kept elsewhere."""
@@ -104,6 +106,7 @@ def test_an_optimizer_that_takes_row_layers_for_contiguous_is_refused_before_tra
         choice.rehearse("odd", "cpu", by_columns=True)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", SAVED)
 def test_an_optimizer_goes_on_from_a_commit_of_matrices_that_by_columns(kind: type[Optimizer]) -> None:
     choose(config_of(kind)).rehearse("odd", "cpu", by_columns=True)

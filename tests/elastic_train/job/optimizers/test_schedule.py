@@ -180,6 +180,7 @@ def test_a_wrong_value_is_named(values: dict[str, Any], message: str) -> None:
         OptimizerConfig(**values)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -197,6 +198,7 @@ def test_a_function_that_does_not_depend_on_the_step_alone_is_refused(name: str,
         check_schedule(OptimizerConfig(schedule=f"{HERE}:{name}", warmup_steps=0), 40)
 
 
+@pytest.mark.heavy
 def test_a_function_is_asked_before_training_without_a_trace_of_it() -> None:
     """A pure function may cache its results; only the values that it returns count."""
     check_schedule(OptimizerConfig(schedule=f"{HERE}:halved"), 40)
@@ -205,6 +207,7 @@ def test_a_function_is_asked_before_training_without_a_trace_of_it() -> None:
     assert _first == []
 
 
+@pytest.mark.heavy
 def test_the_end_of_a_run_asks_for_no_rate_that_no_step_has() -> None:
     """Torch's scheduler asks for one step more than there are, which a table of the run's steps lacks."""
     config = OptimizerConfig(schedule=f"{HERE}:table", warmup_steps=0)

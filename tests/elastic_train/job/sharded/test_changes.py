@@ -231,6 +231,7 @@ def test_every_change_ends_with_the_weights_of_one_rank(tmp_path: Path, shards: 
     assert [case for case, end in ends.items() if end != right] == []
 
 
+@pytest.mark.heavy
 def test_a_case_of_the_matrix_says_what_its_ranks_end_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of one rank that holds everything; and a step that was given up is seen, though its bits come again."""
     case = Case("parameters", 2, 3, "met")

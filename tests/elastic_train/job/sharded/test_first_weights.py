@@ -61,6 +61,7 @@ def test_a_decoders_weights_are_drawn_one_by_one_as_they_are_at_once(tied: bool)
     assert all(found[name].equal(parameter) for name, parameter in whole.items())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_each_rank_begins_with_its_share_of_the_whole_model(size: int) -> None:
     """This holds for any world, and the gaps between tensors stay zero."""
@@ -71,6 +72,7 @@ def test_each_rank_begins_with_its_share_of_the_whole_model(size: int) -> None:
             assert one.weights.equal(other.weights)
 
 
+@pytest.mark.heavy
 def test_a_step_has_the_same_bits() -> None:
     group, found = Group(0, 1, None, 60), []
     for is_deferred in (False, True):
@@ -81,6 +83,7 @@ def test_a_step_has_the_same_bits() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.heavy
 def test_a_rank_never_has_more_than_its_share_and_a_block() -> None:
     """Weights, moments and gradients of 4 ranks, from building the model on."""
     counted = DeviceBytes()

@@ -107,6 +107,7 @@ def rounded(until: int, gathers: torch.dtype | None) -> list[str]:
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("shards", "size", "gathers", "offload"),
     [
@@ -208,6 +209,7 @@ def committed(store: Store, state: AppliedState) -> CommitRecord:
     return CommitWriter(store, fence, fence.claim(), None).save(state.pieces.tree(), facts, state.reached.intervals)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("shards", "offload"), [("optimizer", "none"), ("parameters", "none"), ("none", "optimizer")])
 def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
     shards: Shards, offload: Offloads, tmp_path: Path

@@ -65,6 +65,7 @@ def uncut() -> dict[int, float]:
     return dict(enumerate(squares_of_tensors(cut_gradients()).tolist()))
 
 
+@pytest.mark.heavy
 @given(st.integers(1, 40), st.integers(1, 3), st.randoms(use_true_random=False))
 @settings(max_examples=25, deadline=None)
 def test_the_norm_is_that_of_the_uncut_gradient(num_ranks: int, copies: int, draw: random.Random) -> None:
@@ -95,6 +96,7 @@ def by_definition(grain: Tensor) -> float:
     return float(row)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("block", [1 << 10, 8 * GRAIN])
 def test_tables_of_grains_do_not_show(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +163,7 @@ def test_threads_do_not_show(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("shape", "dim"), [((96, 500), 0), ((96, 500), 1), ((4, 10, 300_000), 0), ((6,), 0)])
 def test_parts_have_the_norm_of_the_whole(shape: tuple[int, ...], dim: int) -> None:
     """This holds at every degree, from the parts as each rank has them."""

@@ -55,6 +55,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return driver
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_bytes", [1, 100, 101, 1001])
 def test_memory_is_zeroed_and_pinned_until_nothing_uses_it(driver: FakeDriver, num_bytes: int) -> None:
     """The memory's own device is current: otherwise the thread would allocate memory on another one."""
@@ -70,6 +71,7 @@ def test_memory_is_zeroed_and_pinned_until_nothing_uses_it(driver: FakeDriver, n
     assert not driver.registered and driver.devices == [DEVICE, DEVICE]
 
 
+@pytest.mark.heavy
 def test_nothing_is_not_pinned_and_a_refusal_is_a_lack_of_memory(driver: FakeDriver) -> None:
     assert pinned(0, DEVICE).numel() == 0 and not driver.devices
     driver.status = 2

@@ -113,6 +113,7 @@ def test_weights_are_drawn_one_by_one_as_they_are_together() -> None:
     assert 0.001 < float(model.get_parameter("blocks.1.mlp.experts.down").detach().std()) < 0.015
 
 
+@pytest.mark.heavy
 def test_a_plan_counts_experts_and_the_work_of_those_that_a_token_goes_to(tmp_path: Path, rows: Path) -> None:
     """On fakes, whose routers choose nothing: tokens are dealt out evenly."""
     path = config(tmp_path, rows, {**LANGUAGE, "task": task_of(MODEL)})

@@ -62,6 +62,7 @@ class WithBatchNorm(nn.Module):
         self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("values", "why"),
     [

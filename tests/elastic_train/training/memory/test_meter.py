@@ -105,6 +105,7 @@ def test_views_and_shared_weights_are_one_piece_of_memory() -> None:
     assert (found.part, found.num_bytes) == ("weights", 400) and found.tensor is whole
 
 
+@pytest.mark.heavy
 def test_the_peak_is_the_most_that_the_process_has_had() -> None:
     """It includes memory freed since; memory from before the model was built counts as it was then."""
     Path("/proc/self/clear_refs").write_text("5")  # earlier tests may have had a higher peak

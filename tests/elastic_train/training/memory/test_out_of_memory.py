@@ -51,6 +51,7 @@ def too_large() -> RuntimeError:
     return raised.value
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("error", "is_it"),
     [
@@ -69,6 +70,7 @@ def test_which_errors_are_of_memory(error: Exception, is_it: bool, tmp_path: Pat
     assert bool(noted(tmp_path, error)) == (tmp_path / FOLDER).exists() == is_it
 
 
+@pytest.mark.heavy
 def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path: Path) -> None:
     """The moment, the categories, the largest tensors in and outside them, and the stack."""
     torch.manual_seed(0)
@@ -97,12 +99,14 @@ def test_a_snapshot_says_what_took_the_memory_and_the_error_where_it_is(tmp_path
     assert len(listed) <= MOST_LISTED
 
 
+@pytest.mark.heavy
 def test_before_the_first_world_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     assert "out of memory: rank 5, before its first world, cpu: " in noted(tmp_path, MemoryError(), moment=None)
     assert (tmp_path / FOLDER / "00000000-00005.json").exists()
 
 
+@pytest.mark.heavy
 def test_snapshots_are_small_and_few(tmp_path: Path) -> None:
     """This holds for errors of any length and any number of failures of a rank; other ranks' files are kept."""
     noted(tmp_path, MemoryError("x" * 10**6))
@@ -115,6 +119,7 @@ def test_snapshots_are_small_and_few(tmp_path: Path) -> None:
     assert (tmp_path / FOLDER / "00000000-00001.json").exists(), "the newest is kept, whatever its term"
 
 
+@pytest.mark.heavy
 def test_a_folder_that_takes_no_file_costs_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that hangs also costs only the file: the error says so, and still says what to change."""
     (tmp_path / FOLDER).write_text("in the way")
@@ -210,6 +215,7 @@ class FakeAllocator:
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": [], "device_traces": self.traces})
 
 
+@pytest.mark.heavy
 def test_on_a_gpu_what_the_allocator_knows_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file has its summary, and its recorded history if recording was on and the history is not too large."""
     gpu, meter = FakeAllocator(monkeypatch, [[]]), Meter(torch.device("cuda:0"))

@@ -40,6 +40,7 @@ def counted(path: str, **settings: object) -> tuple[float, float]:
     return found.flops_per_sample, found.recomputed_flops_per_sample
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("tree", [CLASSIFIER, LANGUAGE], ids=["classifier", "language"])
 def test_the_flops_of_a_sample_are_those_that_a_plan_works_out(
     tree: dict[str, object], tmp_path: Path, rows: Path
@@ -56,6 +57,7 @@ def test_the_flops_of_a_sample_are_those_that_a_plan_works_out(
     )
 
 
+@pytest.mark.heavy
 def test_weights_that_are_not_in_memory_yet_are_counted_as_well(tmp_path: Path, rows: Path) -> None:
     path = config(tmp_path, rows, LANGUAGE)
     plan = make_plan(load_config(path, {"parallel.shards": "parameters"}))

@@ -82,6 +82,7 @@ def test_cells_are_whole_and_each_stage_is_on_one_node(change: Change) -> None:
     assert order == sorted(order)
 
 
+@pytest.mark.heavy
 @settings(max_examples=300)
 @given(changes())
 def test_no_arrangement_of_as_many_cells_moves_fewer_members(change: Change) -> None:
@@ -138,6 +139,7 @@ def test_who_is_in_a_place_for_the_first_time_is_new_unless_there_are_too_few(ch
             assert had.get(member.id, place) == place or member.node not in spare_newcomers
 
 
+@pytest.mark.heavy
 @given(changes())
 def test_an_arrangement_stands_until_somebody_comes_or_goes(change: Change) -> None:
     """Given the world that was made of it, the result is the same; waiting members change nothing."""
