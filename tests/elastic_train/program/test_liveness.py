@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mesh import Cell
@@ -65,6 +67,21 @@ def test_nor_does_anybody_with_other_numbers_of_blocks(num_blocks: int) -> None:
     for groups, shards, num_lanes in itertools.product(GROUPS, SHARDS, (4, 5, 9)):
         lanes = lanes_of(Cell(), groups, num_lanes, shards)
         check(World(Cell(), lanes, groups, "1f1b", 1, shards, num_blocks).events())
+
+
+@given(
+    st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]),
+    st.integers(2, 6),
+    st.sampled_from([*GROUPS, ((0, 1, 2, 3, 4),), ((0, 1), (2, 3, 4))]),
+    st.integers(5, 20),
+    st.sampled_from(SHARDS),
+)
+def test_nor_does_anybody_in_a_long_pipeline(
+    kind: tuple[Kind, int], num_stages: int, groups: tuple[tuple[int, ...], ...], num_lanes: int, shards: Shards
+) -> None:
+    """Some cells have a lane less than others, in some of which all ranks of a place meet for each lane."""
+    cell = Cell(stage=num_stages)
+    check(World(cell, lanes_of(cell, groups, num_lanes, shards), groups, *kind, shards, num_blocks=1).events())
 
 
 SWAPPED = [

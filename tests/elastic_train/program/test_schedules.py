@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import Counter
-from typing import Any, TypeGuard
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_train.planning.arithmetic.memory import RankProgram, UnitBytes, peak_of
-from elastic_train.program.schedules import (
-    Exchange,
-    Kind,
-    Pass,
-    Pipeline,
-    Scheduled,
-    bubble,
-    passes_of,
-    schedule,
-    timetable,
-)
+from elastic_train.program.schedules import Kind, Pass, Pipeline, bubble, passes_of, schedule, timetable
+from tests.elastic_train.program.liveness import Event, Message, Post, Wait, check
 
 plain = st.builds(
     Pipeline, st.sampled_from(["gpipe", "1f1b", "forward"]), st.integers(1, 9), st.integers(0, 20), st.just(1)
@@ -76,8 +66,24 @@ def test_chunks_keep_a_stage_less_than_two_lanes_for_each_stage(
 @given(pipelines)
 def test_nobody_waits_for_ever_even_where_all_messages_have_to_meet(pipeline: Pipeline) -> None:
     """A sender that continues before its message is received only makes it easier."""
-    actions = [list(schedule(pipeline, stage)) for stage in range(pipeline.num_stages)]
-    assert blocked(actions, pipeline) == []
+    events = [events_of(pipeline, stage) for stage in range(pipeline.num_stages)]
+    assert sum(isinstance(event, Post) for event in events[0]) >= pipeline.num_lanes * (pipeline.num_stages > 1)
+    check(events)
+
+
+def events_of(pipeline: Pipeline, stage: int) -> list[Event]:
+    """Return a stage's messages; it waits for those of one exchange before the next action."""
+    events: list[Event] = []
+    for action in schedule(pipeline, stage):
+        if isinstance(action, Pass):
+            continue
+        messages = [Message("stage", source_of(one, stage, pipeline), False, (stage, one)) for one in action.takes]
+        if action.sends is not None:
+            follower = pipeline.follower(action.sends, stage)
+            assert follower is not None, "nobody goes on with what is sent"
+            messages.append(Message("stage", follower[0], True, follower))
+        events += [Post(tuple(messages)), *(Wait(one.name) for one in messages)]
+    return events
 
 
 @given(pipelines)
@@ -137,110 +143,6 @@ def source_of(one: Pass, stage: int, pipeline: Pipeline) -> int:
     needs = pipeline.needs(one, stage)
     assert needs is not None
     return needs[2] % pipeline.num_stages
-
-
-def blocked(actions: list[list[Scheduled]], pipeline: Pipeline) -> list[int]:
-    """Run stages whose exchanges end when all of their messages have matched; return the stages that do not end."""
-    cell = Running(actions, pipeline)
-    while any(cell.goes_on(stage) for stage in range(len(actions))):
-        cell.meet()
-    return cell.left
-
-
-class Running:
-    """The stages of a cell; a message matches when both stages are in the exchange that has it."""
-
-    def __init__(self, actions: list[list[Scheduled]], pipeline: Pipeline) -> None:
-        self._actions, self.pipeline, self._at = actions, pipeline, [0] * len(actions)
-        self._done: set[tuple[str, int, int]] = set()  # direction, number, and the piece that continues with it
-        self.meet()
-
-    @property
-    def left(self) -> list[int]:
-        """The stages that have not ended."""
-        return [stage for stage in range(len(self._actions)) if self.now(stage) is not None]
-
-    def now(self, stage: int) -> Scheduled | None:
-        mine, at = self._actions[stage], self._at[stage]
-        return mine[at] if at < len(mine) else None
-
-    def meet(self) -> None:
-        """Match all messages with both ends present."""
-        sides = Counter(end for stage in self.left for end in self._ends(stage))
-        self._done |= {end for end, count in sides.items() if count == 2}
-
-    def _ends(self, stage: int) -> set[tuple[str, int, int]]:
-        action = self.now(stage)
-        return set() if action is None else ends_of(stage, action, self.pipeline)
-
-    def goes_on(self, stage: int) -> bool:
-        """End a stage's current action if possible; return False if not."""
-        can = self.now(stage) is not None and self._ends(stage) <= self._done
-        self._at[stage] += can
-        return can
-
-
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(2, 10), st.integers(1, 3), st.integers(0, 2))
-def test_nobody_waits_for_ever_where_cells_meet_in_each_backward_pass(
-    kind: Kind, num_stages: int, num_lanes: int, num_more: int, num_fewer: int
-) -> None:
-    """Ranks of one place exchange shards of each lane's gradient, for example; some cells have one lane fewer."""
-    lanes = [num_lanes] * num_more + [num_lanes - 1] * num_fewer
-    pipelines = [Pipeline(kind, num_stages, count) for count in lanes]
-    assert blocked_cells([Running([list(schedule(one, s)) for s in range(num_stages)], one) for one in pipelines]) == []
-
-
-def blocked_cells(cells: list[Running]) -> list[tuple[int, int]]:
-    """Run cells whose backward passes end when those of one lane and stage have met; return stages that do not end.
-
-    A stage without such a lane counts as present once it has ended.
-    """
-
-    def are_there(stage: int, one: Pass) -> bool:
-        return all(cell.now(stage) == (one if one.number < cell.pipeline.num_lanes else None) for cell in cells)
-
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for stage in range(cells[0].pipeline.num_stages):
-            met = {now for cell in cells if is_backward(now := cell.now(stage)) and are_there(stage, now)}
-            for cell in cells:
-                if not is_backward(now := cell.now(stage)) or now in met:
-                    is_moving |= cell.goes_on(stage)
-        for cell in cells:
-            cell.meet()
-    return [(number, stage) for number, cell in enumerate(cells) for stage in cell.left]
-
-
-def is_backward(action: Scheduled | None) -> TypeGuard[Pass]:
-    return isinstance(action, Pass) and action.direction == "backward"
-
-
-def test_cells_that_come_to_lanes_in_other_orders_are_seen_to_be_blocked() -> None:
-    """The check above can fail: a stage that must be in two backward passes at once deadlocks."""
-    pipeline = Pipeline("1f1b", 1, 2)
-    actions: list[Scheduled] = [Pass("backward", 0), Pass("backward", 1)]
-    assert blocked_cells([Running([list(actions)], pipeline), Running([actions[::-1]], pipeline)]) == [(0, 0), (1, 0)]
-
-
-def ends_of(stage: int, action: Scheduled, pipeline: Pipeline) -> set[tuple[str, int, int]]:
-    if isinstance(action, Pass):
-        return set()
-    ends = {(one.direction, one.number, pipeline.piece(one, stage)) for one in action.takes}
-    if action.sends is not None:
-        follower = pipeline.follower(action.sends, stage)
-        assert follower is not None, "nobody goes on with what is sent"
-        ends.add((action.sends.direction, action.sends.number, pipeline.piece(follower[1], follower[0])))
-    return ends
-
-
-def test_stages_that_take_what_nobody_sends_are_seen_to_be_blocked() -> None:
-    """The check above can fail: two stages that both send back before they receive deadlock."""
-    two = Pipeline("1f1b", 2, 1)
-    first = [Exchange(Pass("forward", 0), ()), Exchange(None, (Pass("backward", 0),))]
-    takes, sends = Exchange(None, (Pass("forward", 0),)), Exchange(Pass("backward", 0), ())
-    assert blocked([list(first), [takes, sends]], two) == []
-    assert blocked([list(first), [sends, takes]], two) == [0, 1]
 
 
 @pytest.mark.parametrize(("kind", "peer"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
