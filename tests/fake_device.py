@@ -2,13 +2,14 @@
 
 An operation's output holds NaN from the request until it is done, so that reading or updating it too early is detected.
 As with NCCL kernels, an operation whose peer is gone or frozen does not end until it is aborted, and then its output
-stays NaN.
+stays NaN. It starts after the work of its request's queue, and ends before later work of a queue that waits for it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -24,10 +25,11 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FakeWork:
-    """An operation on the device's queue."""
+    """An operation of the device."""
 
-    def __init__(self, run: Callable[[], None], outputs: Sequence[Tensor]) -> None:
-        self._run, self._outputs = run, outputs
+    def __init__(self, device: FakeDevice, run: Callable[[], None], outputs: Sequence[Tensor]) -> None:
+        self._device, self._run, self._outputs = device, run, outputs
+        self.may_start, self.is_over = device.queue().mark(), False
         self._inside = [output.clone() for output in outputs]
         for output in outputs:
             output.fill_(torch.nan)
@@ -62,7 +64,8 @@ class FakeWork:
         return self._inside
 
     def wait(self) -> None:
-        """Return at once: the queue is in order, so there is nothing to wait for."""
+        """Make the calling thread's queue wait for the operation."""
+        self._device.queue().follow(lambda: self.is_over)
 
     def is_completed(self) -> bool:
         return self._is_done or self._error is not None
@@ -79,7 +82,29 @@ class FakeWork:
         raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
 
 
-class FakeDevice(HostQueue):
+class FakeQueue(HostQueue):
+    """Work in order: operations that it waits for, and what it follows; computation itself is done when it returns."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device, self._work = device, list[Mark]()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        outer, self._device.entered.queue = self._device.queue(), self
+        try:
+            yield
+        finally:
+            self._device.entered.queue = outer
+
+    def mark(self) -> Mark:
+        self._work = work = [is_done for is_done in self._work if not is_done()]
+        return lambda: all(is_done() for is_done in work)
+
+    def follow(self, mark: Mark) -> None:
+        self._work = [*self._work, mark]
+
+
+class FakeDevice:
     """One rank's device in all of its worlds; it starts nothing while `gate` is closed."""
 
     def __init__(self) -> None:
@@ -88,25 +113,28 @@ class FakeDevice(HostQueue):
         self.is_deaf = False
         """True if its operations never end, even when aborted."""
         self.num_asked = self.num_done = self.num_aborts = 0
-        self._queue: SimpleQueue[tuple[FakeWork, threading.Event]] = SimpleQueue()
+        self.computing, self.entered = FakeQueue(self), threading.local()
+        self._operations: SimpleQueue[tuple[FakeWork, threading.Event]] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def queue(self) -> FakeQueue:
+        """Return the calling thread's queue."""
+        found: FakeQueue = getattr(self.entered, "queue", self.computing)
+        return found
 
     def ask(self, work: FakeWork, is_aborted: threading.Event) -> FakeWork:
         self.num_asked += 1
-        self._queue.put((work, is_aborted))
+        self._operations.put((work, is_aborted))
         return work
 
     def _serve(self) -> None:
         while True:
-            work, is_aborted = self._queue.get()
-            while not self.gate.is_set() and (self.is_deaf or not is_aborted.is_set()):
-                self.gate.wait(0.001)
+            work, is_aborted = self._operations.get()
+            while not (self.gate.is_set() and work.may_start()) and (self.is_deaf or not is_aborted.is_set()):
+                is_aborted.wait(0.001) if self.gate.is_set() else self.gate.wait(0.001)
             work.run(is_aborted)
             self.num_done += 1
-
-    def mark(self) -> Mark:
-        asked = self.num_asked
-        return lambda: self.num_done >= asked
+            work.is_over = True
 
     def seen(self, kind: type[FakeCommunicator] | None = None) -> Device:
         """Return the device as a group sees it."""
@@ -114,7 +142,8 @@ class FakeDevice(HostQueue):
         def connect(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
             return (kind or FakeCommunicator)(self, store, rank, size, timeout)
 
-        return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, lambda: self, lambda: self, connect)
+        holds = torch.device("cpu"), lambda tensor: tensor.dtype in KINDS
+        return Device(*holds, self.queue, lambda: FakeQueue(self), connect)
 
 
 class FakeCommunicator:
@@ -181,5 +210,5 @@ class FakeCommunicator:
             if not self._is_aborted.is_set():
                 work.fill(values)
 
-        work = FakeWork(run, outputs)
+        work = FakeWork(self._device, run, outputs)
         return self._device.ask(work, self._is_aborted)

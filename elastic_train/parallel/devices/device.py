@@ -4,9 +4,10 @@ This module has CUDA's devices. Tests use another whose work ends on command.
 
 A device runs operations after the calls have returned. NCCL's `wait` blocks a stream, not the process, and an operation
 with a dead or frozen peer never ends: the process would block uninterruptibly when it next reads a value from the
-device. So all waits here poll the device, and check in between if the world is broken. An exchange returns only when
-the device has finished it, so no update is enqueued after an unfinished one. A broken exchange leaves arbitrary values
-in its outputs. Only `abort` ends it.
+device. So all waits here poll the device, and check in between if the world is broken. They wait for exchanges, not for
+computation: the device still runs a unit while the host enqueues the next. But computation that needs an exchange is
+enqueued only after it has ended, so reading a value never blocks on a peer, and nothing is computed from the arbitrary
+values that a broken exchange leaves: a wrong index would end the process. Only `abort` ends a broken exchange.
 """
 
 from __future__ import annotations
@@ -246,6 +247,8 @@ class DeviceGroup:
         self._timeout_s = timeout.total_seconds()
         self._queues: dict[int, Queue] = {}
         """By thread, the queue of its last operation."""
+        self._waits: dict[int, Queue] = {}
+        """By thread, the queue that waits for its operations, and has no other work."""
         self._communicator = guard.guard(lambda: self._connect(store, rank, size, timeout))
 
     def beside(self, guard: Guard) -> DeviceGroup:
@@ -286,11 +289,19 @@ class DeviceGroup:
         return self.begin(together)
 
     def finish(self, operations: Sequence[OnDevice]) -> None:
-        """Wait until the device has finished the operations and all work enqueued before."""
-        for operation in operations:
-            operation.wait()
-        is_done, works = self._device.queue().mark(), [operation.work for operation in operations]
-        self._guard.polling(lambda is_broken: _await(is_done, works, is_broken, self._timeout_s))
+        """Wait until the device has finished the operations, but not work enqueued after they were."""
+        thread = threading.get_ident()
+        if thread not in self._waits:
+            self._waits[thread] = self._device.beside()
+        waits = self._waits[thread]
+        with waits.entered():
+            for operation in operations:
+                operation.wait()
+        is_done, works = waits.mark(), [operation.work for operation in operations]
+        try:
+            self._guard.polling(lambda is_broken: _await(is_done, works, is_broken, self._timeout_s))
+        finally:  # after a failure, memory that the operations use is given out again only once they have been aborted
+            self._device.queue().follow(is_done)
 
     def begin_abort(self) -> Call[None]:
         """Begin to abort this group's work on the device."""
@@ -298,7 +309,8 @@ class DeviceGroup:
 
     def is_free(self) -> Mark:
         """Return a function that says if the device has finished, or ended, all work enqueued so far."""
-        marks = [queue.mark() for queue in (self._device.queue(), *self._queues.values())]
+        queues = [self._device.queue(), *self._queues.values(), *self._waits.values()]
+        marks = [queue.mark() for queue in queues]
         return lambda: all(mark() for mark in marks)
 
 

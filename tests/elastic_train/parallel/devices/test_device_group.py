@@ -17,7 +17,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from elastic_train.errors import HungError, PeerLostError
 from elastic_train.parallel.devices import device as devices
-from elastic_train.parallel.devices.device import Device, DeviceGroup, nccl_hazard
+from elastic_train.parallel.devices.device import Device, DeviceGroup, HostQueue, nccl_hazard
 from elastic_train.parallel.group import Group
 from rendezvous.waiting import Bystander
 from tests.conftest import run_ranks
@@ -32,7 +32,7 @@ def direct() -> Device:
 
 
 def through_host() -> Device:
-    return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, FakeDevice, FakeDevice, None)
+    return Device(torch.device("cpu"), lambda tensor: tensor.dtype in KINDS, HostQueue, HostQueue, None)
 
 
 def sums(rank: int, size: int, folder: str, make: Callable[[], Device]) -> None:
