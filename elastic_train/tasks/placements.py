@@ -48,6 +48,8 @@ of which a token's output depends on other tokens; it gets all of them, and each
 `join`: the module gets all tokens again. Column layers always get all tokens, row layers return some, except in a
 module that is `whole`.
 """
+Stream = Literal["shared", "own"]
+"""Random numbers that all tensor ranks share, which is the default, or a rank's own."""
 CUTS, TOKEN_USES = get_args(CutUse), get_args(TokenUse)
 
 
@@ -57,6 +59,8 @@ class Placements:
 
     `tensor`: use of modules by name; * matches one component of a name. The cut ones must be the same at every degree,
     even at 1. Token uses have no effect without `Degrees.sequence`.
+
+    `draws`: random numbers during and after a module, by name: a rank's own for dropout of what it has a part of.
 
     `stages`: modules of each pipeline stage, in running order; each parameter is in one stage. A rank has one stage, or
     with `schedule: interleaved` several, which are not consecutive.
@@ -69,6 +73,7 @@ class Placements:
     tensor: Mapping[str, Use] = field(default_factory=dict)
     stages: Sequence[Sequence[str]] = ()
     context: bool = False
+    draws: Mapping[str, tuple[Stream, Stream]] = field(default_factory=dict)
     found: Sequence[Found] = ()
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,9 +18,10 @@ from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.placement.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
-from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Use
+from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Stream, Use
 from elastic_train.tasks.task import Task
 
+T = TypeVar("T")
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
 """Dimension along which a linear layer's weight (outputs, inputs) is cut; columns and rows of its transpose."""
 
@@ -42,6 +43,8 @@ class CellPlan:
     dims: CutDims = field(default_factory=dict)
     shares_tokens: bool = False
     """True if tensor ranks split the tokens of each row between cut modules (sequence parallelism)."""
+    draws: Mapping[str, tuple[Stream, Stream]] = field(default_factory=dict)
+    """Random numbers of tensor ranks during and after a module, by its name."""
 
     @property
     def num_stages(self) -> int:
@@ -118,7 +121,8 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     units = unit_names(model) if parallel.recompute != "none" else []
     again = tuple(name for name in experts if name in units or unit_of(name, units))
     dims = cut_dims_of(task, model)
-    return CellPlan(tensor, pieces, parallel.num_chunks, tuple(experts), again, dims, parallel.sequence)
+    draws = placed.draws if parallel.tensor > 1 else {}
+    return CellPlan(tensor, pieces, parallel.num_chunks, tuple(experts), again, dims, parallel.sequence, draws)
 
 
 def cut_dims_of(task: Task, model: nn.Module) -> CutDims:
@@ -152,7 +156,8 @@ def _placements_of(task: Task, model: nn.Module, degrees: Degrees, *, may_refuse
     tensor = _named(placed.tensor, model)
     if degrees.tensor > 1 and placed.tensor and not tensor:
         raise ConfigError(f"{call} names '{next(iter(placed.tensor))}', and the model has no such module")
-    return replace(placed, tensor=tensor, stages=tuple(tuple(one) for one in placed.stages))
+    stages = tuple(tuple(one) for one in placed.stages)
+    return replace(placed, tensor=tensor, stages=stages, draws=_named(placed.draws, model))
 
 
 def dims_of(uses: Mapping[str, Use], model: nn.Module) -> CutDims:
@@ -199,9 +204,9 @@ def _traits_of_experts(dealt: Mapping[str, Experts], model: nn.Module, parallel:
             yield Found("a size that it does not divide", what)
 
 
-def _named(patterns: Mapping[str, Use], model: nn.Module) -> Mapping[str, Use]:
-    """Return uses with full module names; `*` stands for one part of a name."""
-    modules, named = dict(model.named_modules()), dict[str, Use]()
+def _named(patterns: Mapping[str, T], model: nn.Module) -> Mapping[str, T]:
+    """Return values with full module names; `*` stands for one part of a name."""
+    modules, named = dict(model.named_modules()), dict[str, T]()
     for pattern, use in patterns.items():
         if "*" in pattern:
             fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch

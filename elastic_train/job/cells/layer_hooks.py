@@ -36,6 +36,7 @@ from elastic_train.parallel.cells.links import (
 )
 from elastic_train.parallel.group import Group
 from elastic_train.parallel.linear_products import Products, products_of
+from elastic_train.tasks.placements import Stream
 
 
 class Hook(Protocol):
@@ -73,12 +74,30 @@ def hooks_of(model: nn.Module, plan: CellPlan, links: CellLinks) -> Iterator[Hoo
         elif use == "dropout":
             assert isinstance(module, nn.Dropout), "the plan was checked"
             yield _Replaced(module, partial(_drop, module, links))
+    for name, (during, after) in plan.draws.items():
+        module = model.get_submodule(name)
+        yield module.register_forward_pre_hook(_drawing(during, links))
+        yield module.register_forward_hook(_drawing(after, links), always_call=True)  # also if recomputation ends there
     for parent, layers in columns.items():
         if plan.shares_tokens and not f"{parent}.".startswith(whole):
             around = model.get_submodule(parent) if plan.tensor.get(parent) == "gather" else None
             yield from _gathering(layers, around, links)
         else:
             yield from _sharing(layers, links)
+
+
+def _drawing(stream: Stream, links: CellLinks) -> Callable[..., None]:
+    """Return a hook that makes random numbers come from a stream, where they are drawn at all."""
+
+    @outside_of_graphs
+    def switch(module: nn.Module, given: tuple[Any, ...], *_: object) -> None:
+        if stream == "shared":
+            links.streams.use_shared()
+        elif module.training:
+            tensor = next(one for one in (*given, *module.parameters()) if isinstance(one, Tensor))
+            links.streams.use_own(links.group.rank, tensor.device)
+
+    return switch
 
 
 def _sums_of_gradients(parameters: Iterable[nn.Parameter], links: CellLinks) -> Iterator[Hook]:

@@ -24,6 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Function
 
 from elastic_train.core.lanes import Part, lane_additions
+from elastic_train.parallel.cells.random_streams import RandomStreams
 from elastic_train.parallel.exchange import Scratch, Subtrees, exchange
 from elastic_train.parallel.group import Group
 
@@ -34,6 +35,7 @@ class CellLinks:
     def __init__(self) -> None:
         self._group: Group | None = None
         self._scratch = Scratch()
+        self.streams = RandomStreams()
 
     @property
     def group(self) -> Group:

@@ -45,6 +45,11 @@ class Generators:
         """Return the generators' states: bytes in host memory, 1-D, of constant length."""
         return torch.cat([one.get_state() for one in self._all])
 
+    def seed(self, seed: int) -> None:
+        """Seed all of them, with a number below 2^63."""
+        for one in self._all:
+            one.manual_seed(seed)
+
     def continue_at(self, state: Tensor) -> None:
         """Set the generators to `state`, on any device."""
         for one, part in zip(self._all, state.cpu().split_with_sizes(self._sizes), strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -16,7 +15,7 @@ from elastic_train.config.combinations import Found, refusals
 from elastic_train.tasks.models.adapters import Adapter
 from elastic_train.tasks.models.hugging_face import has_transformers, model_of_transformers
 from elastic_train.tasks.models.stage_plans import planned
-from elastic_train.tasks.placements import CutUse, Placements, TokenUse
+from elastic_train.tasks.placements import CutUse, Placements, Stream, TokenUse
 
 _USES: Mapping[str, CutUse] = {
     "colwise": "column",
@@ -28,6 +27,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob")
 _DROPOUT_MODULES = ("embd_pdrop", "resid_pdrop")
 """Dropouts before the layers, or as modules of each."""
+_ALIKE: tuple[Stream, Stream] = ("shared", "shared")
 
 
 def placed(model: nn.Module, degree: int, adapter: Adapter | None, *, sequence: bool = False) -> Placements:
@@ -36,16 +36,16 @@ def placed(model: nn.Module, degree: int, adapter: Adapter | None, *, sequence: 
     found = [] if adapter is None else list(adapter.found())
     if not has_transformers(model):
         return Placements(found=found)
-    cut, unfit = _cut_uses(model)
-    found += [*_unfit(model, degree), *unfit]
+    cut, draws = _cut_uses(model)
+    found += _unfit(model, degree)
     if refusals({"tensor": "parallel.tensor"}, found):
         return Placements(found=found)
     tokens, unfit = _token_uses(model, cut) if sequence else ({}, [])
-    return Placements({**cut, **tokens}, found=[*found, *unfit])
+    return Placements({**cut, **tokens}, draws=draws, found=[*found, *unfit])
 
 
 def _unfit(model: nn.Module, degree: int) -> Iterator[Found]:
-    """Yield why ranks cannot share a model: its plan, sizes, or random numbers drawn per head."""
+    """Yield why ranks cannot share a model: its plan, or sizes."""
     _, inner = model_of_transformers(model)
     kind, styles = type(inner).__name__, inner.tp_plan or {}
     if not any(style in _USES for style in styles.values()):
@@ -62,36 +62,41 @@ def _unfit(model: nn.Module, degree: int) -> Iterator[Found]:
         size = getattr(config, name, None)
         if size is not None and size % degree:
             yield Found("a size that it does not divide", f"task.params.hf.config.{name}: {size}", "tensor")
-    for name in _DROPOUTS:
-        if share := getattr(config, name, 0):
-            yield Found("dropout in layers that ranks share", f"task.params.hf.config.{name}: {share}", "tensor")
 
 
-def _cut_uses(model: nn.Module) -> tuple[dict[str, CutUse], list[Found]]:
-    """Return how a model is cut by its plan, and what prevents it.
+def _cut_uses(model: nn.Module) -> tuple[dict[str, CutUse], dict[str, tuple[Stream, Stream]]]:
+    """Return how a model is cut by its plan, and where a rank draws its own random numbers.
+
+    These are dropout of its attention heads, between column and row layers, and of a row layer's part of LoRA.
 
     LoRA's two matrices are cut like the layer they are added to: for a column layer the second, for a row layer the
     first. Between them all ranks have the few values of LoRA's rank.
     """
     prefix, inner = model_of_transformers(model)
     plan = {f"{prefix}{name}": _USES[style] for name, style in (inner.tp_plan or {}).items() if style in _USES}
+    draws = _draws_of_heads(plan) if any(getattr(inner.config.get_text_config(), name, 0) for name in _DROPOUTS) else {}
     if inner is model:
-        return plan, []
-    cut, found = dict[str, CutUse](), list[Found]()
+        return plan, draws
+    cut = dict[str, CutUse]()
     for pattern, use in plan.items():
-        fits = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        is_in = _matching({pattern: use})
         for name, module in model.named_modules():
-            if fits.fullmatch(name) is None:
+            if is_in(name) is None:
                 continue
             if not hasattr(module, "lora_A"):
                 cut[name] = use
                 continue
-            if use == "row" and any(isinstance(one, nn.Dropout) and one.p for one in module.modules()):
-                what = f"lora_dropout in '{name}' (of task.params.lora.target_modules)"
-                found.append(Found("dropout in layers that ranks share", what, "tensor"))
             cut[f"{name}.base_layer"] = use
             cut[f"{name}.{'lora_B' if use == 'column' else 'lora_A'}.*"] = use
-    return cut, found[:1]
+            if use == "row" and any(isinstance(one, nn.Dropout) and one.p for one in module.modules()):
+                draws[f"{name}.lora_dropout.*"] = "own", "shared"
+    return cut, draws
+
+
+def _draws_of_heads(plan: Mapping[str, CutUse]) -> dict[str, tuple[Stream, Stream]]:
+    columns, rows = ([name for name, use in plan.items() if use == of] for of in ("column", "row"))
+    around = [name.rpartition(".")[0] for name in columns]  # also where a pass ends before the row layer
+    return {**dict.fromkeys([*around, *rows], _ALIKE), **dict.fromkeys(columns, ("shared", "own"))}
 
 
 def _token_uses(model: nn.Module, cut: Mapping[str, CutUse]) -> tuple[dict[str, TokenUse], list[Found]]:
@@ -105,17 +110,21 @@ def _token_uses(model: nn.Module, cut: Mapping[str, CutUse]) -> tuple[dict[str, 
         what = f"{kind}, which brings no base_model_pp_plan"
         return {}, [Found("models of transformers without a plan for it", what, "sequence")]
     uses: dict[str, TokenUse] = {parts.layers[0]: "enter", parts.after[0]: "join"}
+    is_cut = _matching({} if _drops_within(model) else cut)
     for layer in parts.layers:
-        uses |= _uses_in(layer, model.get_submodule(layer), cut)
-    return uses, list(_dropouts_between(model))
+        module = model.get_submodule(layer)
+        for name, _ in module.named_parameters(recurse=False):
+            what = f"the plan of {kind}, which says nothing of '{layer}.{name}'"
+            return {}, [Found("models of transformers without a plan for it", what, "sequence")]
+        uses |= _uses_in(layer, module, is_cut)
+    return uses, []
 
 
-def _uses_in(layer: str, module: nn.Module, cut: Mapping[str, CutUse]) -> Iterator[tuple[str, TokenUse]]:
+def _uses_in(layer: str, module: nn.Module, is_cut: Callable[[str], CutUse | None]) -> Iterator[tuple[str, TokenUse]]:
     """Yield the token use of a layer's modules: whole, unless they are known to need no other token.
 
     A module whose weights are all cut gathers its column layers' input and returns some tokens by its row layers.
     """
-    is_cut = _matching(cut)
     for name, child in ((f"{layer}.{name}", child) for name, child in module.named_children()):
         inside = [f"{name}.{one}".rpartition(".")[0] for one, _ in child.named_parameters()]
         columns = [one for one in dict.fromkeys(inside) if is_cut(one) == "column"]
@@ -133,9 +142,8 @@ def _matching(cut: Mapping[str, CutUse]) -> Callable[[str], CutUse | None]:
     return lambda name: next((use for pattern, use in fits if pattern.fullmatch(name)), None)
 
 
-def _dropouts_between(model: nn.Module) -> Iterator[Found]:
-    """Yield dropouts inside what is cut, which would drop the same elements of each rank's tokens."""
-    config: Any = model_of_transformers(model)[1].config
-    for name, share in config.get_text_config().to_dict().items():
-        if "drop" in name and name not in (*_DROPOUT_MODULES, *_DROPOUTS) and isinstance(share, float) and share:
-            yield Found("dropout in layers that ranks share", f"task.params.hf.config.{name}: {share}", "sequence")
+def _drops_within(model: nn.Module) -> bool:
+    """Return True if modules that are cut have dropout of their outputs, which ranks must draw for all tokens."""
+    config = model_of_transformers(model)[1].config.get_text_config().to_dict()
+    others = [name for name in config if "drop" in name and name not in (*_DROPOUT_MODULES, *_DROPOUTS)]
+    return any(isinstance(config[name], float) and config[name] for name in others)

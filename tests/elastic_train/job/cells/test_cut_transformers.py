@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
+from elastic_train.job.units.blocks import recompute_blocks
 from elastic_train.parallel.cells.links import CellLinks
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from tests.elastic_train.job.cells.test_context import of_tensor_rank
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
-from tests.elastic_train.job.cells.test_sequence import compare_tokens
+from tests.elastic_train.job.cells.test_sequence import compare_tokens, cut_of
+from tests.elastic_train.job.cells.test_sequence import run_once as run_tokens
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
@@ -130,11 +132,6 @@ def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_wit
             4,
             "4 does not work with the 18 columns of 'model.layers.0.mlp",
         ),
-        (
-            {"model_type": "llama", "attention_dropout": 0.1},
-            2,
-            "hf.config.attention_dropout: 0.1, since .*, or dropout to 0",
-        ),
     ],
 )
 def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], degree: int, message: str) -> None:
@@ -150,10 +147,7 @@ def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "starcoder2", "residual_dropout": 0.1},
-            "sequence: true does not work with .*hf.config.residual_dropout: 0.1, since .*, or dropout to 0",
-        ),
+        ({"model_type": "doge"}, "the plan of DogeForCausalLM, which says nothing of 'model.layers.0.input_residual'"),
         ({"model_type": "gpt2"}, "tensor: 2 does not work with GPT2LMHeadModel, which brings no base_model_tp_plan"),
     ],
 )
@@ -205,13 +199,13 @@ def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
         cell_plan_of(task, model_of_transformers("llama"), ParallelConfig(**parallel))  # type: ignore[arg-type]
 
 
-def with_lora(dropout: float = 0.0) -> nn.Module:
+def with_lora(dropout: float = 0.0, **shares: float) -> nn.Module:
     """Return a model with LoRA in some layers; all weights are drawn and trained."""
     from peft import LoraConfig, get_peft_model
 
     modules = ["q_proj", "k_proj", "o_proj", "down_proj"]
     config = LoraConfig(r=3, target_modules=modules, layers_to_transform=[1], lora_dropout=dropout)
-    model: nn.Module = get_peft_model(model_of_transformers("llama"), config)  # type: ignore[arg-type]
+    model: nn.Module = get_peft_model(dropping("llama", **shares), config)  # type: ignore[arg-type]
     for name, one in model.named_parameters():
         one.requires_grad_()
         if "lora_" in name:
@@ -234,13 +228,52 @@ def test_parts_of_adapters_compute_what_the_whole_does() -> None:
     in_memory(of_rank_with_lora, 4)
 
 
-def test_dropout_of_what_a_rank_has_a_part_of_is_refused() -> None:
-    task = CausalLM(hf={"config": {"model_type": "llama", **SIZES}})
-    with pytest.raises(
-        ConfigError,
-        match=r"tensor: 2 does not work with lora_dropout in 'base_model.model.model.layers.1.self_attn.o_proj'",
-    ):
-        cell_plan_of(task, with_lora(0.1), ParallelConfig(tensor=2))
+def dropping(kind: str, **shares: float) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**SIZES, **shares}, attn_implementation="eager")
+    model: nn.Module = AutoModelForCausalLM.from_config(config).double()
+    return model
+
+
+def of_rank_that_drops(rank: int, size: int) -> None:
+    """Compare all ranks' outputs, shared gradients and random numbers, within attention and after the pass."""
+    group = group_of("world", rank, size)
+    shares = {"attention_dropout": 0.2, "residual_dropout": 0.2}
+    cases = (
+        ("llama", partial(dropping, "llama", attention_dropout=0.2)),
+        ("starcoder2", partial(dropping, "starcoder2", **shares)),
+        ("llama", partial(with_lora, 0.2, attention_dropout=0.2)),
+        ("llama", partial(with_lora, 0.2)),
+    )
+    for number, (kind, make) in enumerate(cases):
+        task = CausalLM(hf={"config": {"model_type": kind, **SIZES}}, max_tokens=16)
+        for sequence in (False, True):
+            model = make()
+            cut = cut_of(model, group, task, sequence=sequence)
+            within = list[Tensor]()
+            [value] = [one for name, one in model.named_modules() if name.endswith("layers.0.self_attn.v_proj")]
+            value.register_forward_hook(lambda *_, within=within: within.append(torch.rand(1)))
+            found = run_tokens(model)
+            state = torch.get_rng_state()
+            for one in (found, state):
+                assert torch.equal(group.all_gather(one), one.expand(size, *one.shape)), (kind, sequence)
+            assert len(group.all_gather(within[0]).unique()) == (1 if number == 3 else size)
+            gradients = {name: one.grad for name, one in model.named_parameters()}
+            shared = torch.cat([gradients[name].reshape(-1) for name in gradients if name not in cut.cuts])  # type: ignore[union-attr]
+            assert torch.equal(group.all_gather(shared), shared.expand(size, -1)), (kind, sequence)
+            model.zero_grad()
+            recompute_blocks(model, "units")
+            assert torch.equal(run_tokens(model), found)
+            assert all(torch.equal(one.grad, gradients[name]) for name, one in model.named_parameters())  # type: ignore[arg-type]
+            assert torch.equal(torch.get_rng_state(), state)
+    group.close()
+
+
+def test_ranks_drop_their_own_elements_of_their_parts_and_equal_ones_of_what_all_have() -> None:
+    """With dropout of attention's weights, of outputs, and of LoRA's inputs; a recomputed block drops the same."""
+    in_memory(of_rank_that_drops, 4)
 
 
 class Counted(CellLinks):

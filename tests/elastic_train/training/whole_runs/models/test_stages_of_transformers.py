@@ -113,24 +113,31 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
 
 def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, fewer_rows: Path) -> None:
     """The pipeline, its schedule and the number of cells change no bit: neither relative to one process, in bf16, nor
-    to tensor ranks alone, with or without sequence parallelism."""
-    found, bf16 = {}, ["--precision", "bf16"]
-    no_dropout, tensor = {"attention_dropout": 0.0}, ["--parallel.tensor", "2"]
+    to tensor ranks alone, with or without sequence parallelism, and through a lost rank; attention has dropout."""
+    found, bf16, tensor = {}, ["--precision", "bf16"], ["--parallel.tensor", "2"]
     tokens = [*tensor, "--parallel.sequence", "true"]
-    for name, changes, num_ranks, how in (
-        ("one", {}, None, bf16),
-        ("chunks", {}, 2, [*bf16, *stages(2, kind="interleaved")]),
-        ("tensor", no_dropout, 2, tensor),
-        ("tensor in stages", no_dropout, 4, [*tensor, *stages(2)]),
-        ("tokens", no_dropout, 2, tokens),
-        ("tokens in stages", no_dropout, 4, [*tokens, *stages(2), "--parallel.recompute", "units"]),
-        ("tokens in two cells", no_dropout, 4, tokens),
+    for name, num_ranks, how in (
+        ("one", None, bf16),
+        ("chunks", 2, [*bf16, *stages(2, kind="interleaved")]),
+        ("tensor", 2, tensor),
+        ("tensor in stages", 4, [*tensor, *stages(2)]),
+        ("tokens", 2, tokens),
+        ("tokens in stages", 4, [*tokens, *stages(2), "--parallel.recompute", "units"]),
+        ("tokens in two cells", 4, tokens),
+        ("tensor with a lost rank", 6, tensor),
     ):
         folder = tmp_path / name
-        run = job(folder, fewer_rows, {"config": {**QWEN3, **changes}})
-        succeed(start([run, *how, "--max_steps", "2"], num_ranks=num_ranks))
+        run = job(folder, fewer_rows, {"config": QWEN3})
+        if "lost" in name:
+            done = memory_live.start(
+                [run, *how, "--max_steps", "2"], num_ranks=num_ranks, losses=[Loss(3, 2, "backward")]
+            )
+            assert sorted(done.codes) == [-9, *[0] * 6], done.output
+        else:
+            succeed(start([run, *how, "--max_steps", "2"], num_ranks=num_ranks))
         found[name] = result(folder)["weights_sha256"], result(folder)["metrics"], average_of(folder)
-    assert found["chunks"] == found["one"] and found["tensor in stages"] == found["tensor"]
+    assert found["chunks"] == found["one"]
+    assert found["tensor in stages"] == found["tensor with a lost rank"] == found["tensor"]
     assert found["tokens in stages"] == found["tokens in two cells"] == found["tokens"]
     weights = [newest_weights(tmp_path / name) for name in ("tensor", "tokens")]
     for name, one in weights[0].items():
