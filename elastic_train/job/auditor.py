@@ -36,7 +36,7 @@ from elastic_train.parallel.cells.expert_links import Leaf
 from elastic_train.parallel.cells.pipeline import Passes, run_program
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Pass
-from elastic_train.tasks.task import Batch
+from elastic_train.tasks.task import Batch, on_device
 
 _NOTHING = -1
 """Placeholder for a checksum that this rank has not computed."""
@@ -188,7 +188,7 @@ class Auditor:
         devices, lane = [plan.device] if plan.device.type == "cuda" else [], None
         with torch.random.fork_rng(devices), self._buffers.untouched():
             if batch is not None and batch.tensors is not None:
-                lane = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
+                lane = on_device(batch.tensors, plan.device)
                 leaf = self._mesh.leaf(audit.lane, plan.num_lanes)
                 seed_generators(lane_seed(plan.config.run.seed, state.step, leaf))
             key = None if batch is None else key_of(batch)

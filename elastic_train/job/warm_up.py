@@ -25,7 +25,7 @@ from elastic_train.parallel.attention.choice import Recorder, choose
 from elastic_train.parallel.attention.kernels import machine_of
 from elastic_train.tasks.placements import Running, loss_of
 from elastic_train.tasks.preparing import try_metrics
-from elastic_train.tasks.task import Batch, LaneLoss, Task, weight_of
+from elastic_train.tasks.task import Batch, LaneLoss, Task, on_device, weight_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -194,7 +194,7 @@ def run_once(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneL
 def _loss_of(plan: Plan, model: nn.Module, batch: LaneBatch, step: int) -> LaneLoss:
     assert batch.tensors is not None, "the lane has samples"
     seed_generators(lane_seed(plan.config.run.seed, step, batch.lane))
-    tensors = {name: tensor.to(plan.device) for name, tensor in batch.tensors.items()}
+    tensors = on_device(batch.tensors, plan.device)
     with plan.autocast():
         return _loss_alone(plan, model, tensors)
 

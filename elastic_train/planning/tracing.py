@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from elastic_train.parallel.attention.documents import ATTEND, ATTEND_BACKWARD
 from elastic_train.planning.arithmetic.model import Work
 
 REST = ""
@@ -29,17 +30,27 @@ _FORWARD = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_efficient_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
+    ATTEND,
 )
 _ATTENTION: dict[Any, Callable[..., int]] = {
     **{
         packet: lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, _of_heads(k, q), _of_heads(v, q))  # type: ignore[no-untyped-call]
         for packet in _FORWARD
     },
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
-        g.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
-    ),
+    **{
+        packet: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(  # type: ignore[no-untyped-call]
+            g.shape, q.shape, _of_heads(k, q), _of_heads(v, q)
+        )
+        for packet in (
+            _ATEN._scaled_dot_product_flash_attention_for_cpu_backward,
+            ATTEND_BACKWARD,
+        )
+    },
 }
-"""Attention with fewer key heads than query heads, and on a CPU: torch's counter fails on these or skips them."""
+"""Attention with fewer key heads than query heads, and on a CPU: torch's counter fails on these or skips them.
+
+Packed rows count as one document each.
+"""
 _FREE = {
     _ATEN.t, _ATEN.transpose, _ATEN.view, _ATEN.detach, _ATEN._unsafe_view, _ATEN.split, _ATEN.as_strided,
     _ATEN.expand, _ATEN.permute, _ATEN.select, _ATEN.slice, _ATEN.unsqueeze, _ATEN.squeeze, _ATEN.unbind,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig
@@ -51,6 +52,18 @@ class LaneLoss:
     weight: float | None
     predictions: Tensor | None = None
     targets: Tensor | None = None
+
+
+ON_HOST = "_on_host"
+"""End of the names of a micro-batch's tensors that stay in host memory."""
+
+
+def on_device(batch: Mapping[str, Tensor], device: torch.device, *, non_blocking: bool = False) -> Batch:
+    """Return a micro-batch on a device, except for tensors that stay on the host."""
+    return {
+        name: tensor if name.endswith(ON_HOST) else tensor.to(device, non_blocking=non_blocking)
+        for name, tensor in batch.items()
+    }
 
 
 def weight_of(loss: LaneLoss) -> float:

@@ -32,7 +32,7 @@ from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
 from elastic_train.tasks.preparing import check_states, value_of
-from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, weight_of
+from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, on_device, weight_of
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import gather_tables
 
@@ -228,7 +228,7 @@ def _losses(
     for batch in batches:
         tensors = batch.tensors
         seed_validated(batch)
-        yield batch, None if tensors is None else task.loss(model, {name: t.to(device) for name, t in tensors.items()})
+        yield batch, None if tensors is None else task.loss(model, on_device(tensors, device))
 
 
 def _told(world: Ranks, judged: dict[str, Judged]) -> dict[str, Judged]:

@@ -34,6 +34,7 @@ from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.preemption import LeaveRequest
 from elastic_train.system.watchdog import Watchdog
 from elastic_train.system.wording import POWERS_OF_TEN, counted
+from elastic_train.tasks.task import on_device
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import Standing
 from elastic_train.tracking.progress import Status
@@ -172,7 +173,7 @@ class Session:
         return [bool(asked) for asked in self.world.group.all_gather(mine).flatten().tolist()]
 
     def to_device(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.plan.device, non_blocking=True) for name, tensor in tensors.items()}
+        return on_device(tensors, self.plan.device, non_blocking=True)
 
     @property
     def is_over(self) -> bool:

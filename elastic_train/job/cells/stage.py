@@ -23,7 +23,7 @@ from elastic_train.parallel.cells.pipeline import Links, Passes, StageLinks, run
 from elastic_train.parallel.group import Group
 from elastic_train.program.schedules import Action, Kind, Pass, Pipeline, Scheduled, schedule, step_program
 from elastic_train.tasks.placements import ContextPart, Piece, Running, loss_of, run_piece
-from elastic_train.tasks.task import Batch, LaneLoss, Task
+from elastic_train.tasks.task import Batch, LaneLoss, Task, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Forward(Passes):
     def _run(self, one: Pass, given: Tensor | None) -> Tensor | LaneLoss:
         batch = self._batches[one.number]
         assert batch.tensors is not None, "it has samples"
-        tensors = {name: tensor.to(self._device) for name, tensor in batch.tensors.items()}
+        tensors = on_device(batch.tensors, self._device)
         if given is None:
             seed_validated(batch)
         return self._stage.run(one.chunk, tensors, given, trains=False)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from elastic_train.config.combinations import refused
 from elastic_train.job.units.generators import beginning_at, host_states, moved_hosts, undisturbed
+from elastic_train.parallel.attention.documents import ATTEND
 from elastic_train.parallel.unit_weights import is_in_backward
 
 Recompute = Literal["none", "units", "selective"]
@@ -41,6 +42,7 @@ _KEPT = [
         _ATEN._scaled_dot_product_flash_attention_for_cpu,
         _ATEN._scaled_dot_product_efficient_attention,
         _ATEN._scaled_dot_product_cudnn_attention,
+        ATTEND,
     )
 ]
 """The slowest operations: `selective` keeps their results and recomputes everything else."""

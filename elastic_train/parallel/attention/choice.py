@@ -8,9 +8,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from elastic_train.parallel.attention.kernels import FLEX, KERNELS, TORCH, Call, Kernel, Machine, put_in_place, why
+from elastic_train.parallel.attention.documents import Documents, attend_documents, by_mask, lengths_of
+from elastic_train.parallel.attention.kernels import (
+    FLEX,
+    KERNELS,
+    MASK,
+    TORCH,
+    VARLEN,
+    Call,
+    Kernel,
+    Machine,
+    put_in_place,
+    why,
+)
 from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
 
 FINGERPRINT = "attention"
@@ -20,20 +33,22 @@ Check = Callable[..., None]
 
 @dataclass(slots=True)
 class Choice:
-    """The chosen kernels: `causal` for the decoder's causal calls, `everywhere` for SDPA.
+    """The chosen kernels: `causal` for the decoder's causal calls, `everywhere` for SDPA, `packed` for packed rows.
 
-    `admitted` kernels have passed their probe; `refused` has the reason for each other one.
+    `packed` is "" if the run has none. `admitted` kernels have passed their probe; `refused` has the reason for each
+    other one.
     """
 
     causal: str
     everywhere: str
+    packed: str = ""
     admitted: list[Kernel] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Name by which ranks compare choices."""
-        return _name(self.causal, self.everywhere)
+        return _name(self.causal, self.everywhere, self.packed)
 
     def __str__(self) -> str:
         if self.refused and not self.admitted:
@@ -61,12 +76,13 @@ def fingerprint(*, compiles: bool) -> str:
     return _name(FLEX, TORCH) if compiles else TORCH
 
 
-def _name(causal: str, everywhere: str) -> str:
-    return causal if causal == everywhere else f"{causal}, elsewhere {everywhere}"
+def _name(causal: str, everywhere: str, packed: str = "") -> str:
+    name = causal if causal == everywhere else f"{causal}, elsewhere {everywhere}"
+    return f"{name}, packed rows by {packed}" if packed else name
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls of SDPA without a mask."""
+    """Records the calls of SDPA without a mask, and those for packed rows, which it computes with one."""
 
     def __init__(self, compute_type: torch.dtype | None) -> None:
         super().__init__()
@@ -79,7 +95,18 @@ class Recorder(TorchFunctionMode):
         named = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self._note(*args, **named)
+        elif func is attend_documents:
+            return self._with_mask(*args)
         return func(*args, **named)
+
+    def _with_mask(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None, dropout: float
+    ) -> Tensor:
+        if not dropout and key.shape == value.shape:
+            dtype, lengths = self._compute_type or query.dtype, tuple(lengths_of(documents.on_host))
+            call = Call(tuple(query.shape), tuple(key.shape), dtype, is_causal=True, scale=scale, lengths=lengths)
+            self.calls[call] = None
+        return by_mask(query, key, value, documents, scale, dropout)
 
     def _note(
         self,
@@ -102,14 +129,16 @@ def choose(
 ) -> Choice:
     """Probe kernels, fastest first, on a run's calls, and activate the first that passes.
 
-    A kernel for all of SDPA must pass for each call, one for the decoder only for the causal ones.
+    A kernel for all of SDPA must pass for each call, one for the decoder only for the causal ones. For packed rows it
+    must pass as if each row were one document, since their own kernel, probed last, is built on it.
     """
     global _current
-    calls = list(calls)
-    plain = [call for call in calls if call.is_plain]
+    packed = [call for call in calls if call.lengths]
+    plain = [call for call in calls if call.is_plain and not call.lengths]
+    every = list(dict.fromkeys(replace(call, lengths=()) for call in calls))
     choice = Choice(TORCH, TORCH)
-    for kernel in kernels if calls else ():
-        wanted = calls if kernel.is_sdpa else plain
+    for kernel in kernels:
+        wanted = {"sdpa": every, "decoder": plain, "documents": []}[kernel.of]
         if not wanted:
             continue
         reason = _obstacle(kernel, wanted, machine, check)
@@ -117,14 +146,29 @@ def choose(
             choice.refused[kernel.name] = reason
             continue
         choice.admitted.append(kernel)
-        if kernel.is_sdpa:
+        if kernel.of == "sdpa":
             break
-    by_sdpa = [kernel for kernel in choice.admitted if kernel.is_sdpa]
+    by_sdpa = [kernel for kernel in choice.admitted if kernel.of == "sdpa"]
     choice.everywhere = by_sdpa[0].name if by_sdpa else TORCH
     choice.causal = choice.admitted[0].name if choice.admitted else TORCH
-    put_in_place(choice.causal, choice.everywhere, kernels)
+    put_in_place(choice.causal, choice.everywhere, kernels=kernels)
+    if packed:
+        choice.packed = _of_packed(packed, choice, machine, kernels, check)
+        put_in_place(choice.causal, choice.everywhere, choice.packed, kernels)
     _current = choice
     return choice
+
+
+def _of_packed(calls: Sequence[Call], choice: Choice, machine: Machine, kernels: Sequence[Kernel], check: Check) -> str:
+    """Probe the kernels of packed rows; return the first that passes, or the mask."""
+    for kernel in kernels:
+        if kernel.of == "documents":
+            reason = _obstacle(kernel, calls, machine, check)
+            if reason is None:
+                choice.admitted.append(kernel)
+                return kernel.name
+            choice.refused[kernel.name] = reason
+    return MASK
 
 
 def _obstacle(kernel: Kernel, calls: Sequence[Call], machine: Machine, check: Check) -> str | None:
@@ -153,16 +197,23 @@ def adopt(name: str, machine: Machine, kernels: Sequence[Kernel] = KERNELS) -> b
     if machine.compiles:
         return False
     usable = [kernel for kernel in kernels if _current is None or kernel.name == TORCH or kernel in _current.admitted]
-    named = {_name(causal.name, one.name): (causal, one) for causal in usable for one in usable if one.is_sdpa}
+    of_packed = ("", MASK, *(kernel.name for kernel in usable if kernel.of == "documents"))
+    named = {
+        _name(causal.name, one.name, packed): (causal.name, one.name, packed)
+        for causal in usable
+        for one in usable
+        for packed in of_packed
+        if one.of == "sdpa" and causal.of != "documents"
+    }
     if name not in named:
         return False
-    causal, everywhere = named[name]
+    causal, everywhere, packed = named[name]
     try:
-        put_in_place(causal.name, everywhere.name, kernels)
+        put_in_place(causal, everywhere, packed or VARLEN, kernels)
     except Exception as error:  # noqa: BLE001 - a package's kernel may raise anything
-        refused = {causal.name: why(error)}
-        put_in_place(TORCH, TORCH, kernels)
-        _current = Choice(TORCH, TORCH, [], refused)
+        refused = {causal: why(error)}
+        put_in_place(TORCH, TORCH, kernels=kernels)
+        _current = Choice(TORCH, TORCH, refused=refused)
         return False
-    _current = replace(_current or Choice(TORCH, TORCH), causal=causal.name, everywhere=everywhere.name)
+    _current = replace(_current or Choice(TORCH, TORCH), causal=causal, everywhere=everywhere, packed=packed)
     return True

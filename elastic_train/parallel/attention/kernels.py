@@ -1,7 +1,8 @@
 """The attention kernels, fastest first, and the process's current choice.
 
 One kernel computes torch's own function (`scaled_dot_product_attention`, SDPA) for all models. Kernels that SDPA cannot
-use, cuDNN in deterministic mode and FlexAttention, compute only the causal attention of the package's decoder.
+use, cuDNN in deterministic mode and FlexAttention, compute only the causal attention of the package's decoder. Packed
+rows are computed by the operator of `documents`, with the active FlashAttention, or else by SDPA with a mask.
 
 FlexAttention (Dong et al. 2024) is for compiled blocks on a GPU. No two thread blocks add to the same element, so its
 bits are reproducible. It takes 1.6 times as long as cuDNN's attention; torch's deterministic mode takes 2.9 times.
@@ -13,11 +14,13 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elastic_train.parallel.attention.documents import WIDEST_HEAD, attend_documents, by_mask, documents_of
 from elastic_train.parallel.devices import switches
 from elastic_train.system.wording import first_line
 
@@ -92,7 +95,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of SDPA without a mask: shapes (batch, heads, tokens, width) of queries, and of keys and values."""
+    """A call of SDPA without a mask: shapes (batch, heads, tokens, width) of queries, and of keys and values.
+
+    With `lengths`, those of its documents, it is a call of `attend_documents`.
+    """
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -100,6 +106,7 @@ class Call:
     is_causal: bool
     dropout: float = 0.0
     scale: float | None = None
+    lengths: tuple[int, ...] = ()
 
     @property
     def is_grouped(self) -> bool:
@@ -134,14 +141,16 @@ class Kernel:
     obstacle: Callable[[Machine, Call], str | None]
     activate: Callable[[], None]
     attend: Attend
-    is_sdpa: bool = True
-    """True if it computes all calls of SDPA, False if only the causal ones of the package's decoder."""
+    of: Literal["sdpa", "decoder", "documents"] = "sdpa"
+    """The calls it computes: all of SDPA, only the causal ones of the package's decoder, or those of packed rows."""
     packages: tuple[str, ...] = ()
     """Packages, besides torch, whose version may change its bits."""
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
     """Compute a call by SDPA with the active kernel."""
+    if call.lengths:
+        return by_mask(query, key, value, documents_of(call.lengths, query.device), call.scale)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -216,12 +225,20 @@ def _no_flex(machine: Machine, call: Call) -> str | None:
     return None if call.is_plain and call.query[3] >= LEAST_HEAD else "other calls than the decoder's"
 
 
+def _no_varlen(machine: Machine, call: Call) -> str | None:
+    if machine.device.type == "cuda" and machine.capability < (8, 0):
+        return f"compute capability {machine.capability[0]}.{machine.capability[1]}"
+    if call.dtype not in _HALF or call.query[3] > WIDEST_HEAD:
+        return f"{call.dtype}, heads of {call.query[3]}"
+    return None
+
+
 def _anything(machine: Machine, call: Call) -> str | None:
     return None
 
 
 _SDPA_SWITCHES = tuple(f"torch.backends.cuda.enable_{name}_sdp" for name in ("flash", "mem_efficient", "cudnn"))
-FLEX, CUDNN, TORCH = "flex", "cudnn", "torch"
+FLEX, CUDNN, TORCH, VARLEN, MASK = "flex", "cudnn", "torch", "varlen", "mask"
 KERNELS = (
     Kernel("FA4", _no_flash(9, 10), _activate_flash("FA4"), sdpa, packages=("flash-attn-4", "flash-attn-cute")),
     Kernel("FA3", _no_flash(9), _activate_flash("FA3"), sdpa, packages=("flash-attn-3", "flash-attn")),
@@ -230,7 +247,7 @@ KERNELS = (
         _no_cudnn,
         _install_cudnn,
         lambda query, key, value, call: _by_cudnn(query, key, value, is_grouped=call.is_grouped),
-        is_sdpa=False,
+        of="decoder",
         packages=("nvidia-cudnn-frontend", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
     ),
     Kernel(
@@ -238,10 +255,19 @@ KERNELS = (
         _no_flex,
         lambda: None,
         lambda query, key, value, call: causal_attention(query, key, value, is_grouped=call.is_grouped),
-        is_sdpa=False,
+        of="decoder",
     ),
     Kernel(TORCH, _anything, _restore, sdpa),
     Kernel("math", _anything, _only_math, sdpa),
+    Kernel(
+        VARLEN,
+        _no_varlen,
+        lambda: None,
+        lambda query, key, value, call: attend_documents(
+            query, key, value, documents_of(call.lengths, query.device), call.scale
+        ),
+        of="documents",
+    ),
 )
 """Fastest first: FA3 takes 0.79 of the time of cuDNN's non-deterministic attention, then cuDNN's deterministic one.
 
@@ -251,16 +277,23 @@ by this project.
 
 _causal = FLEX
 """Kernel of the decoder's causal attention; FlexAttention applies only to compiled blocks."""
+_packed = VARLEN
+"""Kernel of packed rows on GPUs."""
 
 
-def put_in_place(causal: str, everywhere: str, kernels: Sequence[Kernel] = KERNELS) -> None:
-    """Use one kernel for the decoder's causal calls and one for SDPA in this process."""
-    global _causal
+def put_in_place(causal: str, everywhere: str, packed: str = VARLEN, kernels: Sequence[Kernel] = KERNELS) -> None:
+    """Use one kernel for the decoder's causal calls, one for SDPA and one for packed rows in this process."""
+    global _causal, _packed
     by_name = {kernel.name: kernel for kernel in kernels}
     by_name[everywhere].activate()
-    if not by_name[causal].is_sdpa:
+    if by_name[causal].of != "sdpa":
         by_name[causal].activate()
-    _causal = causal
+    _causal, _packed = causal, packed
+
+
+def masks_documents(device: torch.device) -> bool:
+    """Return True if packed rows on a device are computed with a mask: on a GPU whose kernel is not admitted."""
+    return device.type == "cuda" and _packed == MASK
 
 
 def causal_kernel(query: Tensor) -> Callable[..., Tensor] | None:

@@ -49,7 +49,7 @@ def check_repeats(kernel: Kernel, call: Call, device: torch.device, *, compiles:
     """Raise NotRepeatableError if an active kernel's bits differ in a second run, here or in another process."""
     if compiles:
         torch.compiler.reset()  # or a late kernel exceeds the limit of compiled variants of one function
-    part = replace(call, query=_cut(call.query), key=_cut(call.key))
+    part = replace(call, query=_cut(call.query), key=_cut(call.key), lengths=_cut_lengths(call))
     found = _run(kernel, part, device, compiles=compiles)
     with sdpa_kernel(SDPBackend.MATH):
         expected = _run(replace(kernel, attend=sdpa), part, device, compiles=False)
@@ -66,6 +66,14 @@ def check_repeats(kernel: Kernel, call: Call, device: torch.device, *, compiles:
 
 def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (1, *shape[1:-2], min(shape[-2], _MOST_TOKENS), shape[-1])
+
+
+def _cut_lengths(call: Call) -> tuple[int, ...]:
+    """Return the lengths of the documents in the first tokens of the first row."""
+    left, found = min(call.query[-2], _MOST_TOKENS), list[int]()
+    for length in call.lengths:
+        found.append(min(length, left - sum(found)))
+    return tuple(length for length in found if length)
 
 
 def _run(kernel: Kernel, call: Call, device: torch.device, *, compiles: bool) -> list[Tensor]:
@@ -146,7 +154,7 @@ def main(arguments: Sequence[str]) -> None:
     asked = json.loads(sys.stdin.read())
     call = Call(
         **asked
-        | {"query": tuple(asked["query"]), "key": tuple(asked["key"])}
+        | {name: tuple(asked[name]) for name in ("query", "key", "lengths")}
         | {"dtype": getattr(torch, asked["dtype"])}
     )
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)

@@ -15,10 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elastic_train.parallel.attention.documents import Documents, attend_documents
 from elastic_train.parallel.attention.kernels import causal_kernel
 from elastic_train.tasks.decoder.experts import MixtureOfExperts, RouterLosses
 
 Gather = Callable[[Tensor], Tensor]
+Sight = Tensor | Documents | None
+"""What tokens see: a mask (batch, 1, tokens, tokens) that is true where they attend, or a bias added to the scores;
+their documents; None for all tokens before them."""
 
 _WIDTH_MULTIPLE = 64
 
@@ -34,17 +38,18 @@ class Attention(nn.Module):
         self.v = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
         self.o = nn.Linear(shape.dim, shape.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, gather: Gather | None = None) -> Tensor:
-        """Map x (batch, tokens, dim) to the same shape; mask (batch, 1, tokens, tokens) is true where tokens attend.
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Sight, gather: Gather | None = None) -> Tensor:
+        """Map x (batch, tokens, dim) to the same shape.
 
         `gather` fetches keys and values of tokens that other ranks compute; the mask's last dimension includes them.
-        The mask may also be a bias added to the scores.
         """
         query, key = _rotate(self._heads(self.q(x)), cos, sin), _rotate(self._heads(self.k(x)), cos, sin)
         value = self._heads(self.v(x))
         if gather is not None:
             key, value = gather(torch.stack((key, value))).unbind(0)
-        if mask is None and (attend := causal_kernel(query)) is not None:
+        if isinstance(mask, Documents):
+            attended = attend_documents(query, key, value, mask)
+        elif mask is None and (attend := causal_kernel(query)) is not None:
             attended = attend(query, key, value, is_grouped=self.is_grouped)
         else:
             attended = F.scaled_dot_product_attention(
@@ -86,7 +91,7 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None,
+        mask: Sight,
         losses: RouterLosses | None = None,
         gather: Gather | None = None,
     ) -> Tensor:
@@ -122,12 +127,12 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Sight = None,
         losses: RouterLosses | None = None,
         gather: Gather | None = None,
     ) -> Tensor:
-        """Map tokens (batch, width) int64 to logits; positions of the same shape, by default 0, 1, …; mask as in
-        `Attention`, by default causal.
+        """Map tokens (batch, width) int64 to logits; positions of the same shape, by default 0, 1, …; by
+        default a token sees all before it.
 
         A causal mask hides right padding from real tokens. `losses` collects router losses. With `gather` the tokens
         are a part of each row's (`Attention`), with that part's positions and mask.
@@ -144,7 +149,7 @@ class Decoder(nn.Module):
         parts: Sequence[str],
         tokens: Tensor,
         positions: Tensor | None,
-        mask: Tensor | None,
+        mask: Sight,
         x: Tensor | None = None,
         losses: RouterLosses | None = None,
         gather: Gather | None = None,

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from elastic_train.config.combinations import Found
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.attention.documents import Documents
 from elastic_train.system.wording import did_you_mean, nearest
 from elastic_train.tasks.decoder.as_transformers import begin_llama
 from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape, drawn_weights
 from elastic_train.tasks.language.language_model import Logits, Weights
 from elastic_train.tasks.placements import Degrees, Piece, Placements, Use, deal
-from elastic_train.tasks.rows.token_rows import TokenColumns, bias_of, causal_within
+from elastic_train.tasks.rows.token_rows import TokenColumns, bias_of, sight_of
 from elastic_train.tasks.task import Batch
 
 _SIZES = [each.name for each in fields(DecoderShape)]
@@ -86,9 +87,9 @@ class OwnDecoder:
         """Run a piece; a stage's output includes the losses of its routers and earlier ones."""
         tokens, positions, given = batch["tokens"], batch.get("positions"), piece.given
         losses, gather = self._router_losses(model, batch), {}
+        mask: Documents | Tensor | None
         if piece.part is None:
-            documents = batch.get("documents")
-            mask = None if documents is None else causal_within(documents)
+            mask = sight_of(batch)
         else:
             mask, gather = bias_of(batch["mask"], next(model.parameters()).dtype), {"gather": piece.part.gather}
         if piece.modules:

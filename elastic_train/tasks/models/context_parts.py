@@ -1,8 +1,7 @@
 """Context parallelism for transformers models: ranks compute some tokens of each row, through our own attention.
 
-Transformers calls attention by name (`AttentionInterface`), and passes additional forward arguments to that function,
-layer by layer. Ours gathers keys and values of all parts, then does what torch's (`sdpa`) does, with the mask of this
-part's tokens. Without parts it is torch's.
+Our attention (`own_attention`) gathers keys and values of all parts, then does what torch's (`sdpa`) does, with the
+mask of this part's tokens.
 
 A trial before training checks that a model computes the same: with rows in parts, each of which gets the other tokens'
 tensors from a pass of whole rows.
@@ -10,65 +9,33 @@ tensors from a pass of whole rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from elastic_train.config.combinations import Found
 from elastic_train.tasks.models.hugging_face import model_of_transformers
+from elastic_train.tasks.models.own_attention import GATHER, Gather, attend_by_ours
 from elastic_train.tasks.models.packed_rows import Run, depends_on_length, most_rounding, restricted, tried
 from elastic_train.tasks.rows.token_rows import bias_of, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ATTENTION = "elastic_train_parts"
-_GATHER = "gather_keys_and_values"
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size")
 _RUNS = 3
 """Tokens in a run of each part in the trial."""
-Gather = Callable[[Tensor], Tensor]
-
-
-def attend_in_parts(model: nn.Module) -> None:
-    """Make a transformers model use our attention from now on, which is torch's wherever rows are whole."""
-    inner: Any = model
-    if inner.config._attn_implementation == ATTENTION:
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
-    ) -> tuple[Tensor, None]:
-        gather: Gather | None = named.pop(_GATHER, None)
-        if gather is not None:
-            key, value = _gathered(gather, key, value)
-        made: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-        return made
-
-    AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, restricted(sdpa_mask))
-    inner.set_attn_implementation(ATTENTION)
-
-
-def _gathered(gather: Gather, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    if key.shape != value.shape:
-        return gather(key), gather(value)
-    both = gather(torch.stack((key, value)))
-    return both[0], both[1]
 
 
 def logits_of_part(model: nn.Module, mine: Mapping[str, Tensor], gather: Gather) -> Tensor:
     """Return logits of a part of rows, given its tokens, positions and mask (`part_of`)."""
     _, model = model_of_transformers(model)
-    attend_in_parts(model)
+    attend_by_ours(model, restricted)
     tokens, weights = mine["tokens"], next(model.parameters())
     positions = mine["positions"].expand(tokens.shape)
-    named = {"attention_mask": bias_of(mine["mask"], weights.dtype), "position_ids": positions, _GATHER: gather}
+    named = {"attention_mask": bias_of(mine["mask"], weights.dtype), "position_ids": positions, GATHER: gather}
     found: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
     return found
 
@@ -111,11 +78,11 @@ def _compared(model: nn.Module, run: Run, count: int, vocabulary: int) -> Iterat
     def part(places: Tensor, order: Tensor, gather: Gather) -> Tensor:
         mask = bias_of((order <= places[:, None])[None, None], torch.float32)
         mine = tokens[:, places]
-        named = {"position_ids": places.expand(mine.shape), "attention_mask": mask, _GATHER: gather}
+        named = {"position_ids": places.expand(mine.shape), "attention_mask": mask, GATHER: gather}
         return run(input_ids=mine, **named)
 
     own = run(input_ids=tokens)
-    attend_in_parts(model)
+    attend_by_ours(model, restricted)
     gathered, places = list[Tensor](), torch.arange(width)
     yield _is_like(part(places, places, lambda tensor: gathered.append(tensor) or tensor), own)  # type: ignore[func-returns-value]
     yield bool(gathered)

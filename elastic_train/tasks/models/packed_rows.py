@@ -1,7 +1,8 @@
 """Keep documents of a packed row apart within a transformers model, and verify it by a trial.
 
 Transformers calls a mask function, by attention name, for each kind of layer (full, sliding, chunked, …), passing that
-kind's rule. Ours restricts the rule to tokens of one document, so windows are kept. Outside `documents_apart`
+kind's rule. Ours restricts the rule to tokens of one document, so windows are kept. Where a trial shows that our
+attention computes the same, full layers have no mask (`parallel.attention.documents`). Outside `documents_apart`
 transformers' functions are unchanged.
 
 Other paths between tokens (recurrence, convolutions, a model's own masks) are detected by a trial before training.
@@ -24,13 +25,18 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from elastic_train.errors import ConfigError
+from elastic_train.parallel.attention.documents import Documents, documents_of
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
 from elastic_train.tasks.models.hugging_face import FAILURES
+from elastic_train.tasks.models.own_attention import ATTENTION, DOCUMENTS, attend_by_ours
+from elastic_train.tasks.rows.token_rows import sight_of
+from elastic_train.tasks.task import Batch
 
 _LONGEST_WINDOW = 64
 _SPREAD = 7
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
+_LEAVES_MASKS_OUT: ContextVar[bool] = ContextVar("leaves masks out", default=False)
 
 Run = Callable[..., Tensor]
 """Returns the logits for named inputs."""
@@ -38,14 +44,18 @@ _LARGE = 50_000_000
 
 
 @contextlib.contextmanager
-def documents_apart(documents: Tensor) -> Iterator[None]:
-    """Prevent attention between documents; `documents` (rows, width) are numbered within rows."""
+def documents_apart(documents: Tensor, *, leaves_masks_out: bool = False) -> Iterator[None]:
+    """Prevent attention between documents; `documents` (rows, width) are numbered within rows.
+
+    With `leaves_masks_out`, layers in which a token sees all before it get no mask: the model has our attention.
+    """
     _restrict_masks()
-    token = _DOCUMENTS.set(documents)
+    token, left_out = _DOCUMENTS.set(documents), _LEAVES_MASKS_OUT.set(leaves_masks_out)
     try:
         yield
     finally:
         _DOCUMENTS.reset(token)
+        _LEAVES_MASKS_OUT.reset(left_out)
 
 
 @functools.cache
@@ -64,6 +74,8 @@ def restricted(make: Callable[..., Any]) -> Callable[..., Any]:
         documents = _DOCUMENTS.get()
         if documents is None:
             return make(*arguments, **named)
+        if _LEAVES_MASKS_OUT.get() and not any(map(named.get, _OTHER_RULES)):
+            return None
         rule = named["mask_function"]
 
         def within(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -75,11 +87,21 @@ def restricted(make: Callable[..., Any]) -> Callable[..., Any]:
     return make_mask
 
 
-def packed_logits(model: nn.Module, tokens: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-    """Return logits (rows, width, vocabulary) of rows in which no token sees another document's."""
-    named = {"position_ids": positions} if _takes_positions(model) else {}
-    with documents_apart(documents):
-        logits: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
+_OTHER_RULES = ("local_size", "use_vmap", "allow_is_bidirectional_skip")
+"""Arguments of mask functions for layers in which a token does not see all before it, and only these."""
+
+
+def packed_logits(model: nn.Module, batch: Batch, *, without_masks: bool) -> Tensor:
+    """Return logits (rows, width, vocabulary) of rows in which no token sees another document's.
+
+    `without_masks` is the answer of `check_documents`.
+    """
+    named: dict[str, Any] = {"position_ids": batch["positions"]} if _takes_positions(model) else {}
+    sight = sight_of(batch) if without_masks else None
+    if isinstance(sight, Documents):
+        named[DOCUMENTS] = sight
+    with documents_apart(batch["documents"], leaves_masks_out=DOCUMENTS in named):
+        logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits
     return logits
 
 
@@ -113,10 +135,11 @@ def depends_on_length(config: Any, max_tokens: int) -> str:
     return ""
 
 
-def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> None:
+def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> bool:
     """Reject a model whose packed documents differ from transformers' results for each alone; raise ConfigError.
 
-    With `has_holes`, also documents with masked tokens inside. Each model and configuration is tried once.
+    With `has_holes`, also documents with masked tokens inside. Returns True if the model, from now on with our
+    attention, needs no masks for the same results. Each model and configuration is tried once.
     """
     inner: Any = model
     config = inner.config.get_text_config()
@@ -127,9 +150,16 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> No
             f"task.params.hf: {type(model).__name__} ({inner.config.model_type}) cannot keep the documents of a row "
             f"apart: {why}: give each document its own row, with document_ids: false, or another model"
         )
+    if inner.config._attn_implementation not in ("sdpa", ATTENTION) or not inner._can_set_attn_implementation():
+        return False
+    attend_by_ours(model, restricted)
+    found = tried(model, "documents without masks", lambda run: _difference(model, run, without_masks=True))
+    if found.difference or found.error:
+        inner.set_attn_implementation("sdpa")
+    return not (found.difference or found.error)
 
 
-def _difference(model: nn.Module, run: Run, *, has_holes: bool) -> str:
+def _difference(model: nn.Module, run: Run, *, has_holes: bool = False, without_masks: bool = False) -> str:
     """Try two documents packed and alone, with the first one changed; return the difference, or ""."""
     inner: Any = model
     config = inner.config.get_text_config()
@@ -148,8 +178,10 @@ def _difference(model: nn.Module, run: Run, *, has_holes: bool) -> str:
         documents = documents.masked_fill(~is_read[[0, 0]].repeat(1, 2), -1)
 
     own = run(input_ids=alone, **masks)
-    named = {"position_ids": positions} if _takes_positions(model) else {}
-    with documents_apart(documents):
+    named: dict[str, Any] = {"position_ids": positions} if _takes_positions(model) else {}
+    if without_masks:
+        named[DOCUMENTS] = documents_of([length] * 4, tokens.device)
+    with documents_apart(documents, leaves_masks_out=without_masks):
         packed = run(input_ids=tokens, **named)
     packed = packed[:, -2 * length :]
     most = most_rounding(own)

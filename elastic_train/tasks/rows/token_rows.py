@@ -32,14 +32,17 @@ from elastic_train.data.arrow.numbers import first_incomplete, lengths_of, pad_l
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.dataset.value_ranges import first_outside, outside
 from elastic_train.errors import ConfigError, DataError
+from elastic_train.parallel.attention.documents import Documents
+from elastic_train.parallel.attention.kernels import masks_documents
 from elastic_train.system.wording import sdk_errors
 from elastic_train.tasks.placements import ContextPart
-from elastic_train.tasks.task import Batch
+from elastic_train.tasks.task import ON_HOST, Batch
 
 IGNORED = -100
 """Label of a token that is no target; the usual convention."""
 _WIDTH_MULTIPLE = 8
 
+ENDS = f"ends{ON_HOST}"
 PADDING = -1
 """Document number of tokens that belong to none."""
 
@@ -74,8 +77,9 @@ class TokenColumns:
     def collate(self, rows: pa.Table, ids: Ids, max_tokens: int, vocabulary: int) -> Batch:
         """Return `tokens` (rows, width), `places` (targets,) in their flat form, and `targets` (targets,).
 
-        With documents, or a mask inside a row, also `positions` and `documents`, of the tokens' shape. Raise DataError
-        with a sample for missing values, lists of differing lengths, and ids outside [0, vocabulary).
+        With documents, or a mask inside a row, also `positions` and `documents`, of the tokens' shape; and unless a
+        document has masked tokens inside, `ends_on_host` (`parallel.attention.documents`). Raise DataError with a
+        sample for missing values, lists of differing lengths, and ids outside [0, vocabulary).
         """
         lengths = self._check(rows, ids)
         multiple = max_tokens if self.has_fixed_width else _WIDTH_MULTIPLE
@@ -99,6 +103,8 @@ class TokenColumns:
         batch = {"tokens": tokens, "places": row * tokens.shape[1] + place, "targets": labels[row, place + 1]}
         if documents is not None:
             batch |= {"documents": documents, "positions": _positions(runs)}
+            if (ends := _ends(documents)) is not None:
+                batch[ENDS] = ends
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def unfit_rows(self, rows: pa.Table, vocabulary: int) -> Sequence[tuple[int, str]]:
@@ -168,6 +174,19 @@ def _positions(runs: Ids) -> Ids:
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
 
+def _ends(documents: Ids) -> npt.NDArray[np.int32] | None:
+    """Return the ends of documents in rows as one sequence, filled up; None if a document is not one run of tokens."""
+    begins = np.ones(documents.shape, dtype=bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    again = begins[:, 1:] & (documents[:, 1:] == np.maximum.accumulate(documents, axis=1)[:, :-1])
+    if (again & (documents[:, 1:] != PADDING)).any():
+        return None
+    starts = np.flatnonzero(begins)
+    ends = np.full(documents.size + 1, documents.size, dtype=np.int32)
+    ends[: len(starts)] = starts
+    return ends
+
+
 def tokens_of(width: int, number: int, count: int) -> Tensor:
     """Return the ascending positions of a part's tokens, in rows of a width that is a multiple of 2 * count."""
     run = width // (2 * count)
@@ -180,6 +199,16 @@ def causal_within(documents: Tensor) -> Tensor:
     width = documents.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def sight_of(batch: Batch) -> Documents | Tensor | None:
+    """Return what the tokens of whole rows see: their documents, or a mask; None if all before them."""
+    documents, ends = batch.get("documents"), batch.get(ENDS)
+    if documents is None:
+        return None
+    if ends is None or masks_documents(documents.device):
+        return causal_within(documents)
+    return Documents.of(ends, documents.device)
 
 
 def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:

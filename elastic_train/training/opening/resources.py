@@ -50,7 +50,7 @@ from elastic_train.job.warm_up import FIRST_LOSS, unchanged, warm_up
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.preemption import LeaveNow, StepDropped
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.task import Deferring
+from elastic_train.tasks.task import Deferring, on_device
 from elastic_train.tracking.delivery import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
@@ -219,7 +219,7 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
     model, device = (
         (state.model, plan.device) if state.shards.cut.has_weights else (_sketch(plan), torch.device("meta"))
     )
-    given = {name: tensor.to(device) for name, tensor in batch.items()}
+    given = on_device(batch, device)
     names = unit_names(model)
     trace = Trace(model, names, [*model.parameters(), *model.buffers(), *given.values()])
     with contextlib.ExitStack() as inside:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_train.parallel.attention.documents import Documents, lengths_of, mask_of
 from elastic_train.tasks.placements import ContextPart
-from elastic_train.tasks.rows.token_rows import TokenColumns, causal_within, part_of, tokens_of
+from elastic_train.tasks.rows.token_rows import TokenColumns, causal_within, part_of, sight_of, tokens_of
 from elastic_train.tasks.task import Batch
 
 rows = st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=21), min_size=1, max_size=4)
@@ -33,6 +34,26 @@ def collated(values: list[list[tuple[int, int]]], *, has_documents: bool) -> Bat
     }
     chosen = TokenColumns("tokens", documents="documents" if has_documents else None)
     return chosen.collate(pa.table(columns), np.arange(len(values)), 21, 10)
+
+
+def test_a_document_that_is_one_run_of_tokens_needs_no_mask() -> None:
+    """Masked tokens on its sides do no harm; inside, they do."""
+    rows = pa.table({"t": [[1] * 5, [1] * 4], "d": [[3, 3, 7, 7, 7], [7, 7, 3, 3]], "m": [[0, 1, 1, 1, 0], [1] * 4]})
+    columns = TokenColumns("t", documents="d", attention="m")
+    batch = columns.collate(rows, np.arange(2), 21, 10)
+    assert lengths_of(batch["ends_on_host"]) == [1, 1, 2, 4, 2, 2, 4]  # of rows padded to eight
+    assert isinstance(sight_of(batch), Documents)
+    columns = TokenColumns("t", documents="d", attention="h")
+    holed = rows.append_column("h", pa.array([[1, 1, 1, 0, 1], [1] * 4]))
+    batch = columns.collate(holed, np.arange(2), 21, 10)
+    assert "ends_on_host" not in batch and torch.equal(sight_of(batch), causal_within(batch["documents"]))
+
+
+@given(rows)
+def test_documents_see_what_a_mask_lets_them_see(values: list[list[tuple[int, int]]]) -> None:
+    batch = collated(values, has_documents=True)
+    seen = mask_of(Documents.of(batch["ends_on_host"], torch.device("cpu")), *batch["tokens"].shape)
+    assert seen.equal(causal_within(batch["documents"]))
 
 
 @given(rows, counts, st.booleans(), st.sampled_from([1, 2, 3, 8]))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 
 from elastic_train.parallel.attention import choice, kernels, probe
 from elastic_train.parallel.attention.choice import Recorder, adopt, choose, fingerprint
-from elastic_train.parallel.attention.kernels import KERNELS, Call, Kernel, Machine, causal_kernel, sdpa
+from elastic_train.parallel.attention.documents import documents_of
+from elastic_train.parallel.attention.kernels import (
+    KERNELS,
+    Call,
+    Kernel,
+    Machine,
+    causal_kernel,
+    masks_documents,
+    sdpa,
+)
 from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
 from elastic_train.parallel.devices.switches import KeptSwitches, switches
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
@@ -22,24 +32,26 @@ from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 CPU = Machine(torch.device("cpu"), (9, 0), compiles=False)
 CAUSAL = Call((1, 4, 16, 8), (1, 2, 16, 8), torch.float32, is_causal=True)
 WHOLE = replace(CAUSAL, is_causal=False)
-MATH = next(kernel for kernel in KERNELS if kernel.name == "math")
+PACKED = replace(CAUSAL, lengths=(5, 10, 1))
+TORCHS, MATH, VARLEN = KERNELS[-3:]
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choice, "_current", None)
     monkeypatch.setattr(kernels, "_causal", kernels.FLEX)
+    monkeypatch.setattr(kernels, "_packed", kernels.VARLEN)
     yield
     kernels._restore()
 
 
-def kernel(name: str, *, is_sdpa: bool = True, obstacle: str | None = None, fails: bool = False) -> Kernel:
+def kernel(name: str, *, of: Any = "sdpa", obstacle: str | None = None, fails: bool = False) -> Kernel:
     def activate() -> None:
         if fails:
             raise ImportError("libflash.so: cannot open")
         ACTIVE.append(name)
 
-    return Kernel(name, lambda machine, call: obstacle, activate, sdpa, is_sdpa)
+    return Kernel(name, lambda machine, call: obstacle, activate, sdpa, of)
 
 
 ACTIVE: list[str] = []
@@ -60,9 +72,9 @@ def admitting(*names: str) -> choice.Check:
         ([kernel("fast"), TORCH], ["fast", "torch"], [CAUSAL], "fast"),
         ([kernel("fast"), TORCH], ["torch"], [CAUSAL], "torch"),
         ([kernel("fast", obstacle="old"), kernel("next", fails=True), TORCH], ["torch"], [CAUSAL], "torch"),
-        ([kernel("own", is_sdpa=False), TORCH], ["own", "torch"], [CAUSAL, WHOLE], "own, elsewhere torch"),
-        ([kernel("own", is_sdpa=False), TORCH], ["own", "torch"], [WHOLE], "torch"),
-        ([kernel("fast"), kernel("own", is_sdpa=False), TORCH], ["fast", "own", "torch"], [CAUSAL], "fast"),
+        ([kernel("own", of="decoder"), TORCH], ["own", "torch"], [CAUSAL, WHOLE], "own, elsewhere torch"),
+        ([kernel("own", of="decoder"), TORCH], ["own", "torch"], [WHOLE], "torch"),
+        ([kernel("fast"), kernel("own", of="decoder"), TORCH], ["fast", "own", "torch"], [CAUSAL], "fast"),
         ([kernel("fast"), TORCH], ["fast"], [], "torch"),
     ],
 )
@@ -73,6 +85,62 @@ def test_the_first_kernel_that_repeats_its_bits_is_taken(
     assert found.name == name and fingerprint(compiles=False) == name
     assert str(found).startswith(f"attention is computed by {name}")
     assert not set(found.refused) & set(name.split(", elsewhere "))
+
+
+PACKS = kernel("varlen", of="documents")
+
+
+@pytest.mark.parametrize(
+    ("admitted", "calls", "name"),
+    [
+        (["fast", "varlen", "torch"], [PACKED], "fast, packed rows by varlen"),
+        (["varlen", "torch"], [PACKED, WHOLE], "torch, packed rows by varlen"),
+        (["fast", "torch"], [PACKED], "fast, packed rows by mask"),
+        (["own", "fast", "varlen"], [PACKED, CAUSAL], "own, elsewhere fast, packed rows by varlen"),
+        (["fast", "varlen"], [CAUSAL], "fast"),
+    ],
+)
+def test_packed_rows_are_computed_by_the_flash_attention_that_was_chosen(
+    admitted: list[str], calls: list[Call], name: str
+) -> None:
+    """If both repeat their bits; other ranks take all of the choice, or none of it."""
+    several = [kernel("own", of="decoder"), kernel("fast"), TORCH, PACKS]
+    found = choose(calls, CPU, several, admitting(*admitted))
+    assert found.name == name and fingerprint(compiles=False) == name
+    assert masks_documents(torch.device("cuda")) == name.endswith("mask")
+    assert not masks_documents(CPU.device)
+    assert adopt("torch, packed rows by mask", CPU, several) and masks_documents(torch.device("cuda"))
+    assert adopt(name, CPU, several) and fingerprint(compiles=False) == name
+    assert adopt("torch, packed rows by varlen", CPU, several) == ("varlen" in name)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [(PACKED, "torch.float32, heads of 8"), (replace(PACKED, dtype=torch.bfloat16), "compute capability 7.5")],
+)
+def test_packed_rows_have_a_mask_where_no_flash_attention_is(call: Call, reason: str) -> None:
+    old = Machine(torch.device("cuda"), (7, 5) if "7.5" in reason else (9, 0), compiles=False)
+    assert choose([call], old, KERNELS, admitting("torch", "varlen")).refused["varlen"] == reason
+
+
+@pytest.mark.parametrize("lengths", [(5, 10, 1), (2000, 48)])
+def test_the_real_kernel_of_packed_rows_passes_the_probe(lengths: tuple[int, ...], monkeypatch: Any) -> None:
+    """A CPU computes the documents one by one; a wrong one does not pass, whatever the first tokens show."""
+    monkeypatch.setattr(probe, "_of_another_process", lambda kernel, call, device, mine, *, compiles: mine)
+    tokens = sum(lengths)
+    call = replace(PACKED, query=(1, 4, tokens, 8), key=(1, 2, tokens, 8), lengths=lengths, dtype=torch.bfloat16)
+    check_repeats(VARLEN, call, CPU.device, compiles=False)
+    whole = replace(VARLEN, attend=lambda query, key, value, call: sdpa(query, key, value, CAUSAL))
+    if lengths[0] < 1000:
+        with pytest.raises(NotRepeatableError, match="plain arithmetic"):
+            check_repeats(whole, call, CPU.device, compiles=False)
+
+
+def test_calls_of_packed_rows_are_seen() -> None:
+    model = Decoder(DecoderShape(vocabulary=32, dim=32, depth=2, heads=4, kv_heads=2))
+    with torch.no_grad(), Recorder(torch.bfloat16) as seen:
+        model(torch.zeros(2, 6, dtype=torch.long), mask=documents_of([6, 1, 5], CPU.device))
+    assert list(seen.calls) == [Call((2, 4, 6, 8), (2, 2, 6, 8), torch.bfloat16, is_causal=True, lengths=(6, 1, 5))]
 
 
 def test_a_start_says_why_faster_kernels_are_not_taken() -> None:
@@ -122,7 +190,7 @@ class Drifting:
 )
 @pytest.mark.parametrize("call", [CAUSAL, replace(CAUSAL, query=(2, 4, 40, 8), key=(2, 2, 40, 8))])
 def test_a_probe_finds_other_bits_and_wrong_numbers(how: str, reason: str, call: Call) -> None:
-    drifting = replace(KERNELS[-2], attend=Drifting(how))
+    drifting = replace(TORCHS, attend=Drifting(how))
     with pytest.raises(NotRepeatableError, match=reason):
         check_repeats(drifting, call, CPU.device, compiles=False)
 
@@ -132,15 +200,15 @@ def test_two_processes_have_to_agree_and_one_asks_for_all(tmp_path: Path, monkey
     """Another process's result is cached for the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     call = replace(CAUSAL, dtype=torch.bfloat16)
-    check_repeats(KERNELS[-2], call, CPU.device, compiles=False)
+    check_repeats(TORCHS, call, CPU.device, compiles=False)
     monkeypatch.setattr(probe, "_ask", None)
-    check_repeats(KERNELS[-2], call, CPU.device, compiles=False)
+    check_repeats(TORCHS, call, CPU.device, compiles=False)
     path = tmp_path / "elastic-train/attention.json"
     kept = json.loads(path.read_text())
     assert len(kept) == 1
     path.write_text(json.dumps(dict.fromkeys(kept, "other")))
     with pytest.raises(NotRepeatableError, match="another process gave different bits"):
-        check_repeats(KERNELS[-2], call, CPU.device, compiles=False)
+        check_repeats(TORCHS, call, CPU.device, compiles=False)
 
 
 def test_another_process_that_fails_admits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +218,11 @@ def test_another_process_that_fails_admits_nothing(tmp_path: Path, monkeypatch: 
     (tmp_path / "elastic-train/attention.json").write_text("[")
     monkeypatch.setattr(probe.sys, "executable", "/bin/false")
     with pytest.raises(NotRepeatableError, match="another process failed"):
-        check_repeats(KERNELS[-2], CAUSAL, CPU.device, compiles=False)
+        check_repeats(TORCHS, CAUSAL, CPU.device, compiles=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(NotRepeatableError, match="another process failed"):
-        check_repeats(KERNELS[-2], CAUSAL, CPU.device, compiles=False)
+        check_repeats(TORCHS, CAUSAL, CPU.device, compiles=False)
 
 
 def test_a_decoders_calls_are_seen_as_autocast_computes_them() -> None:
@@ -167,7 +235,7 @@ def test_a_decoders_calls_are_seen_as_autocast_computes_them() -> None:
 
 
 def test_a_rank_takes_the_kernels_of_another_that_it_has_admitted() -> None:
-    several = [kernel("own", is_sdpa=False), kernel("fast"), TORCH]
+    several = [kernel("own", of="decoder"), kernel("fast"), TORCH]
     choose([CAUSAL], CPU, several, admitting("own", "fast", "torch"))
     assert fingerprint(compiles=False) == "own, elsewhere fast"
     ACTIVE.clear()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.models import own_attention
 from elastic_train.tasks.models.packed_rows import depends_on_length
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
 
@@ -94,6 +95,38 @@ def test_each_document_has_the_loss_that_it_has_alone(tmp_path: Path, kind: str)
     torch.manual_seed(1)
     task.build_model()
     assert torch.get_rng_state().equal(state)
+
+
+WITHOUT_MASKS = {"llama", "mistral", "gemma3_text", "qwen2", "llama4_text", "gpt2"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "falcon"])
+def test_full_layers_have_no_mask_where_a_trial_allows_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are those with masks, up to rounding; windows, and dropout of attention, keep theirs."""
+    own = {**RIGHT[kind], **({"attn_pdrop": 0.1} if kind == "gpt2" else {})}
+    packed = {"input_ids": lists(A + B), "document_ids": lists([7] * 13 + [5] * 13)}
+    task, model = built(tmp_path, config_of(kind, own), packed)
+    calls = list[tuple[int, ...]]()
+    attend = own_attention.attend_documents
+    monkeypatch.setattr(
+        own_attention,
+        "attend_documents",
+        lambda query, *given: calls.append(tuple(query.shape)) or attend(query, *given),
+    )
+    batch, found = task.collate(pa.table(packed), np.arange(1)), []
+    without_masks: Any = task.language_model
+    assert without_masks._without_masks == (kind in WITHOUT_MASKS)
+    for _ in range(2):
+        torch.manual_seed(2)
+        total = task.loss(model.train(), batch).total
+        found.append([total, *torch.autograd.grad(total, [one for one in model.parameters() if one.requires_grad])])
+        without_masks._without_masks = False
+    full = {"gemma3_text": 0, "falcon": 0}.get(kind, model.config.num_hidden_layers)
+    assert len(calls) == full
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_whose_choice_of_tokens_depends_on_their_place_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,247 @@
+"""Causal attention within the documents of packed rows, without a mask: its work is that of each document alone.
+
+One operator, which also compiled blocks call, computes it. The numbers and lengths of documents, which vary, are values
+of tensors of fixed shapes, so a micro-batch of fixed width is one call for a compiler. The operator reads them from a
+tensor of the host: no device is waited for.
+
+On a GPU it is torch's FlashAttention for sequences of varying lengths, or the FA3 or FA4 that replaces it. In torch's
+deterministic mode all three add in a fixed order (`_flash_attention_backward` passes the mode on). On a CPU the
+documents are computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+_ATEN = torch.ops.aten
+WIDEST_HEAD = 256
+"""Widest head that FlashAttention takes."""
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Documents(NamedTuple):
+    """The runs of tokens that attend to each other, in rows as one sequence; none extends over two rows.
+
+    Both tensors have 0, the end of every run, and then only the number of tokens, as often as they have room: shape
+    (rows * width + 1,) of int32. `ends` is on the model's device.
+    """
+
+    ends: Tensor
+    on_host: Tensor
+
+    @classmethod
+    def of(cls, on_host: Tensor, device: torch.device) -> Documents:
+        return cls(on_host.to(device, non_blocking=True), on_host)
+
+
+def documents_of(lengths: Sequence[int], device: torch.device) -> Documents:
+    """Return runs of these lengths."""
+    total = sum(lengths)
+    ends = torch.full((total + 1,), total, dtype=torch.int32)
+    ends[0] = 0
+    ends[1 : 1 + len(lengths)] = torch.tensor(lengths).cumsum(0)
+    return Documents.of(ends, device)
+
+
+def lengths_of(on_host: Tensor) -> list[int]:
+    """Return the lengths of the runs."""
+    return [hi - lo for lo, hi in _bounds(on_host)]
+
+
+def _bounds(on_host: Tensor) -> Iterator[tuple[int, int]]:
+    return ((lo, hi) for lo, hi in pairwise(on_host.tolist()) if lo < hi)
+
+
+def mask_of(documents: Documents, rows: int, width: int) -> Tensor:
+    """Return which tokens each token sees; shape (rows, 1, width, width) of bool."""
+    ends = documents.ends
+    number = torch.searchsorted(ends[1:], torch.arange(rows * width, device=ends.device, dtype=torch.int32), right=True)
+    number = number.view(rows, 1, width)
+    causal = torch.ones(width, width, dtype=torch.bool, device=ends.device).tril()
+    return (number[..., :, None] == number[..., None, :]) & causal
+
+
+def attend_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return attention of each token to those of its document up to itself; shapes as in `causal_attention`.
+
+    Calls that the operator does not take are computed with a mask.
+    """
+    if has_torch_function((query, key, value)):
+        return handle_torch_function(
+            attend_documents, (query, key, value), query, key, value, documents, scale, dropout
+        )
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if dropout or not takes(query, value):
+        return by_mask(query, key, value, documents, scale, dropout)
+    attended: Tensor = ATTEND(query, key, value, *documents, scale)[0]
+    return attended
+
+
+def takes(query: Tensor, value: Tensor) -> bool:
+    """Return True if the operator takes such queries and values."""
+    if query.shape[-1] != value.shape[-1]:
+        return False
+    return not query.is_cuda or (query.dtype in _HALF and query.shape[-1] <= WIDEST_HEAD)
+
+
+def by_mask(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Compute the same with a mask."""
+    mask = mask_of(documents, query.shape[0], query.shape[2])
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=is_grouped)
+
+
+@torch.library.custom_op("elastic_train::attend_documents", mutates_args=())
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, on_host: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return attention, of the query's shape, and its log-sum-exp, of shape (heads, rows * width)."""
+    if query.is_cuda:
+        return _flash(query, key, value, ends, on_host, scale)
+    (rows, heads, width, _), attended = query.shape, _like(query)
+    rest = query.new_empty(heads, rows * width, dtype=_sum_dtype(query))
+    for lo, hi, place in _places(on_host, width):
+        given = query[place], key[place], value[place]
+        attended[place], rest[None, :, lo:hi] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+            *given, is_causal=True, scale=scale
+        )
+    return attended, rest
+
+
+@_attend.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, on_host: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    rows, heads, width, _ = query.shape
+    return _like(query), query.new_empty(heads, rows * width, dtype=_sum_dtype(query))
+
+
+@torch.library.custom_op("elastic_train::attend_documents_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    rest: Tensor,
+    ends: Tensor,
+    on_host: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    if query.is_cuda:
+        return _flash_backward(gradient, query, key, value, attended, rest, ends, on_host, scale)
+    found = _like(query), _like(key), _like(value)
+    for lo, hi, place in _places(on_host, query.shape[2]):
+        given = gradient[place], query[place], key[place], value[place], attended[place], rest[None, :, lo:hi]
+        parts = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True, scale=scale)
+        for whole, part in zip(found, parts, strict=True):
+            whole[place] = part
+    return found
+
+
+@_attend_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    rest: Tensor,
+    ends: Tensor,
+    on_host: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, scale = inputs
+    query, key, value, ends, on_host = tensors
+    ctx.save_for_backward(query, key, value, *output, ends, on_host)  # type: ignore[arg-type]
+    ctx.scale = scale  # type: ignore[attr-defined]
+    ctx.set_materialize_grads(True)
+
+
+def _back(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    saved, scale = ctx.saved_tensors, ctx.scale  # type: ignore[attr-defined]
+    return *ATTEND_BACKWARD(gradient, *saved, scale), None, None, None
+
+
+_attend.register_autograd(_back, setup_context=_keep)
+ATTEND, ATTEND_BACKWARD = (getattr(torch.ops.elastic_train, f"attend_documents{which}") for which in ("", "_backward"))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Return an empty tensor of the same shape, (rows, heads, width, size), whose tokens are contiguous."""
+    return torch.empty_like(tensor.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _sum_dtype(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _places(on_host: Tensor, width: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
+    """Yield each run's bounds, and its index in tensors of shape (rows, heads, width, size)."""
+    for lo, hi in _bounds(on_host):
+        row, start = divmod(lo, width)
+        yield lo, hi, (slice(row, row + 1), slice(None), slice(start, start + hi - lo))
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, on_host: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    bounds, longest = _sequences(ends, on_host)
+    found = _ATEN._flash_attention_forward(
+        *map(_flat, (query, key, value)), bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
+    return _in_rows(found[0], query), found[1]
+
+
+def _flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    rest: Tensor,
+    ends: Tensor,
+    on_host: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds, longest = _sequences(ends, on_host)
+    given, drawn = map(_flat, (gradient, query, key, value, attended)), torch.zeros(2, dtype=torch.uint64)
+    found = _ATEN._flash_attention_backward(
+        *given, rest, bounds, bounds, longest, longest, 0.0, True, drawn.to(ends.device), ends.new_empty(0), scale=scale
+    )
+    of_query, of_key, of_value = (_in_rows(flat, like) for flat, like in zip(found, (query, key, value), strict=True))
+    return of_query, of_key, of_value
+
+
+def _sequences(ends: Tensor, on_host: Tensor) -> tuple[Tensor, int]:
+    """Return the bounds of the runs on the device, and the length of the longest."""
+    lengths = lengths_of(on_host)
+    return ends[: len(lengths) + 1], max(lengths)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return shape (rows * width, heads, size) for (rows, heads, width, size)."""
+    return tensor.transpose(1, 2).flatten(0, 1)
+
+
+def _in_rows(flat: Tensor, like: Tensor) -> Tensor:
+    rows, _, width, _ = like.shape
+    return flat.view(rows, width, *flat.shape[1:]).transpose(1, 2)
