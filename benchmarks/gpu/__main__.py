@@ -19,6 +19,7 @@ kill              killed_worker_s    from the end of one of two ranks that share
                                      kill_hash_equal: whether the weights are those without a fault
 overlap           overlap_wait    how long two ranks that share the device wait for the gradient after the backward
                                   pass, over that with `parallel.bucket_mb: null`
+packed            packed_vs_mask    the time of passes of a row of 32 documents over that with a mask
 fast              fast_vs_plain    as step_vs_plain, with `reduction: fast`: any algorithm and any order of sums
 fp8               fp8_step    the time of a step with `precision: fp8` over that with bf16, both compiled; and memory
 deterministic     step_vs_deterministic    as step_vs_plain, the loop in torch's deterministic mode
@@ -56,6 +57,7 @@ from benchmarks.beside import in_process
 from benchmarks.figures import rewrite
 from benchmarks.gpu.job import NUM_LANES, SIZES, size_for
 from benchmarks.gpu.measure import alone, overlap, plain_peak, saves, step_times
+from benchmarks.packed import packed_over_mask
 
 GOALS = {
     "mfu_compiled": "≥ 0.5",
@@ -165,6 +167,12 @@ def overlapping(machine: Machine) -> dict[str, object]:
     return {"overlap_wait": round(in_process(overlap, machine.size, machine.device, machine.num_steps), 3)}
 
 
+def packed(machine: Machine) -> dict[str, object]:
+    size = SIZES[machine.size]
+    ratio = in_process(packed_over_mask, size.shape, size.num_tokens, 32, machine.device, machine.num_steps)
+    return {"packed_vs_mask": round(ratio, 3)}
+
+
 def fast(machine: Machine) -> dict[str, object]:
     times = in_process(step_times, machine.size, machine.device, machine.num_steps, "plain", reduction="fast")
     return {"fast_vs_plain": round(times["over plain"], 3)}
@@ -201,6 +209,7 @@ PARTS: Mapping[str, Callable[[Machine], dict[str, object]]] = {
     "tests": tests,
     "kill": kill,
     "overlap": overlapping,
+    "packed": packed,
     "fast": fast,
     "fp8": fp8,
     "deterministic": deterministic,

@@ -11,6 +11,7 @@ key_peak_vs_plain     as peak_memory_vs_plain, with the key
 chunked_loss_peak     the most memory of passes of a decoder with 50,304 token ids, whose loss is computed by chunks of
                       tokens, over that from the logits of all tokens, by the tokens of a row
 chunked_loss_time     the same of processor time
+packed_vs_mask        the time of passes of a packed row of 1,024 tokens over that with a mask, by its documents
 
 The jobs: a decoder of 1.2 M parameters on rows of 128 tokens, a BERT of 1.1 M on the same (30 M and 27 M for peaks),
 and a ResNet-18 on images of 64 x 64 pixels; every micro-batch has 8 of them. Both sides compute with one thread, in
@@ -26,6 +27,8 @@ from benchmarks.beside import in_process
 from benchmarks.figures import Effort, Measure, measure_chosen
 from benchmarks.models.jobs import JOBS
 from benchmarks.models.measure import passes_of, peak_of_ours, peak_of_plain, throughput
+from benchmarks.packed import packed_over_mask
+from elastic_train.tasks.decoder.model import DecoderShape
 
 Keys = Mapping[str, object]
 
@@ -49,6 +52,16 @@ def in_chunks(effort: Effort) -> dict[str, object]:
             f"{whole_s:.1f} s with all logits"
         )
     return {"chunked_loss_peak": peaks, "chunked_loss_time": times}
+
+
+def packed(effort: Effort) -> dict[str, object]:
+    """Compare passes of packed rows with those that have a mask."""
+    shape, found = DecoderShape(vocabulary=2048, dim=256, depth=4, heads=4), dict[str, float]()
+    for number in (4, 16, 64):
+        ratio = in_process(packed_over_mask, shape, 1024, number, "cpu", 4 if effort.is_quick else 12)
+        found[str(number)] = round(ratio, 3)
+        effort.say(f"{number} documents: {ratio:.3f} of the time with a mask")
+    return {"packed_vs_mask": found}
 
 
 def _throughput(effort: Effort, name: str, key: Keys) -> float:
@@ -87,6 +100,7 @@ FIGURES: dict[str, Measure] = {
     "key_peak_vs_plain": _by_key("key_peak_vs_plain", _peak),
     "chunked_loss_peak": in_chunks,
     "chunked_loss_time": in_chunks,
+    "packed_vs_mask": packed,
 }
 
 

@@ -11,7 +11,7 @@ documents are computed one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -52,11 +52,7 @@ def documents_of(lengths: Sequence[int], device: torch.device) -> Documents:
 
 def lengths_of(on_host: Tensor) -> list[int]:
     """Return the lengths of the runs."""
-    return [hi - lo for lo, hi in _bounds(on_host)]
-
-
-def _bounds(on_host: Tensor) -> Iterator[tuple[int, int]]:
-    return ((lo, hi) for lo, hi in pairwise(on_host.tolist()) if lo < hi)
+    return [hi - lo for lo, hi in pairwise(on_host.tolist()) if lo < hi]
 
 
 def mask_of(documents: Documents, rows: int, width: int) -> Tensor:
@@ -111,14 +107,13 @@ def _attend(
     """Return attention, of the query's shape, and its log-sum-exp, of shape (heads, rows * width)."""
     if query.is_cuda:
         return _flash(query, key, value, ends, on_host, scale)
-    (rows, heads, width, _), attended = query.shape, _like(query)
-    rest = query.new_empty(heads, rows * width, dtype=_sum_dtype(query))
-    for lo, hi, place in _places(on_host, width):
-        given = query[place], key[place], value[place]
-        attended[place], rest[None, :, lo:hi] = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            *given, is_causal=True, scale=scale
-        )
-    return attended, rest
+    attended, lengths = _like(query), lengths_of(on_host)
+    made = [
+        _ATEN._scaled_dot_product_flash_attention_for_cpu(*given, is_causal=True, scale=scale)
+        for given in zip(*(_in_one_row(each).split(lengths, 2) for each in (query, key, value)), strict=True)
+    ]
+    torch.cat([part for part, _ in made], 2, out=_in_one_row(attended))
+    return attended, torch.cat([part for _, part in made], 2)[0]
 
 
 @_attend.register_fake
@@ -144,12 +139,14 @@ def _attend_backward(
     """Return the gradients of query, key and value."""
     if query.is_cuda:
         return _flash_backward(gradient, query, key, value, attended, rest, ends, on_host, scale)
-    found = _like(query), _like(key), _like(value)
-    for lo, hi, place in _places(on_host, query.shape[2]):
-        given = gradient[place], query[place], key[place], value[place], attended[place], rest[None, :, lo:hi]
-        parts = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True, scale=scale)
-        for whole, part in zip(found, parts, strict=True):
-            whole[place] = part
+    whole = [*map(_in_one_row, (gradient, query, key, value, attended)), rest[None]]
+    found, lengths = (_like(query), _like(key), _like(value)), lengths_of(on_host)
+    made = [
+        _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True, scale=scale)
+        for given in zip(*(each.split(lengths, 2) for each in whole), strict=True)
+    ]
+    for one, parts in zip(found, zip(*made, strict=True), strict=True):
+        torch.cat(parts, 2, out=_in_one_row(one))
     return found
 
 
@@ -194,11 +191,9 @@ def _sum_dtype(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-def _places(on_host: Tensor, width: int) -> Iterator[tuple[int, int, tuple[slice, slice, slice]]]:
-    """Yield each run's bounds, and its index in tensors of shape (rows, heads, width, size)."""
-    for lo, hi in _bounds(on_host):
-        row, start = divmod(lo, width)
-        yield lo, hi, (slice(row, row + 1), slice(None), slice(start, start + hi - lo))
+def _in_one_row(tensor: Tensor) -> Tensor:
+    """Return shape (1, heads, rows * width, size): a view of what `_like` returns."""
+    return _flat(tensor).transpose(0, 1)[None]
 
 
 def _flash(
