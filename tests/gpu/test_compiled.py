@@ -61,7 +61,7 @@ def test_attention_within_documents_is_that_with_a_mask_and_repeats_itself(kv_he
     try:
         runs = []
         for attend in (by_mask, *[attend_documents] * 5):
-            attended = attend(*given, documents)
+            attended = attend(given[0], given[1], given[2], documents)
             runs.append([attended, *torch.autograd.grad(attended, given, torch.ones_like(attended))])
     finally:
         torch.use_deterministic_algorithms(before)
