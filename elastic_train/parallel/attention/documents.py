@@ -110,7 +110,7 @@ def _attend(
     attended, lengths = _like(query), lengths_of(on_host)
     made = [
         _ATEN._scaled_dot_product_flash_attention_for_cpu(*given, is_causal=True, scale=scale)
-        for given in zip(*(_in_one_row(each).split(lengths, 2) for each in (query, key, value)), strict=True)
+        for given in zip(*(torch.split(_in_one_row(each), lengths, 2) for each in (query, key, value)), strict=True)
     ]
     torch.cat([part for part, _ in made], 2, out=_in_one_row(attended))
     return attended, torch.cat([part for _, part in made], 2)[0]
@@ -143,7 +143,7 @@ def _attend_backward(
     found, lengths = (_like(query), _like(key), _like(value)), lengths_of(on_host)
     made = [
         _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, True, scale=scale)
-        for given in zip(*(each.split(lengths, 2) for each in whole), strict=True)
+        for given in zip(*(torch.split(each, lengths, 2) for each in whole), strict=True)
     ]
     for one, parts in zip(found, zip(*made, strict=True), strict=True):
         torch.cat(parts, 2, out=_in_one_row(one))
