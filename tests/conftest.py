@@ -104,8 +104,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Skip the five garbage collections at the end of pytest in the process that only gathers the others' reports."""
-    if getattr(session.config.option, "dist", "no") != "no" and "PYTEST_XDIST_WORKER" not in os.environ:
+    """Skip the five garbage collections at the end of pytest where several processes share the tests."""
+    if getattr(session.config.option, "dist", "no") != "no" or "PYTEST_XDIST_WORKER" in os.environ:
         gc.freeze()
 
 

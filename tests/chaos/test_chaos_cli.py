@@ -154,6 +154,7 @@ def test_a_planted_bug_has_to_be_found(capsys: pytest.CaptureFixture[str]) -> No
     assert "canary" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_a_scenario_whose_faults_never_happen_is_not_valid(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that finishes before its faults are due has tested nothing, and says how to run it again."""
     assert leave(["sim", "--scenario", "any-script", "--seed", "1", "--json"]) == 1

@@ -104,6 +104,7 @@ def test_a_mean_of_means_is_something_else(tmp_path: Path, texts: Path) -> None:
         torch.testing.assert_close(*wrong, **CLOSE)
 
 
+@pytest.mark.heavy
 def test_a_dataset_smaller_than_a_step_is_trained_on(tmp_path: Path, texts: Path) -> None:
     """No step was taken, the loss was 0.0: https://github.com/dreamquark-ai/tabnet/issues/537."""
     train(tmp_path, texts, 8, batch={"global_batch": 64, "micro_batch": 8})

@@ -31,6 +31,7 @@ def test_an_order_that_waits_is_not_given_again(tmp_path: Path, monkeypatch: pyt
     assert Orders().take("flip") is None and give(tmp_path, "flip")
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("restless")
 def test_what_was_done_at_once_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many orders is executed as soon as its file exists, and its answer stays until the next one."""

@@ -33,6 +33,7 @@ def test_a_plan_as_json(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["devices"] for row in found["scaling"]["strong"]] == [1, 2, 4]
 
 
+@pytest.mark.heavy
 def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed(str(written(rows, tmp_path)), "--on", "8xCPU", "--parallel.shards", "optimizer") == 0
     shown = capsys.readouterr().out
@@ -43,6 +44,7 @@ def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "A step takes" not in shown and "The run takes" not in shown, "of what cannot be used"
 
 
+@pytest.mark.heavy
 def test_a_layout_to_copy_is_whole_on_a_narrow_terminal(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

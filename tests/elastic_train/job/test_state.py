@@ -234,6 +234,7 @@ def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:
     assert state.reached.skipped_steps == ((30, 34),)
 
 
+@pytest.mark.heavy
 @given(models(6), st.sampled_from([0.01, 1.0, 1e30]), st.integers(0, 2**31))
 @example([Listed("empty", (0,), "torch.float32", 0)], 1.0, 0)
 @settings(max_examples=40, deadline=None)

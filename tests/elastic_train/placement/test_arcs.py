@@ -119,6 +119,7 @@ def test_owners_are_chosen_among_those_that_may_be() -> None:
         owned_of(holdings, layout.span, [0, 2])
 
 
+@pytest.mark.heavy
 @given(models(), worlds, st.data())
 def test_what_ranks_give_one_another_makes_everybody_whole(
     listed: list[Listed], world: tuple[int, int], data: st.DataObject

@@ -62,6 +62,7 @@ def test_operations_are_those_of_the_matrices_and_of_attention() -> None:
     assert trace.units[REST].backward.flops == 4 * tokens * 64 * 512
 
 
+@pytest.mark.heavy
 def test_fakes_take_the_memory_that_tensors_take() -> None:
     fake, real = traced(FakeTensorMode()), traced(None)
     assert fake.peak_bytes == real.peak_bytes

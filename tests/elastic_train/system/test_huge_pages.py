@@ -25,6 +25,7 @@ def is_asked_for(address: int) -> bool:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not SMAPS.exists(), reason="no list of this process's memory here")
 def test_the_kernel_is_asked_for_huge_pages_for_large_memory() -> None:
     large, other = (torch.empty(64 << 20, dtype=torch.uint8) for _ in range(2))

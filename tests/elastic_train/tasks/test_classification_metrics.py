@@ -17,7 +17,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.tasks.classification_metrics import Accuracy, AreaUnderCurve, PositiveF1, classification_metrics
 from elastic_train.training.evaluation import _all_rows
 
-pytestmark = pytest.mark.xdist_group("torchmetrics")  # one process imports it
+pytestmark = [pytest.mark.heavy, pytest.mark.xdist_group("torchmetrics")]  # one process imports it
 
 Scores = npt.NDArray[np.float64]
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, Scores], Scores]] = {
@@ -40,7 +40,6 @@ def area(scores: Scores, target: npt.NDArray[np.int64], num_classes: int = 2, **
     return float(metric.compute())
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("share", [0.003, 0.4])
 def test_the_area_is_that_of_scikit_learn(name: str, share: float) -> None:
@@ -52,7 +51,6 @@ def test_the_area_is_that_of_scikit_learn(name: str, share: float) -> None:
     assert area(both, target, most_rows=4096) == pytest.approx(roc_auc_score(target, scores), abs=1e-3), "bounded"
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize("most_rows", [1 << 21, 11 * 400])
 def test_the_area_of_eleven_classes_is_the_mean_over_those_that_are_there(most_rows: int) -> None:
     rng = np.random.default_rng(2)
@@ -68,7 +66,6 @@ def test_the_area_of_eleven_classes_is_the_mean_over_those_that_are_there(most_r
     assert metric.remark == "the mean is over other classes than [10], which have no sample"
 
 
-@pytest.mark.heavy
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.integers(0, 2)), min_size=1, max_size=40),
@@ -132,7 +129,6 @@ def test_scores_of_each_class_are_those_of_scikit_learn_and_add_up_over_ranks(nu
     assert float(whole.compute()) == pytest.approx(float(np.mean(scores.argmax(1).numpy() == target)))
 
 
-@pytest.mark.heavy
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 40), st.integers(0, 1000))
 def test_the_f1_is_that_of_scikit_learn_over_the_classes_that_are_seen(num: int, size: int, seed: int) -> None:

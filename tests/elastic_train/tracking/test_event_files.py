@@ -32,6 +32,7 @@ def found(folder: Path, metric: str = "train/loss") -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in reader.Scalars(metric)]
 
 
+@pytest.mark.heavy
 def test_steps_that_a_fault_undid_are_not_there_twice(tmp_path: Path) -> None:
     """The first term is killed with two steps beyond its commit; the second computes them again, with other values."""
     first = term(tmp_path, 1)

@@ -89,6 +89,7 @@ def test_steps_end_with_the_pass_of_the_slowest_source(
     assert mixture.num_passes((step - 1) * micro_batch).min() < num_passes
 
 
+@pytest.mark.heavy
 @settings(max_examples=50)
 @given(mixtures(), st.integers(0, 20), st.integers(1, 12), st.integers(1, 5))
 def test_a_lane_has_the_blocks_of_each_step(

@@ -124,6 +124,7 @@ def test_the_average_weighs_steps_by_their_age_and_skipped_ones_not_at_all() -> 
     assert state.reached.skipped_steps == ((5, 6),) and state.optimizer.state[parameter][AVERAGE].equal(before)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shards", ["optimizer", "parameters"])
 def test_an_average_begins_with_the_weights_in_shards_too(shards: Shards) -> None:
     """The first updates may be skipped, while a scaler searches for its scale."""

@@ -155,6 +155,7 @@ def test_a_fully_frozen_model_is_refused() -> None:
         built(ParameterGroup(BODY, is_frozen=True), ParameterGroup(HEAD, is_frozen=True))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -112,6 +112,7 @@ def test_an_optimizer_goes_on_from_a_commit_of_matrices_that_by_columns(kind: ty
     choose(config_of(kind)).rehearse("odd", "cpu", by_columns=True)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon"])
 def test_the_named_optimizers_take_matrices_that_by_columns(name: str) -> None:
     choose(OptimizerConfig(name=name)).rehearse(name, "cpu", by_columns=True)

@@ -144,6 +144,7 @@ def test_wsd_is_constant_until_it_cools_down() -> None:
     assert factors[105] == pytest.approx(0.6) and factors[110] == pytest.approx(0.2)
 
 
+@pytest.mark.heavy
 def test_a_function_of_ones_own_follows_the_warm_up() -> None:
     config = OptimizerConfig(schedule=f"{HERE}:halved", warmup_steps=2)
     check_schedule(config, 10)

@@ -43,6 +43,7 @@ def task(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return task
 
 
+@pytest.mark.heavy
 def test_a_tasks_own_tuning_is_named_with_the_way_out(task: ModuleType) -> None:
     assert describe_tuning() is None
     task.__dict__.update(pinned=Autotuner(1), plain=KernelInterface(), number=3)
