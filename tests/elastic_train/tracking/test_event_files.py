@@ -67,6 +67,7 @@ def test_sync_writes_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixtu
         sync_event_files(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_folder_that_takes_no_files_costs_values_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     tracker = term(tmp_path, 1)

@@ -95,6 +95,7 @@ def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_pat
     assert head is not None and (head.term, head.step, head.parent_key) == (2, 9, older.key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hung", ["write", "sync", "read"])
 def test_hanging_storage_does_not_keep_a_process_from_leaving(
     hung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -86,6 +86,7 @@ def test_a_job_that_has_said_its_end_is_continued_without_a_look_or_a_word(
     assert (not looks, "continues in its place" not in caplog.text) == (has_ended, has_ended)
 
 
+@pytest.mark.slow
 def test_members_in_etcd_are_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dead job's leases expire while the second one looks; a running job's do not."""
     fence_of(tmp_path, "first").claim()
@@ -104,6 +105,7 @@ def test_a_second_process_in_a_folder_is_not_sent_to_an_etcd_that_is_not_there(t
     assert "--endpoint a:1" in rivals._way_to_join(Claim(term=1, run_id="", etcd="a:1"))
 
 
+@pytest.mark.slow
 def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each job has its own etcd. The history has a new line at every look, however busy the machine is."""
     fence_of(tmp_path, "first").claim()
@@ -113,6 +115,7 @@ def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
     assert fence_of(tmp_path, "second").claim() == 2
 
 
+@pytest.mark.slow
 def test_claims_are_signs_of_life_if_the_history_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +191,7 @@ def joined(folder: Path, etcd: Etcd, where: str, last_term: int = 0) -> JoinedFe
     return JoinedFence(store, etcd, own, Rivals(store, str(folder), own, last_term, etcd.num_members).check)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_jobs_of_one_run_id_on_two_etcds_are_two_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each would fence the other off at every commit, and both would train all steps without a message."""
     here, there = Etcd(), Etcd()

@@ -115,6 +115,7 @@ def test_a_slow_link_is_seen_in_its_direction(agent: str) -> None:
     assert third.others_take == round(max(first.takes, second.takes))
 
 
+@pytest.mark.slow
 def test_a_link_over_which_no_step_would_end_is_measured(agent: str) -> None:
     """It must not be mistaken for a node that does not answer."""
     with slow_link(agent, to=3000, back=3000) as endpoint:
@@ -138,6 +139,7 @@ def test_what_stops_or_asks_for_nonsense_does_not_keep_an_agent(port: IdentityPo
     assert measured(split_endpoint(port.endpoint)).takes > 0
 
 
+@pytest.mark.slow
 def test_another_node_a_mute_one_and_none_are_not_measured(port: IdentityPort, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent of an older version, which closes the connection, is not measured either."""
     assert measure_link(split_endpoint(port.endpoint), "node-b") is None

@@ -73,6 +73,7 @@ def test_a_machine_without_loopback_is_told_what_an_etcd_needs(monkeypatch: pyte
         EtcdServer().begin()
 
 
+@pytest.mark.slow
 def test_a_node_tells_its_jobs_etcd_from_another() -> None:
     """The name identifies it; if no etcd answers, the check passes, since one may start later."""
     with EtcdServer(name="job-a") as server:

@@ -41,6 +41,7 @@ def test_a_finished_member_waits_for_an_etcd_that_is_away(store: MemoryStore, mo
     eventually(lambda: node.view.closed is not None, "the job is closed")
 
 
+@pytest.mark.slow
 def test_a_node_expelled_while_it_waits_outlives_an_etcd_that_does_not_answer(
     store: MemoryStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_newcomer_whom_others_cannot_reach_does_not_end_their_world(
         node.leave()
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_cannot_reach_the_others_says_so_before_it_is_a_member() -> None:
     """The others thus never make room for it."""
     store = MemoryStore()

@@ -101,6 +101,7 @@ def test_a_job_ends_as_its_nodes_do_in_a_folder_that_cannot_be_written(
     assert slurm.end(codes) == expected
 
 
+@pytest.mark.slow
 def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done(slurm: Slurm) -> None:
     """Then srun's code is 137: the script knows whether it was asked to leave, and `status` what the run is."""
     assert slurm.end("0 137", STATUS="0") == (0, False)
@@ -109,6 +110,7 @@ def test_a_lost_node_hides_neither_that_the_others_left_nor_that_the_run_is_done
     assert slurm.end("75 137", ASKED="USR2") == (75, True)
 
 
+@pytest.mark.slow
 def test_nodes_wait_for_the_first_one_for_a_bounded_time(slurm: Slurm) -> None:
     """Without a sign that the first node is done, they would wait for ever."""
     assert slurm.end("1 1 1", NO_SCANCEL="1", WAIT_S="1") == (1, False)
@@ -136,6 +138,7 @@ def test_a_node_of_an_array_that_has_waited_in_vain_goes_back_into_the_queue(
     assert slurm.end(code, "elastic-array.sbatch", ETCD="e:1", RUN="q", **more) == expected
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_does_not_requeue_says_so(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
     """As with `#SBATCH --no-requeue` in a copy of the script; it had waited a minute without a word."""
     assert slurm.end("75 75", NO_REQUEUE="1") == (75, False)
