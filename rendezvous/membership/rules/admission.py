@@ -96,8 +96,11 @@ def admitted(members: tuple[Member, ...], policy: Policy, last: World | None) ->
     nodes = [node for node in counts if counts[node] >= policy.cell.stage_size]
     if size > 1 and len(nodes) > policy.max_nodes:
         had = places_had(members, policy.cell, last)
-        trained = {member.node_id for member in members if member.id in had}
-        nodes.sort(key=lambda node: node not in trained)
+        trained = Counter[str]()
+        for member in members:
+            if (seat := had.get(member.id)) is not None:
+                trained[member.node_id] = max(trained[member.node_id], seat.term)
+        nodes.sort(key=lambda node: -trained[node])
     chosen = set(nodes[: policy.max_nodes])
     found = tuple(member for member in members if member.node_id in chosen)
     if size == 1:

@@ -3,10 +3,11 @@
 A cell has stages of some members each, a *group*. The members of a group are on one node; groups of a cell may be on
 different nodes, and a node with several has neighbouring stages. A cell of one stage is on one node.
 
-A member whose place changes must receive another part of the state. So a member keeps its place in the last world, in
-its old group or in one that lost that place; newcomers fill the gaps; and only if there are too few of them does a
-member of a dissolved group change its place. `stages` chooses the groups of each node accordingly. Members that are
-left over are spares and wait for room.
+A member whose place changes must receive another part of the state. So a member keeps its place in the last world that
+it was in, in its old group or in one that lost that place; newcomers fill the gaps; and only if there are too few of
+them does a member of a dissolved group change its place. Members of the newest world come first, but others count: if
+that world took no step, an older one's state is as new. `stages` chooses the groups of each node accordingly. Members
+that are left over are spares and wait for room.
 
 Invariant: cells are complete and disjoint, and each group is on one node; no arrangement of as many cells moves fewer
 members.
@@ -18,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from rendezvous.membership.records import Member
 from rendezvous.membership.rules.stages import allot
@@ -25,6 +27,17 @@ from rendezvous.membership.worlds import World
 
 Group = tuple[Member, ...]
 """The members of one stage of a cell, by place."""
+
+
+class Had(NamedTuple):
+    """A member's cell and place in the last world that it was in, and the term of that world."""
+
+    term: int
+    cell: int
+    place: int
+
+
+_NOWHERE = Had(0, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +113,17 @@ def is_a_part_left_behind(
     Too few means none or, if each holds a share, so few that as many are missing as hold each share.
     """
     seats = places_had(ready, shape, last)
-    had = {name: shape.part_of(place) for name, (_, place) in seats.items()}
+    had = {name: shape.part_of(seat.place) for name, seat in seats.items()}
     parts = [shape.part_of(number % shape.size) for number in range(len(chosen))]
     kept = [member.id for part, member in zip(parts, chosen, strict=True) if had.get(member.id) == part]
     if set(had.values()) - {had[name] for name in kept}:
         return True
     if shape.copies is None or not seats:
         return False
-    return _is_a_share_left_behind(set(seats.values()), {seats[name] for name in kept}, shape.copies, shape, last)
+    newest = max(seat.term for seat in seats.values())
+    there = {name: (seat.cell, seat.place) for name, seat in seats.items() if seat.term == newest}
+    still = {there[name] for name in kept if name in there}
+    return _is_a_share_left_behind(set(there.values()), still, shape.copies, shape, last)
 
 
 def _is_a_share_left_behind(
@@ -135,43 +151,43 @@ def _lacks_a_share(part: int, members: Set[tuple[int, int]], num_cells: int, cop
     return sum(gone) >= copies and sum(map(bool, gone)) >= min(copies, num_cells)
 
 
-def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, tuple[int, int]]:
-    """Return the cell and place that members had in the last world, by id; newcomers had none.
+def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, Had]:
+    """Return the places that members had in the last world, or else, by their own records, in an older one.
 
-    If etcd has lost the world, the members' own records of their ranks are used.
+    Etcd may have lost worlds. Newcomers had none.
     """
-    newest = max([0 if last is None else last.term, *(member.rank_in for member in members)])
-    found = dict[str, tuple[int, int]]()
+    found = dict[str, Had]()
     for member in members:
-        rank = last.rank_of(member.id) if last is not None and last.term == newest else None
-        if rank is None and member.rank >= 0 and member.rank_in == newest:
-            rank = member.rank
-        if rank is not None:
-            found[member.id] = divmod(rank, shape.size)
+        rank = None if last is None or member.rank_in > last.term else last.rank_of(member.id)
+        if rank is not None and last is not None:
+            found[member.id] = Had(last.term, *divmod(rank, shape.size))
+        elif member.rank >= 0:
+            found[member.id] = Had(member.rank_in, *divmod(member.rank, shape.size))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Seated:
-    """A node's members: by their earlier cell and place, and those without."""
+    """A node's members: by their earlier term and cell, and place; and those without."""
 
-    old: Mapping[int, Mapping[int, Member]]
+    old: Mapping[tuple[int, int], Mapping[int, Member]]
     newcomers: Sequence[Member]
 
     def of_stage(self, stage: int, shape: CellShape) -> list[dict[int, Member]]:
-        """Return the remaining members of each group of a stage, by place; the largest group first."""
+        """Return the remaining members of each group of a stage, by place; the largest, then the newest group first."""
         places = range(stage * shape.stage_size, (stage + 1) * shape.stage_size)
-        groups = ({place: one for place, one in cell.items() if place in places} for cell in self.old.values())
+        newest = sorted(self.old, key=lambda cell: -cell[0])
+        groups = ({place: one for place, one in self.old[cell].items() if place in places} for cell in newest)
         return sorted((group for group in groups if group), key=lambda group: -len(group))
 
 
-def _by_place(members: Sequence[Member], had: Mapping[str, tuple[int, int]]) -> _Seated:
-    old: dict[int, dict[int, Member]] = {}
+def _by_place(members: Sequence[Member], had: Mapping[str, Had]) -> _Seated:
+    old: dict[tuple[int, int], dict[int, Member]] = {}
     newcomers: list[Member] = []
     for member in members:
-        cell, place = had.get(member.id, (-1, -1))
+        seat = had.get(member.id)
         # One process may appear twice, until the lease of its older id ends.
-        if cell < 0 or old.setdefault(cell, {}).setdefault(place, member) is not member:
+        if seat is None or old.setdefault(seat[:2], {}).setdefault(seat.place, member) is not member:
             newcomers.append(member)
     return _Seated(old, newcomers)
 
@@ -225,17 +241,18 @@ def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iter
 
 
 def _chosen(
-    groups: Sequence[Group], most: int, first: int, had: Mapping[str, tuple[int, int]], order: Mapping[str, int]
+    groups: Sequence[Group], most: int, first: int, had: Mapping[str, Had], order: Mapping[str, int]
 ) -> list[Group]:
     """Return the groups of a stage that are in cells, ordered by their first members; places start at `first`.
 
     Groups that keep most places are preferred, then those that trained last.
     """
 
-    def preferred(group: Group) -> tuple[int, int, int]:
-        places = [had.get(member.id, (-1, -1))[1] for member in group]
-        num_kept = sum(place == first + number for number, place in enumerate(places))
-        return -num_kept, -sum(place >= 0 for place in places), order[group[0].id]
+    def preferred(group: Group) -> tuple[int, int, int, int]:
+        seats = [had.get(member.id, _NOWHERE) for member in group]
+        num_kept = sum(seat.place == first + number for number, seat in enumerate(seats))
+        num_trained = sum(seat is not _NOWHERE for seat in seats)
+        return -num_kept, -num_trained, -max(seat.term for seat in seats), order[group[0].id]
 
     return sorted(sorted(groups, key=preferred)[:most], key=lambda group: order[group[0].id])
 

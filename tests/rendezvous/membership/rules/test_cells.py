@@ -15,7 +15,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, View
 from rendezvous.membership.rules import decisions, standing
-from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.admission import Policy, admitted
 from rendezvous.membership.rules.cells import Arrangement, CellShape, arrange, is_a_part_left_behind
 from rendezvous.membership.rules.decisions import Seal, Wait
 from rendezvous.membership.worlds import Seat, World
@@ -110,8 +110,25 @@ def test_members_that_have_other_ids_since_keep_their_parts() -> None:
     }
 
 
-def test_who_was_in_an_older_world_holds_what_is_of_no_use() -> None:
-    """It counts as new, even while its old id exists until the lease expires."""
+def test_who_was_in_an_older_world_keeps_its_part_where_nobody_newer_has_it() -> None:
+    """Frozen in a world's first step, it returns with new ids, and no world since took a step: its state is as new."""
+    back = [replace(worker("b4"), rank=3, rank_in=15), replace(worker("b5"), rank=2, rank_in=15)]
+    members = [worker("a0"), *back, worker("a6")]
+    assert places_in(arrange(members, CellShape(1, 2), world(17, "a0", "a6"))) == {"a0": 0, "a6": 1, "b5": 0, "b4": 1}
+    alone = [replace(worker("a4"), rank=1, rank_in=15), worker("a0")]
+    assert places_in(arrange(alone, CellShape(1, 2), world(17, "a0", "a1"))) == {"a0": 0, "a4": 1}
+
+
+def test_nodes_of_an_older_world_come_after_those_of_the_newest() -> None:
+    """Both have trained, but only one can be in a world of one node."""
+    policy = Policy(1, 1, 0.0, cell=CellShape(1, 2))
+    old = [replace(worker(f"a{number}"), rank=number, rank_in=1) for number in range(2)]
+    members = (*old, worker("b2"), worker("b3"))
+    assert [member.id for member in admitted(members, policy, world(3, "b2", "b3"))] == ["b2", "b3"]
+
+
+def test_who_was_in_the_newest_world_comes_before_who_was_in_an_older_one() -> None:
+    """A process may appear twice until the lease of its old id expires; then one of them counts as new."""
     old = [replace(worker("a8"), rank=1, rank_in=1), worker("a0"), worker("a1")]
     assert places_in(arrange(old, CellShape(1, 2), world(2, "a1", "a0"))) == {"a1": 0, "a0": 1}
     twice = [worker("a0"), worker("a1"), replace(worker("a2"), rank=1, rank_in=1), worker("a3")]
