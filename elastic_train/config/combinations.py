@@ -78,7 +78,6 @@ Trait = Literal[
     # of the model
     "experts",
     "experts outside `MixtureOfExperts`",
-    "tied embeddings",
     "persistent buffers",
     "buffers that change",
     "models of transformers without a plan for it",
@@ -192,12 +191,6 @@ RULES = (
         ("experts outside `MixtureOfExperts`",),
         "tensor ranks add what a mixture's experts return",
         "put them into a MixtureOfExperts",
-    ),
-    Rule(
-        ("pipeline",),
-        ("tied embeddings",),
-        "the first and the last stage would train one matrix",
-        "untie them; the last stage then begins with a copy",
     ),
     Rule(
         ("pipeline",),

@@ -155,21 +155,21 @@ def columns_of(
     Tensors are exchanged per unit and per chunk of a stage, because each chunk's gradients are summed separately.
     Experts that are spread over ranks are summed over a different group.
     """
-    chunks = cut.by_chunk() if cut.plan.num_chunks > 1 else []
-    ids = {id(one): str(number) for number, chunk in enumerate(chunks) for one in chunk}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     spread = cut.spread_weights() if cut.experts else set()
 
-    def unit(name: str) -> str:
-        found = unit_of(name, units)
-        found = f"{ids[id(parameters[name])]} {found}" if chunks else found
-        return f"{found} experts" if id(parameters[name]) in spread else found
+    def unit_at(place: int) -> Callable[[str], str]:
+        chunks = cut.by_chunk(place) if cut.plan.num_chunks > 1 else []
+        ids = {id(one): f"{number} " for number, chunk in enumerate(chunks) for one in chunk}
+        experts = dict.fromkeys(spread, " experts")
+        keys = {name: id(one) for name, one in parameters.items()}
+        return lambda name: f"{ids.get(keys[name], '')}{unit_of(name, units)}{experts.get(keys[name], '')}"
 
     def part_at(place: int) -> Callable[[str, Laid], Laid]:
         return lambda name, whole: cut.cuts[name].part(place) if name in cut.cuts else whole
 
     places = range(0, parallel.cell.size, parallel.cell.context)
-    layouts = [layout_of(model, optimizer, cut.plan.dims, unit, part_at(place), atomic) for place in places]
+    layouts = [layout_of(model, optimizer, cut.plan.dims, unit_at(place), part_at(place), atomic) for place in places]
     return [column_of(one) if parallel.has_shares else Column(one) for one in layouts]
 
 

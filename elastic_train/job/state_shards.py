@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.format.layout import State, weight_of
@@ -29,7 +31,7 @@ from elastic_train.job.sharded.share import Share, Summed
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart
 from elastic_train.parallel.group import Group
-from elastic_train.placement.seating import Seating
+from elastic_train.placement.seating import Seating, Transfer
 from elastic_train.placement.table import Table
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -112,6 +114,31 @@ class StateShards:
         trees = _trees(self.cut, table.cell, owners, column, table.assigned(num_lanes))
         self._sum = self.share.sum_over(trees, column, kind)
         return self._sum
+
+    def add_ties(self, ranks: Group) -> None:
+        """Add the gradients that the first and the last stage have of tied weights; `ranks` are the world's."""
+        table = self.table
+        if not table.ties:
+            return
+        mine = table.parts.numbers[table.part]
+
+        def parts_of(one: Transfer) -> Iterator[tuple[list[Tensor], int]]:
+            grains = np.searchsorted(mine, one.grains)
+            for number in np.unique(tensor_of := self.share.layout.tensor_of[grains]).tolist():
+                parts = list(self.share.gradients_of(number, grains[tensor_of == number]))
+                yield parts, sum(map(len, parts))
+
+        moves = [one for one in table.ties if table.rank in (one.giver, one.taker)]
+        sends = [
+            (one.taker, torch.cat(parts)) for one in moves if one.giver == table.rank for parts, _ in parts_of(one)
+        ]
+        added = [(one.giver, *of) for one in moves if one.taker == table.rank for of in parts_of(one)]
+        receives = [(giver, parts[0].new_empty(size)) for giver, parts, size in added]
+        if sends or receives:
+            ranks.exchange(sends, receives)
+        for (_, parts, _), (_, received) in zip(added, receives, strict=True):
+            for part, other in zip(parts, torch.split(received, [len(part) for part in parts]), strict=True):
+                part.add_(other)
 
     def _close_sums(self) -> None:
         """Close the sum and stop changing the model's parameters."""

@@ -19,7 +19,7 @@ from elastic_train.core.mesh import ALONE, Cell, ranks_by_part
 from elastic_train.errors import WeightsDifferError
 from elastic_train.placement.grains import Layout
 from elastic_train.placement.holdings import Column, Run, equal_ones, holders_of, signs_of
-from elastic_train.placement.seating import Seating, owned_of
+from elastic_train.placement.seating import Seating, Transfer, owned_of, plan_recut
 from elastic_train.placement.seats import Seat, lanes_by_owner
 
 Float64s = npt.NDArray[np.float64]
@@ -205,6 +205,23 @@ class Table:
         for part, ranks in enumerate(self.ranks):
             whole = [self.parts.columns[part].layout.trained] * len(ranks)
             found.append(list(zip(ranks, whole if self.is_whole else self.seating(part).trained, strict=True)))
+        return found
+
+    @cached_property
+    def ties(self) -> Sequence[Transfer]:
+        """Transfers of the model's grains by which the first and the last stage get each other's gradients of what
+        both update: tied weights."""
+        found, layout, each = list[Transfer](), self.parts.layout, self.cell.num_parts // self.cell.stage
+        for part in range(each if self.cell.stage > 1 else 0):
+            ends = part, self.cell.num_parts - each + part
+            first, last = (self.parts.numbers[end] for end in ends)
+            tied = layout.trained_of(np.intersect1d(first, last))
+            have = [[tied[:0]] * self.size for _ in ends]
+            for of_end, end in zip(have, ends, strict=True):
+                for rank, grains in self.updated[end] if tied.size else ():
+                    of_end[rank] = np.intersect1d(self.parts.numbers[end][grains], tied)
+            for giving, taking in (have, have[::-1]):
+                found += plan_recut(giving, taking, layout.span).transfers
         return found
 
     def owned_by(self, writers: Sequence[int]) -> Sequence[Sequence[Int64s]]:

@@ -62,7 +62,8 @@ class Placements:
 
     `draws`: random numbers during and after a module, by name: a rank's own for dropout of what it has a part of.
 
-    `stages`: modules of each pipeline stage, in running order; each parameter is in one stage. A rank has one stage, or
+    `stages`: modules of each pipeline stage, in running order; each parameter is in one stage,
+    or tied in the first and last. A rank has one stage, or
     with `schedule: interleaved` several, which are not consecutive.
 
     `context`: True if `run` can compute some tokens of each row (`Piece.part`).

@@ -95,6 +95,7 @@ def _exchange(session: Session, sums: StepSums) -> Sequence[tuple[Tensor, Tensor
     """Finish the sums over all replicas; return the buffers' new values."""
     reach("exchange")
     session.gradients.finish(sums.divisor)
+    session.state.shards.add_ties(session.world.group)
     buffers = session.buffers.finish(sums.buffers)
     session.clock.mark("exchange")
     return buffers

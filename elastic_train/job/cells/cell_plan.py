@@ -257,10 +257,10 @@ def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int
         found = sorted(owners.get(id(one), ()))
         if not found:
             yield f"{where} has '{name}' in no stage"
-        elif len(found) > 1:
+        elif len(found) > 1 and found != [0, num_stages - 1]:
             yield (
-                f"{where} has '{name}' in the stages {', '.join(map(str, found))}: its gradient would be added in "
-                "another order than by one rank; give each stage a parameter of its own"
+                f"{where} has '{name}' in the stages {', '.join(map(str, found))}: only the first and the last "
+                "can share one; give each stage a parameter of its own"
             )
         elif not one.ndim:
             yield f"{where}: '{name}' is a number, which cannot be left out of a stage: give it the shape (1,)"

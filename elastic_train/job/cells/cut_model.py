@@ -8,7 +8,7 @@ none, so optimizer and hooks are unaffected. Hooks around the modules do the exc
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,7 +106,9 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
     for name, use in plan.tensor.items():
         for one, dim in cut_parameters(model.get_submodule(name), use):
             along[id(one)] = dim, ("tensor",)
-    stages = {id(one): piece % plan.num_stages for one, piece in pieces_of(model, plan)}
+    stages: dict[int, set[int]] = {}
+    for one, piece in pieces_of(model, plan):
+        stages.setdefault(id(one), set()).add(piece % plan.num_stages)
     cuts = dict[str, Cut]()
     for name, one in model.named_parameters(remove_duplicate=False):
         if id(one) in along or id(one) in stages:
@@ -122,20 +124,26 @@ def cuts_of(model: nn.Module, plan: CellPlan, cell: Cell) -> Mapping[str, Cut]:
 
 
 def pieces_of(model: nn.Module, plan: CellPlan) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield the parameters of a pipeline, each with its piece."""
+    """Yield the parameters of a pipeline, each with its piece; a tied one with each of its pieces."""
     for piece, modules in enumerate(plan.pieces):
         for name in modules:
             for one in model.get_submodule(name).parameters():
                 yield one, piece
 
 
-def chunks_of(model: nn.Module, plan: CellPlan) -> Mapping[int, int]:
-    """Return the chunk of its stage that each parameter is in, by id; empty without a pipeline."""
-    return {id(one): piece // plan.num_stages for one, piece in pieces_of(model, plan)}
+def chunks_of(model: nn.Module, plan: CellPlan, stage: int = 0) -> Mapping[int, int]:
+    """Return the chunk that each parameter is in, by id; empty without a pipeline. `stage` decides for tied ones."""
+    found = dict[int, int]()
+    for one, piece in pieces_of(model, plan):
+        if id(one) not in found or piece % plan.num_stages == stage:
+            found[id(one)] = piece // plan.num_stages
+    return found
 
 
-def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | None, cell: Cell) -> tuple[Span, ...]:
-    """Return the index range of a dimension that each place has: cut along some axes, or held whole by one stage."""
+def _spans(
+    shape: Sequence[int], dim: int, axes: Sequence[Axis], stages: Container[int] | None, cell: Cell
+) -> tuple[Span, ...]:
+    """Return the index range of a dimension that each place has: cut along some axes, or held whole by some stages."""
     spans = list[Span]()
     for place in range(cell.size):
         number, degree = 0, 1
@@ -143,7 +151,7 @@ def _spans(shape: Sequence[int], dim: int, axes: Sequence[Axis], stage: int | No
             at, count = cell.number_along(place, axis)
             number, degree = number * count + at, degree * count
         length = (shape[dim] if shape else 1) // degree
-        is_here = stage in (None, cell.number_along(place, "stage")[0])
+        is_here = stages is None or cell.number_along(place, "stage")[0] in stages
         spans.append((number * length, (number + 1) * length) if is_here else (0, 0))
     return tuple(spans)
 
@@ -158,7 +166,7 @@ class CutModel:
 
     def __init__(self, model: nn.Module, plan: CellPlan, cell: Cell, links: CellLinks) -> None:
         self.model, self.plan, self.links = model, plan, links
-        self._degree = cell.tensor
+        self._shape = cell
         self.place: int | None = None
         self.cell: Group | None = None
         """All places, by number; `links` reach only the tensor-parallel peers."""
@@ -248,7 +256,7 @@ class CutModel:
             yield
             return
         assert self.place is None and self.has_weights, "the model is whole"
-        shape = Cell(tensor=self._degree)
+        shape = Cell(tensor=self._shape.tensor)
         lone = CutModel(self.model, replace(self.plan, pieces=(), num_chunks=1), shape, CellLinks())
         lone.links.bind(LoneGroup(shape.tensor))
         whole = [(one, one.data) for one in self.model.parameters()]
@@ -269,9 +277,11 @@ class CutModel:
             group.broadcast(parts[-1], place)
         return cut.joined(parts)
 
-    def by_chunk(self) -> list[list[nn.Parameter]]:
-        """Return the parameters of each chunk of a stage, including empty ones of other stages."""
-        chunks = chunks_of(self.model, self.plan)
+    def by_chunk(self, place: int | None = None) -> list[list[nn.Parameter]]:
+        """Return the parameters of each chunk of a place's stage, by default this one's, including empty ones of other
+        stages."""
+        place = self.place if place is None else place
+        chunks = chunks_of(self.model, self.plan, self._shape.number_along(place or 0, "stage")[0])
         return [
             [one for one in self.model.parameters() if chunks.get(id(one), 0) == chunk]
             for chunk in range(self.plan.num_chunks)

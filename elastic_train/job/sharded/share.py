@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State, weight_of
 from elastic_train.checkpoint.format.state_tree import Pieces, StatePath
+from elastic_train.core.arrays import Int64s
 from elastic_train.core.lanes import Lanes
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, Names, OptimizerMemory, names_of
@@ -29,7 +30,7 @@ from elastic_train.parallel.devices.squares import in_memory_order, squares_of_t
 from elastic_train.parallel.exchange import Reduction
 from elastic_train.parallel.gradient_sum import GradientSum, OfPart, TreeSum, tree_of
 from elastic_train.parallel.group import Group
-from elastic_train.placement.holdings import Run
+from elastic_train.placement.holdings import Run, grains_side_by_side
 from elastic_train.placement.table import Table
 
 T = TypeVar("T")
@@ -282,6 +283,14 @@ class Share:
         """Return the sums of squares of the gradient's grains that this rank updates, by ascending grain."""
         named = self.model.named_parameters()
         return squares_of_tensors((one.grad, self._cuts[name]) for name, one in named if one.grad is not None)
+
+    def gradients_of(self, number: int, grains: Int64s) -> Sequence[Tensor]:
+        """Return the memory of the gradients of some grains of a tensor that this rank updates, in order."""
+        tensor, gradient = self.layout.tensors[number], self._parameters[number].grad
+        assert gradient is not None, "the sum has bound it"
+        memory = in_memory_order(gradient, tensor.cut)
+        runs = grains_side_by_side(self.layout, grains, ())
+        return [memory[run.lo - tensor.start : run.hi - tensor.start] for run, _ in runs]
 
     # Weights.
 

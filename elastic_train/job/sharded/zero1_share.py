@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
 from elastic_train.config.combinations import refused
+from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates
@@ -198,6 +199,10 @@ class Zero1Share(Share):
     def gradients_at(self, run: Run) -> Tensor:
         """Return the gradient of a run that this rank holds."""
         return self.flat.gradients[run.flat][run.lo : run.hi]
+
+    def gradients_of(self, number: int, grains: Int64s) -> Sequence[Tensor]:
+        runs = grains_side_by_side(self.layout, grains, [one.run for one in self._runs])
+        return [self.gradients_at(run) for run, _ in runs]
 
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
         assert kind == "canonical", "copies have to have the same bits"

@@ -123,5 +123,3 @@ def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:
             yield Found("a size that it does not divide", f"{params}.{name}: {size}", "tensor")
     if degrees.stages > shape.depth:
         yield Found("fewer blocks than stages", f"{params}.depth: {shape.depth} in {degrees.stages} stages")
-    if shape.tied:
-        yield Found("tied embeddings", f"{params}.tied: true")

@@ -44,7 +44,7 @@ class Parts:
 
 
 def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> Iterator[Found]:
-    """Yield why a model cannot run in this many stages: no plan, too few layers, a matrix in two stages."""
+    """Yield why a model cannot run in this many stages: no plan, or too few layers."""
     kind = type(model_of_transformers(model)[1]).__name__
     if parts is None:
         yield Found(
@@ -53,8 +53,6 @@ def unfit_for_stages(model: nn.Module, parts: Parts | None, num_stages: int) -> 
         return
     if num_stages > len(parts.layers):
         yield Found("fewer blocks than stages", f"the {len(parts.layers)} layers of {kind} in {num_stages} stages")
-    if not _ids(model, parts.before).isdisjoint(_ids(model, parts.after)):
-        yield Found("tied embeddings", "task.params.hf.config.tie_word_embeddings: true")
     known = _ids(model, (*parts.before, *parts.layers, *parts.after))
     if left_out := [name for name, one in model.named_parameters() if id(one) not in known]:
         what = f"the plan of {kind}, which leaves out '{left_out[0]}'"

@@ -105,7 +105,7 @@ def test_refusals_only_become_fewer() -> None:
     pairs = [pair for pair in combinations(FEATURES, 2) if refusals(named(pair))]
     of_models = TRAITS[len(SIZES) : TRAITS.index("optimizers like Adafactor")]
     by_model = {rule.others: rule for rule in RULES if set(rule.others) & set(of_models)}
-    assert len(pairs) <= 9 and len(by_model) <= 16
+    assert len(pairs) <= 9 and len(by_model) <= 15
     assert not [trait for trait in TRAITS if "GPU" in trait and trait not in SIZES]
 
 
@@ -126,7 +126,7 @@ def test_a_trait_is_refused_with_what_has_it_and_the_way_out(trait: Trait) -> No
 def test_all_reasons_are_given_at_once() -> None:
     found = [
         Found("experts", "four experts"),
-        Found("tied embeddings", "tied: true"),
+        Found("persistent buffers", "the buffer 'mean'"),
         Found("prompts", "unasked", "expert"),
     ]
     with pytest.raises(ConfigError) as error:
@@ -136,7 +136,7 @@ def test_all_reasons_are_given_at_once() -> None:
         "parallel.context: 2 does not work with four experts, since a router weighs whole rows: set parallel.context "
         "to 1. To save memory, use parallel.recompute"
     )
-    assert second.startswith("parallel.pipeline: 3 does not work with tied: true, since")
+    assert second.startswith("parallel.pipeline: 3 does not work with the buffer 'mean', since")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_configuration_says_what_its_own_values_rule_out(keys: Mapping[str, An
 def test_the_page_of_limits_has_the_lists_of_the_table() -> None:
     page = limits.PAGE.read_text()
     assert limits.with_lists(page) == page, "run python -m tests.release.limits"
-    assert limits.with_lists(page.replace("tied embeddings", "")) == page
+    assert limits.with_lists(page.replace("persistent buffers", "")) == page
 
 
 def test_a_pair_is_named_once_whatever_comes_with_it() -> None:

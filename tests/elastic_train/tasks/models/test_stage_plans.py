@@ -92,7 +92,6 @@ def test_a_model_without_weights_is_tried_with_others(config: dict[str, Any]) ->
     [
         ({"model_type": "opt"}, 2, "pipeline: 2 does not work with OPTForCausalLM, which brings no base_model_pp_plan"),
         ({"model_type": "llama"}, 4, "pipeline: 4 does not work with the 3 layers of LlamaForCausalLM in 4 stages"),
-        ({"model_type": "llama", "tie_word_embeddings": True}, 2, "task.params.hf.config.tie_word_embeddings: true"),
     ],
 )
 def test_what_cannot_run_in_stages_is_refused(changes: dict[str, Any], num_stages: int, message: str) -> None:

@@ -30,11 +30,11 @@ from tests.memory_machine import rank_here
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
 Parallel = Mapping[str, object]
-OF_JOBS = ("precision", "compile", "on_devices", "fused")
+OF_JOBS = ("precision", "compile", "on_devices", "fused", "tied")
 """The keys of a layout that are not of the section `parallel`."""
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
-ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile", "fused")
+ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile", "fused", "tied")
 """The keys that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
@@ -54,6 +54,7 @@ FP16, FP8, DEVICES, ROUNDED = (
 def write(folder: Path, rows: Path, layout: Parallel) -> str:
     parallel = {key: value for key, value in layout.items() if key not in OF_JOBS}
     sizes = {**MODEL, "depth": 4 if parallel.get("schedule") == "interleaved" else 2}
+    sizes |= {"tied": "tied" in layout}
     if "expert" in parallel:
         sizes |= {"experts": 4, "hidden": 16}
     params = {"model": sizes, "max_tokens": 16, "fixed_width": "compile" in layout}
@@ -80,6 +81,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, few_rows: Path) -> Cal
         own = {key: value for key, value in parallel.items() if key in ALONE} | {
             key: 1 if key == "expert" else value for key, value in parallel.items() if key in kept
         }
+        if "tied" in own:  # both stages add to one gradient
+            own |= STAGES
         if "wire" in own:
             own |= PARAMETERS if own.get("precision") in ("bf16", "fp8") else GRADIENTS
         return of(tuple(own.items()))
@@ -118,6 +121,8 @@ ROWS = [
     (CONTEXT, 1, [Loss(0, 5, "backward"), Loss(1, 5, "applied")]),
     ({**STAGES, "schedule": "1f1b"}, 2, [Loss(3, 7, "backward"), Loss(1, 6, "applied")]),
     ({**STAGES, **PARAMETERS}, 2, [Loss(3, 5, "forward"), Loss(1, 7, "backward")]),
+    ({**STAGES, "tied": True}, 2, [Loss(3, 6, "apply"), Loss(0, 4, "exchange")]),
+    ({**CHUNKS, **GRADIENTS, "tied": True}, 3, [Loss(1, 3, "applied"), Loss(4, 5, "backward")]),
     (CHUNKS, 2, [Loss(1, 5, "forward"), Loss(2, 17, "backward")]),
     (EXPERTS, 2, [Loss(2, 4, "backward"), Loss(1, 6, "forward")]),
     ({**EXPERTS, **STAGES, "recompute": "units"}, 2, [Loss(5, 7, "backward")]),

@@ -13,7 +13,7 @@ from elastic_train.inference.exporting import export_folder
 from tests import memory_live
 from tests.elastic_train.tasks.language_rows import GPT2, LLAMA
 from tests.elastic_train.training.jobs import average_of, config, history, result, succeed
-from tests.elastic_train.training.whole_runs.compared import LANGUAGE, file_of, newest_weights
+from tests.elastic_train.training.whole_runs.compared import LANGUAGE, assert_near, file_of, newest_weights
 from tests.memory_job import Loss, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
@@ -73,6 +73,19 @@ def test_stages_of_a_folders_model_have_the_bits_of_one_process(
     for what in ("weights_sha256", "metrics", "num_samples"):
         assert result(tmp_path)[what] == result(of_gpt2)[what]
     assert average_of(tmp_path) == average_of(of_gpt2)
+
+
+def test_a_tied_model_of_a_folder_has_one_hash_at_any_number_of_stages(
+    tmp_path: Path, fewer_rows: Path, folder_of_gpt2: Path
+) -> None:
+    """It differs from one process by the order of an addition."""
+    cases = [(1, stages(1)), (2, stages(2)), (3, stages(3)), (4, [*stages(2), "--parallel.shards", "gradients"])]
+    for number, (num_ranks, how) in enumerate(cases):
+        run = job(tmp_path / str(number), fewer_rows, {"path": str(folder_of_gpt2)})
+        succeed(start([run, *how], num_ranks=num_ranks))
+    one, *others = (result(tmp_path / str(number))["weights_sha256"] for number in range(len(cases)))
+    assert one != others[0] and others == others[:1] * 3
+    assert_near(tmp_path / "1", tmp_path / "0")
 
 
 def test_a_stage_that_is_lost_costs_no_applied_step(
@@ -147,10 +160,8 @@ def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, fewer_rows: Pa
 def test_validate_says_what_keeps_a_model_of_transformers_from_stages(
     tmp_path: Path, fewer_rows: Path, folder_of_gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All reasons at once, and what to do."""
     with pytest.raises(SystemExit) as ended:
         main(["validate", job(tmp_path, fewer_rows, {"path": str(folder_of_gpt2)}), *stages(4)])
     said = " ".join("".join(capsys.readouterr()).split())
     assert ended.value.code == 2
     assert "pipeline: 4 does not work with the 3 layers of GPT2LMHeadModel in 4 stages, since" in said
-    assert "pipeline: 4 does not work with task.params.hf.config.tie_word_embeddings: true, since" in said
