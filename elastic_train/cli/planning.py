@@ -140,6 +140,7 @@ def calibrate(
                 "device": device.name,
                 "tflops_fp32": device.tflops_fp32,
                 "tflops_bf16": device.tflops_bf16,
+                "tflops_fp8": device.tflops_fp8,
                 "memory_gb_per_s": device.memory_gb_per_s,
                 "call_s": device.call_s,
                 "pace": device.pace,

@@ -132,6 +132,7 @@ class Plan:
                 kept[0],
             )
         if self.config.precision == "fp8":
+            check_multiplies(self.device)
             scale_linear_layers(model)
         is_fp16 = self.config.precision == "fp16"
         groups = self.task.parameter_groups(model) if isinstance(self.task, Grouping) else ()

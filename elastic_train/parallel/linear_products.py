@@ -56,9 +56,13 @@ def fits(weight: Tensor) -> bool:
 
 def scaled_product(rows: Tensor, others: Tensor) -> Tensor:
     """Return `rows @ others.T` in bfloat16, of matrices quantised by rows."""
-    (quantised, scales), (other, of_other) = quantise(rows), quantise(others)
+    return multiply(*quantise(rows), *quantise(others))
+
+
+def multiply(rows: Tensor, scales: Tensor, others: Tensor, of_others: Tensor) -> Tensor:
+    """Return `(rows * scales) @ (others * of_others).T` in bfloat16, of matrices in e4m3."""
     return torch._scaled_mm(
-        quantised, other.t(), scale_a=scales, scale_b=of_other.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        rows, others.t(), scale_a=scales, scale_b=of_others.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

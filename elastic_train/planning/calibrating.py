@@ -21,8 +21,11 @@ from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-de
 from torch.multiprocessing.spawn import start_processes
 
 from elastic_train.core.order import Cursor
+from elastic_train.errors import ConfigError
+from elastic_train.job.units.float8 import check_multiplies
 from elastic_train.job.warm_up import run_once
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.linear_products import multiply, quantise
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device, Link, shipped
 from elastic_train.planning.arithmetic.layouts import Layout
 from elastic_train.planning.arithmetic.step_time import passes_of
@@ -84,6 +87,7 @@ def measure_device(rounds: int) -> Device:
         name=torch.cuda.get_device_name(where).replace(" ", "-") if has_gpu else "this-CPU",
         tflops_fp32=fp32,
         tflops_bf16=bf16,
+        tflops_fp8=_float8_flops(where, rounds) / 1e12,
         memory_gb=memory / 1e9,
         memory_gb_per_s=moved / 1e9,
         matmul_share=1.0,
@@ -141,6 +145,17 @@ def _flops(where: torch.device, dtype: torch.dtype, rounds: int) -> float:
     side = 8192 if where.type == "cuda" else SIDE
     left, right = (torch.ones(side, side, dtype=dtype, device=where) for _ in range(2))
     return 2 * side**3 / _shortest(where, rounds, lambda: left @ right)
+
+
+def _float8_flops(where: torch.device, rounds: int) -> float:
+    """Return the FLOP/s of products of matrices in float8; 0 if this machine has none."""
+    try:
+        check_multiplies(where)
+    except ConfigError:
+        return 0.0
+    side = 8192 if where.type == "cuda" else SIDE
+    matrix, scales = quantise(torch.ones(side, side, device=where))
+    return 2 * side**3 / _shortest(where, rounds, lambda: multiply(matrix, scales, matrix, scales))
 
 
 def _shortest(where: torch.device, rounds: int, act: Callable[[], object]) -> float:

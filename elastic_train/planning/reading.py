@@ -29,7 +29,7 @@ from elastic_train.job.units.blocks import recompute_blocks, unit_names, unit_of
 from elastic_train.job.units.float8 import scale_linear_layers
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
-from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit, Work
+from elastic_train.planning.arithmetic.model import MOST_LANES, ModelFacts, Sizes, Unit
 from elastic_train.planning.tracing import REST, Trace, UnitTrace
 from elastic_train.system.wording import first_line, size
 from elastic_train.tasks.task import Grouping, Task
@@ -56,12 +56,13 @@ def read_config(config: Config) -> Read:
     parallel = config.parallel
     # This machine's hardware and packages are not checked: the plan may be for another machine.
     here = {
+        "precision": "bf16" if config.precision == "fp8" else config.precision,
         "device": "auto",
         "compile": False,
         "parallel": ParallelConfig(shards=parallel.shards, recompute=parallel.recompute, transport=parallel.transport),
         "tracking": TrackingConfig(),
     }
-    plan = make_plan(config.model_copy(update=here | {"precision": "bf16"}))
+    plan = make_plan(config.model_copy(update=here))
     plan = replace(plan, config=plan.config.model_copy(update={"precision": config.precision}))
     batches = _first_batches(plan)
     facts = read_model(plan, batches)
@@ -216,12 +217,9 @@ def _state_bytes(config: OptimizerConfig) -> float:
 def _scaled(facts: ModelFacts, mean: float) -> ModelFacts:
     """Return the facts with the work scaled to a micro-batch of size `mean`."""
 
-    def times(work: Work) -> Work:
-        return Work(work.flops * mean, work.moved_bytes * mean, work.calls)
-
     def unit(one: Unit) -> Unit:
         return Unit(
-            one.name, one.elements, one.trained, times(one.forward), times(one.backward), one.saved_bytes,
+            one.name, one.elements, one.trained, one.forward.times(mean), one.backward.times(mean), one.saved_bytes,
             one.output_bytes * mean, one.experts,
         )  # fmt: skip
 

@@ -131,7 +131,8 @@ class Trace(TorchDispatchMode):
         if packet in _ATTENTION:
             work = Work(float(_ATTENTION[packet](*args, **kwargs)), 0.0, 1)
         elif packet in flop_registry:
-            work = Work(float(flop_registry[packet](*args, **kwargs, out_val=out)), 0.0, 1)
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+            work = Work(flops, 0.0, 1, flops if packet is _ATEN._scaled_mm else 0.0)
         else:
             moved = sum(one.numel() * one.element_size() for one in (*_tensors((args, kwargs)), *_tensors(out)))
             work = Work(0.0, float(moved), 1)

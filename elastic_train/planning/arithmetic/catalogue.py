@@ -47,7 +47,7 @@ class Device:
     """A compute device: a GPU or a CPU core. `node` is the usual number per machine, `link` connects these.
 
     `bus_gb_per_s` is the rate to and from host memory, each way. `pace` is the measured factor by which a real model's
-    kernels exceed their estimated time.
+    kernels exceed their estimated time. `tflops_fp8` is 0 if it has no float8.
     """
 
     name: str
@@ -64,9 +64,10 @@ class Device:
     node: int = 1
     is_cpu: bool = False
     pace: float = 1.0
+    tflops_fp8: float = 0.0
 
     def peak_flops(self, precision: str) -> float:
-        """Return the peak FLOP/s at a configured precision; fp16 equals bf16."""
+        """Return the peak FLOP/s at a configured precision; with fp16 and fp8, that in bf16."""
         return 1e12 * (self.tflops_fp32 if precision == "fp32" else self.tflops_bf16)
 
     @property

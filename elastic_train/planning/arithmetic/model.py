@@ -16,18 +16,31 @@ MOST_LANES = 8
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a pass: FLOPs of matrix products and convolutions, bytes moved by other kernels, and kernel calls."""
+    """The work of a pass: FLOPs of matrix products and convolutions, bytes moved by other kernels, and kernel calls.
+
+    `float8_flops` are those of the FLOPs that are computed in float8.
+    """
 
     flops: float = 0.0
     moved_bytes: float = 0.0
     calls: int = 0
+    float8_flops: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.calls + other.calls)
+        return Work(
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+            self.calls + other.calls,
+            self.float8_flops + other.float8_flops,
+        )
 
     def over(self, parts: float) -> Work:
         """Return one of `parts` equal parts of the work; each part makes all calls."""
-        return Work(self.flops / parts, self.moved_bytes / parts, self.calls)
+        return self.times(1 / parts)
+
+    def times(self, size: float) -> Work:
+        """Return the work of a micro-batch of another size, in as many calls."""
+        return Work(self.flops * size, self.moved_bytes * size, self.calls, self.float8_flops * size)
 
 
 @dataclass(frozen=True, slots=True)

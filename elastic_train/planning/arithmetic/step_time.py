@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from elastic_train.config.combinations import refused
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
 from elastic_train.planning.arithmetic.memory import bucket_elements
@@ -217,7 +218,12 @@ def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 
 
 def seconds_of_work(work: Work, device: Device, precision: str) -> float:
     """Return the seconds of kernels: calls overlap execution on a GPU and add to it on a CPU."""
-    kernels = work.flops / (device.peak_flops(precision) * device.matmul_share) + work.moved_bytes / device.bytes_per_s
+    products = (work.flops - work.float8_flops) / device.peak_flops(precision)
+    if work.float8_flops:
+        if not device.tflops_fp8:
+            raise refused("no float8 kernel", f"--on {device.name}, which has no tflops_fp8")
+        products += work.float8_flops / (1e12 * device.tflops_fp8)
+    kernels = products / device.matmul_share + work.moved_bytes / device.bytes_per_s
     calls = work.calls * device.call_s
     return device.pace * (kernels + calls if device.is_cpu else max(kernels, calls))
 

@@ -18,6 +18,8 @@ from elastic_train.job import plan as job_plan
 from elastic_train.planning import reading
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import place_elements
+from elastic_train.planning.arithmetic.model import Work
+from elastic_train.planning.arithmetic.step_time import seconds_of_work
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, work_out
 from elastic_train.planning.tracing import REST, Trace
@@ -111,6 +113,23 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
     assert found.num_steps == -(-331 // 16)
 
 
+def test_products_in_float8_are_counted_and_timed_as_such(rows: Path, tmp_path: Path) -> None:
+    """They are as many as in bf16: those of the blocks' linear layers, forward and twice backward."""
+    in_float8, in_bf16 = (read(rows, tmp_path, precision=precision).facts for precision in ("fp8", "bf16"))
+    assert in_float8.flops == in_bf16.flops and in_bf16.forward.float8_flops == 0
+    for one in in_float8.blocks:
+        assert 0 < one.forward.float8_flops < one.forward.flops
+        assert one.backward.float8_flops == 2 * one.forward.float8_flops
+    assert in_float8.rest.forward.float8_flops == in_float8.rest.backward.float8_flops == 0
+    half = Work(2e12, 0.0, 1, 1e12)
+    h100, a100 = (parse_cluster(name).device for name in ("H100", "A100"))
+    assert seconds_of_work(half, h100, "fp8") == pytest.approx(
+        0.75 * seconds_of_work(Work(2e12), h100, "bf16"), rel=1e-3
+    )
+    with pytest.raises(ConfigError, match="precision does not work with --on A100, which has no tflops_fp8"):
+        seconds_of_work(half, a100, "fp8")
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "changes",
@@ -119,6 +138,7 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
         {"device": "auto", "parallel": {"shards": "parameters", "offload": "all", "wire": "bf16"}},
         {"parallel": {"context": 4}},
         {"compile": True},
+        {"precision": "fp8"},
         {"tracking": {"tensorboard": True, "wandb": "online"}},
     ],
     ids=str,
@@ -134,7 +154,8 @@ def test_what_another_machine_has_is_planned_for_on_any(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for tracker in (event_files, weights_and_biases):
         monkeypatch.setattr(tracker, "check_installed", missing)
-    monkeypatch.setattr(job_plan, "check_can_compile", missing)
+    for check in ("check_can_compile", "check_multiplies"):
+        monkeypatch.setattr(job_plan, check, missing)
     found, plain = read(rows, tmp_path, **changes), read(rows, tmp_path)
     assert found.facts.elements == plain.facts.elements and found.num_steps == plain.num_steps
     asked = changes.get("parallel", {})
