@@ -255,7 +255,7 @@ RULES = (
         ("no linear layer that fits",),
         "float8 is for the `nn.Linear`s of blocks, the entries of an nn.ModuleList, with sizes that 16 divides",
     ),
-    Rule(("fp8",), ("no float8 kernel",), "every rank multiplies rows with a scale each"),
+    Rule(("fp8",), ("no float8 kernel",), "all ranks compute the same products of scaled rows"),
 )
 SIZES = TRAITS[: TRAITS.index("experts")]
 """Traits of the configuration and the task, and of numbers in them; those after these are of models and what trains

@@ -20,9 +20,11 @@ from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.blocks import comparing_blocks, recording_order, same_bits
 from elastic_train.job.units.compiled import CALLS
+from elastic_train.job.units.float8 import check_repeats
 from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.attention.choice import Recorder, choose
 from elastic_train.parallel.attention.kernels import machine_of
+from elastic_train.parallel.product_probe import Recorder as ProductRecorder
 from elastic_train.tasks.placements import Running, loss_of
 from elastic_train.tasks.preparing import try_metrics
 from elastic_train.tasks.task import Batch, LaneLoss, Task, on_device, weight_of
@@ -79,15 +81,16 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
 
 
 def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
-    """Choose the fastest attention kernel with reproducible bits for such micro-batches.
+    """Choose the fastest attention kernel with reproducible bits for such micro-batches; check products in float8.
 
     Blocks to be compiled run uncompiled in this pass without gradients.
     """
     if batch.tensors is None:
         return
-    asked = Recorder(plan.compute_type)
-    with torch.no_grad(), unchanged(state.model), state.shards.cut.without_peers(), asked:
+    asked, products = Recorder(plan.compute_type), ProductRecorder()
+    with torch.no_grad(), unchanged(state.model), state.shards.cut.without_peers(), asked, products:
         _loss_of(plan, state.model, batch, step=0)
+    check_repeats(products.calls, plan.device)
     choose(asked.calls, machine_of(plan.device, compiles=state.compiled is not None))
 
 

@@ -1,13 +1,17 @@
-"""Linear layers in float8 (`precision: fp8`): which of a model's layers, and whether this machine can."""
+"""Linear layers in float8 (`precision: fp8`): which of a model's layers, and checks of this machine."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from elastic_train.config.combinations import refused
 from elastic_train.job.units.blocks import unit_names
+from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.linear_products import ScaledLinear, fits, scaled_product
+from elastic_train.parallel.product_probe import Call, check_products
 from elastic_train.system.wording import first_line
 
 _LEAST_CAPABILITY = 8, 9
@@ -38,3 +42,11 @@ def check_multiplies(device: torch.device) -> None:
     except (RuntimeError, AttributeError) as error:
         what = f"torch {torch.__version__} on this machine's {device.type.upper()} ({first_line(error)})"
         raise refused("no float8 kernel", what) from error
+
+
+def check_repeats(calls: Collection[Call], device: torch.device) -> None:
+    """Raise ConfigError if a run's products in float8 have other bits in a second run, here or in another process."""
+    try:
+        check_products(calls, device)
+    except NotRepeatableError as error:
+        raise refused("no float8 kernel", f"this machine's products in float8 ({error})") from error

@@ -24,7 +24,8 @@ from elastic_train.parallel.attention.kernels import (
     put_in_place,
     why,
 )
-from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
+from elastic_train.parallel.attention.probe import check_repeats
+from elastic_train.parallel.devices.repeats import NotRepeatableError
 
 FINGERPRINT = "attention"
 """Name of the kernels in the comparison between ranks."""

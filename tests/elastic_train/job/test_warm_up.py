@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from elastic_train.config import sources
 from elastic_train.core.order import Cursor
-from elastic_train.errors import DataError
+from elastic_train.errors import ConfigError, DataError
 from elastic_train.job import warm_up as warm_up_module
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.warm_up import choose_attention, warm_up
+from elastic_train.parallel import product_probe
 from elastic_train.parallel.attention import choice, probe
 from elastic_train.parallel.attention.kernels import Machine
 from elastic_train.tasks.task import Batch, LaneLoss
@@ -89,6 +91,26 @@ def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
     assert found is not None and found.name == "torch" and [one.name for one in found.admitted] == ["torch"]
     assert list(found.refused) == ["FA4", "FA3"], "no call is for a decoder's kernel"
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
+
+
+def test_products_of_the_runs_first_micro_batch_are_tried_in_another_process(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here it has other bits. An encoder's block multiplies each token by four matrices."""
+    plan, state = planned(config(tmp_path, rows, {**CLASSIFIER, "precision": "fp8"}))
+    asked = list[str]()
+
+    def elsewhere(command: object, calls: str, *_: object) -> str:
+        asked.append(calls)
+        return "other"
+
+    monkeypatch.setattr(product_probe, "digest_elsewhere", elsewhere)
+    [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
+    with pytest.raises(ConfigError, match=r"products in float8 \(another process gave different bits\), since"):
+        choose_attention(plan, state, batch)
+    assert batch.tensors is not None and len(asked) == 1
+    num_tokens = batch.tensors["tokens"].numel()
+    assert all(rows == num_tokens for rows, _, _ in json.loads(asked[0])), asked
 
 
 def test_warming_up_tolerates_unreadable_data(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from torch import nn
 
 from elastic_train.errors import ConfigError
 from elastic_train.job.units import float8
-from elastic_train.job.units.float8 import check_multiplies, scale_linear_layers
+from elastic_train.job.units.float8 import check_multiplies, check_repeats, scale_linear_layers
+from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.linear_products import ScaledLinear
+from elastic_train.parallel.product_probe import Call
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 SHAPE = DecoderShape(vocabulary=64, dim=32, depth=2, heads=4, kv_heads=1, experts=16, hidden=32, shared_hidden=32)
@@ -81,6 +83,15 @@ def test_a_torch_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=f"torch {torch.__version__.replace('+', '.')} on this machine's CPU .Now .*to bf16"
     ):
         check_multiplies(torch.device("cpu"))
+
+
+def test_products_that_do_not_repeat_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*_: object) -> None:
+        raise NotRepeatableError("two runs gave different bits")
+
+    monkeypatch.setattr(float8, "check_products", other)
+    with pytest.raises(ConfigError, match=r"products in float8 \(two runs gave different bits\), since .*to bf16"):
+        check_repeats([Call(8, 16, 16)], torch.device("cpu"))
 
 
 def test_this_machine_multiplies() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.parallel.attention import choice, kernels, probe
+from elastic_train.parallel.attention import choice, kernels
 from elastic_train.parallel.attention.choice import Recorder, adopt, choose, fingerprint
 from elastic_train.parallel.attention.documents import documents_of
 from elastic_train.parallel.attention.kernels import (
@@ -25,7 +25,9 @@ from elastic_train.parallel.attention.kernels import (
     masks_documents,
     sdpa,
 )
-from elastic_train.parallel.attention.probe import NotRepeatableError, check_repeats
+from elastic_train.parallel.attention.probe import check_repeats
+from elastic_train.parallel.devices import repeats
+from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.devices.switches import KeptSwitches, switches
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
@@ -201,7 +203,7 @@ def test_two_processes_have_to_agree_and_one_asks_for_all(tmp_path: Path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     call = replace(CAUSAL, dtype=torch.bfloat16)
     check_repeats(TORCHS, call, CPU.device, compiles=False)
-    monkeypatch.setattr(probe, "_ask", None)
+    monkeypatch.setattr(repeats, "_ask", None)
     check_repeats(TORCHS, call, CPU.device, compiles=False)
     path = tmp_path / "elastic-train/attention.json"
     kept = json.loads(path.read_text())
@@ -216,7 +218,7 @@ def test_another_process_that_fails_admits_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "elastic-train").mkdir()
     (tmp_path / "elastic-train/attention.json").write_text("[")
-    monkeypatch.setattr(probe.sys, "executable", "/bin/false")
+    monkeypatch.setattr(repeats.sys, "executable", "/bin/false")
     with pytest.raises(NotRepeatableError, match="another process failed"):
         check_repeats(TORCHS, CAUSAL, CPU.device, compiles=False)
     (tmp_path / "file").touch()
