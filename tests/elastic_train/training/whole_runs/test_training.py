@@ -29,9 +29,9 @@ def test_another_world_gives_the_same_bits(tmp_path: Path, rows: Path, alone: Pa
     assert {step["step"]: step["loss"] for step in history(tmp_path, "step")} == losses
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_lower_precisions_keep_the_bits(tmp_path: Path, rows: Path, precision: str) -> None:
-    """Autocast and the gradient scaler's decisions do not depend on the world."""
+    """Autocast, the gradient scaler's decisions and the scales of float8 do not depend on the world."""
     digests = set()
     for num_ranks in (None, 2):
         folder = tmp_path / str(num_ranks)
