@@ -113,6 +113,7 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
     assert found.num_steps == -(-331 // 16)
 
 
+@pytest.mark.heavy
 def test_products_in_float8_are_counted_and_timed_as_such(rows: Path, tmp_path: Path) -> None:
     """They are as many as in bf16: those of the blocks' linear layers, forward and twice backward."""
     in_float8, in_bf16 = (read(rows, tmp_path, precision=precision).facts for precision in ("fp8", "bf16"))

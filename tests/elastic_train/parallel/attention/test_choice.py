@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_train.parallel.attention import choice, kernels
+from elastic_train.parallel.attention import choice, kernels, probe
 from elastic_train.parallel.attention.choice import Recorder, adopt, choose, fingerprint
 from elastic_train.parallel.attention.documents import documents_of
 from elastic_train.parallel.attention.kernels import (
