@@ -12,7 +12,6 @@ documents are computed one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -52,7 +51,9 @@ def documents_of(lengths: Sequence[int], device: torch.device) -> Documents:
 
 def lengths_of(on_host: Tensor) -> list[int]:
     """Return the lengths of the runs."""
-    return [hi - lo for lo, hi in pairwise(on_host.tolist()) if lo < hi]
+    num_runs = int(torch.searchsorted(on_host, on_host[-1:]))  # a loop over all tokens would keep a GPU waiting
+    lengths: list[int] = on_host[: num_runs + 1].diff().tolist()
+    return lengths
 
 
 def mask_of(documents: Documents, rows: int, width: int) -> Tensor:
