@@ -205,7 +205,7 @@ RULES = (
         "the plan says how the model is cut",
     ),
     Rule(("tensor",), ("adapters but LoRA and `ln_tuning`",), "ranks cannot hold parts of others"),
-    Rule(("pipeline", "context"), ("prompts",), "they lengthen rows outside the model's layers"),
+    Rule(("context",), ("prompts",), "they lengthen rows outside the model's layers"),
     Rule(
         ("pipeline",),
         ("layers that depend on more than the last",),

@@ -124,9 +124,7 @@ class TransformersModel:
         if degrees.stages > 1:
             parts = planned(model)
             found += unfit_for_stages(model, parts, degrees.stages)
-        if self._num_prompt:
-            parts = None
-        elif degrees.context > 1 and not found:
+        if degrees.context > 1 and not found and not self._num_prompt:
             found += try_parts_of_rows(model, degrees.context, self._max_tokens)
         if parts is None or found:
             return replace(cut, context=True, found=[*cut.found, *found])

@@ -11,7 +11,7 @@ A trial checks, layer by layer, whether a model can run this way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,22 +66,25 @@ def try_in_parts(model: nn.Module, parts: Parts) -> Iterator[Found]:
     A model without weights is tried with stand-ins.
     """
     weights, kind = weights_to_try(model), type(model).__name__
-    nothing = {name: torch.empty(0, dtype=one.dtype) for name, one in weights.items()}
     names = {id(one): name for name, one in model.named_parameters()}
+    # Once in each module: functional_call does not restore what it puts into a module of two names.
+    own = ((name, *each) for name, module in model.named_modules() for each in module.named_parameters(recurse=False))
+    ids = {f"{name}.{key}" if name else key: id(one) for name, key, one in own}
 
-    def run(held: Mapping[str, Tensor]) -> Tensor:
+    def run(held: Container[int]) -> Tensor:
         inputs = {"input_ids": torch.tensor([[0, 1]]), "use_cache": False}
-        return torch.func.functional_call(model, dict(held), (), inputs).logits  # type: ignore[no-any-return]
+        tried = {name: weights[names[key]] for name, key in ids.items()}
+        tried = {name: one if ids[name] in held else torch.empty(0, dtype=one.dtype) for name, one in tried.items()}
+        return torch.func.functional_call(model, tried, (), inputs, tie_weights=False).logits  # type: ignore[no-any-return]
 
     made: Tensor | None = None
     with _training(model), torch.no_grad():
         torch.manual_seed(0)
-        whole = run(weights)
+        whole = run(names)
         torch.manual_seed(0)
         for modules in parts.dealt(len(parts.layers)):
-            held = {**nothing, **{names[key]: weights[names[key]] for key in _ids(model, modules)}}
             try:
-                made = run_parts(model, parts, modules, made, partial(run, held))
+                made = run_parts(model, parts, modules, made, partial(run, _ids(model, modules)))
             except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
                 what = f"'{modules[0]}' of {kind}, which fails on a stage ({first_line(error)})"
                 yield Found("layers that depend on more than the last", what)
@@ -143,9 +146,10 @@ def _end(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def _absent(module: nn.Module) -> Callable[..., Tensor]:
     """Return a forward pass for a module before the layers that is on another stage: output of the right shape."""
-    if not isinstance(module, nn.Embedding):
+    table = getattr(module, "embedding", module)  # of peft's prompts
+    if not isinstance(table, nn.Embedding):
         return passed
-    return lambda ids, *_, **__: module.weight.new_zeros((*ids.shape, module.embedding_dim))
+    return lambda ids, *_, **__: table.weight.new_zeros((*ids.shape, table.embedding_dim))
 
 
 @contextlib.contextmanager
@@ -189,7 +193,8 @@ def planned(model: nn.Module) -> Parts | None:
         return None
     [place] = lists
     layers = tuple(f"{names[place]}.{number}" for number in range(len(modules[names[place]])))
-    return Parts(tuple(names[:place]), layers, tuple(names[place + 1 :]))
+    prompts = [name for name in modules if name.rpartition(".")[0] == "prompt_encoder"]
+    return Parts((*prompts, *names[:place]), layers, tuple(names[place + 1 :]))
 
 
 def _ids(model: nn.Module, names: Iterable[str]) -> set[int]:

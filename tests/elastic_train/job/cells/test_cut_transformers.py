@@ -183,11 +183,6 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
             {"context": 2},
             "context: 2 does not work with the type prompt_tuning",
         ),
-        (
-            {"type": "p_tuning", "num_virtual_tokens": 2},
-            {"pipeline": 2},
-            "pipeline: 2 does not work with the type p_tuning",
-        ),
     ],
 )
 def test_adapters_that_are_more_than_layers_of_their_own_are_refused(

@@ -25,9 +25,10 @@ from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.world.equal_weights import digest_of_all
+from tests import memory_live
 from tests.elastic_train.tasks.language_rows import BERT, LLAMA
 from tests.elastic_train.training.jobs import config, result, succeed
-from tests.memory_job import AT_SECOND_COMMIT, start
+from tests.memory_job import AT_SECOND_COMMIT, Loss, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("transformers")]  # one process imports transformers
 
@@ -251,6 +252,12 @@ def test_other_adapters_have_one_hash_and_are_exported(
     params = {"max_tokens": 16, "hf": {"path": str(base)}, "adapter": OTHERS[name]}
     task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params}
     folder = trained_on_three_ranks(tmp_path, rows, task)
+    if name in ("prompt_tuning", "p_tuning"):
+        how = ["--parallel.pipeline", "2", "--parallel.shards", "optimizer"]
+        job = [config(tmp_path / "stages", rows, JOB, task=task, max_steps=2), *how]
+        done = memory_live.start(job, num_ranks=4, losses=[Loss(3, 4, "backward")])
+        assert sorted(done.codes) == [-9, 0, 0, 0, 0], done.output
+        assert result(tmp_path / "stages")["weights_sha256"] == result(folder)["weights_sha256"]
     trained = open_trained(str(folder / "run"))
     assert not any(one.startswith("base_model") and ".default" not in one for one in trained.model.state_dict())
     tokens = torch.arange(12).reshape(2, 6)
