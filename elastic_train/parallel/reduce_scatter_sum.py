@@ -10,8 +10,8 @@ Two tables assign ranks their leaves per turn and their shards. A leaf is one ra
 compute several per turn, and keeps all but the last whole until that one.
 
 Units are exchanged in a fixed order on all ranks (`program.schedules`), the model's last one first, whatever the order
-of the backward pass: a finished unit waits for those before it. A rank without a lane in a turn only receives. Sharded
-weights are gathered in between (`unit_weights`, ZeRO-3).
+of the backward pass: a finished unit waits for those before it. The last unit of a turn arrives during the next turn. A
+rank without a lane in a turn only receives. Sharded weights are gathered in between (`unit_weights`, ZeRO-3).
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class _Course:
         self.turn = 0
         self.earlier: dict[int, Mapping[int, Leaf]] = {}
         """Leaves of this turn except the last one."""
+        self.in_flight = deque[_Flight]()
         units = tree.units if tree.is_beside else ()
         self.filling = Filling([[parameter for flat in unit for parameter, _ in flat.parameters] for unit in units])
 
@@ -154,7 +155,6 @@ class ReduceScatterSum:
         for course in self._courses:
             self._totals |= self._totals_of(course)
         self._counters: dict[int, Counter[Tensor]] = {}
-        self._in_flight = deque[_Flight]()
         self.is_dirty = False
         """True if pending receives may still write to the homes."""
         self._spare = BufferPool(2 * sum(len(one.tree.seating.seats) for one in self._courses))
@@ -188,11 +188,11 @@ class ReduceScatterSum:
             self._weights.end_pass()  # of a step that was not finished
             if not self._by_turn:
                 self._weights.gather()
+        self._land_all()  # of a step that was not applied
         for course in self._courses:
             self._counters |= {number: Counter(course.num_leaves, self._add) for number in course.numbers}
             course.turn, course.earlier = 0, {}
             forget_gradients(course.units)
-        self._in_flight.clear()
 
     @contextlib.contextmanager
     def turn(self, leaf: int | None, tree: int = 0) -> Iterator[None]:
@@ -206,9 +206,9 @@ class ReduceScatterSum:
             try:
                 with self._walking(course) as walk, course.filling.filling(walk):
                     yield
-            finally:
-                self._in_flight.clear()
-            self.is_dirty = False
+            except BaseException:
+                course.in_flight.clear()
+                raise
             course.turn, course.earlier = course.turn + 1, {}
         else:
             yield
@@ -221,7 +221,7 @@ class ReduceScatterSum:
             with self._weights.turn(computing, trains=True, reduce=partial(self._reduce, course)) as walk:
                 yield walk
             return
-        yield Walk(reducing_turn(len(course.units)), partial(self._reduce, course))
+        yield Walk(reducing_turn(len(course.units), is_first=course.turn == 0), partial(self._reduce, course))
 
     def _reduce(self, course: _Course, action: UnitAction) -> None:
         """Begin to exchange a unit's gradients, or wait for an earlier exchange."""
@@ -233,6 +233,7 @@ class ReduceScatterSum:
 
     def finish(self, divisor: float) -> None:
         assert all(course.turn == len(course.turns) for course in self._courses), "not all turns were taken"
+        self._land_all()
         if self._weights is not None:
             self._weights.end_pass()
         self._spare.clear()
@@ -283,11 +284,18 @@ class ReduceScatterSum:
         messages = messages_of(moves, rank, lambda one: (given if one.giver == rank else taken)(one))
         begun = course.ranks.begin_exchange(*messages)
         sent = [(flat, leaf[flat.number]) for leaf in leaves.values() for flat in course.units[number]]
-        self._in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
+        course.in_flight.append(_Flight(*begun, sent, chunks, time.perf_counter()))
+
+    def _land_all(self) -> None:
+        """Wait for the last exchanges of all turns."""
+        for course in self._courses:
+            while course.in_flight:
+                self._land(course)
+        self.is_dirty = False
 
     def _land(self, course: _Course) -> None:
         """Wait for the oldest exchange in flight, and add what was received, in lane order."""
-        flight = self._in_flight.popleft()
+        flight = course.in_flight.popleft()
         course.ranks.beside_s += time.perf_counter() - flight.begun_s
         course.ranks.wait(flight.arriving + flight.leaving)
         for flat, leaf in flight.leaves:

@@ -19,7 +19,8 @@ Unit actions say when a turn with sharded state gathers and releases weights and
 run a turn's actions in the same order, whatever their passes do, so no rank waits for a message that is never sent.
 First comes the rest of the model, unless present; then the blocks' weights, each gathered while the previous block
 computes; then, from the last block to the first, the previous block's weights and the block's gradients. A unit's
-gradients are sent while the next unit's are computed.
+gradients are sent while the next unit's are computed; those of the rest of the model, the last ones, during the next
+turn, and are waited for there or after the last turn.
 
 A pass only reports its progress (`Walk`), which triggers the actions due; skipped ones follow at its end. A rank
 without a lane in the turn runs all actions without a pass.
@@ -257,22 +258,22 @@ UnitAction = Begin | End | Free | Enter
 
 @lru_cache(256)
 def gathering_turn(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) -> tuple[UnitAction, ...]:
-    """Return the actions of a turn with gathered units; the rest of the model stays, and may be present already."""
+    """Return the actions of a turn with gathered units; the rest of the model stays, and is there from the first on."""
     return tuple(_gathering(num_blocks, has_rest=has_rest, trains=trains, reduces=reduces))
 
 
 @lru_cache(256)
 def filling_turn(num_units: int) -> tuple[UnitAction, ...]:
     """Return the actions of a turn whose units are reduced in that order, and waited for after the turn."""
-    return tuple(action for action in reducing_turn(num_units) if isinstance(action, Begin))
+    return tuple(action for action in reducing_turn(num_units, is_first=True) if isinstance(action, Begin))
 
 
 @lru_cache(256)
-def reducing_turn(num_units: int) -> tuple[UnitAction, ...]:
+def reducing_turn(num_units: int, *, is_first: bool) -> tuple[UnitAction, ...]:
     """Return the actions of a turn whose weights are present: reduce the blocks from the last on, then the rest."""
     units = [*reversed(range(num_units - 1)), REST][:num_units]
-    begun = [action for pair in zip(units, [None, *units], strict=False) for action in _reduce(*pair)]
-    return (*begun, *(End("reduce", unit) for unit in units[-1:]))
+    before = [None if is_first else REST, *units]
+    return tuple(action for pair in zip(units, before, strict=False) for action in _reduce(*pair))
 
 
 def place_of(unit: int, num_units: int) -> int:
@@ -294,14 +295,16 @@ def _gathering(num_blocks: int, *, has_rest: bool, trains: bool, reduces: bool) 
         if block < last:
             yield Free(block)
     if trains:
-        yield from _backward(num_blocks, reduces=reduces)
+        yield from _backward(num_blocks, REST if has_rest else None, reduces=reduces)
     else:
         yield from _let_go(last, num_blocks)
 
 
-def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
-    """Yield the actions after a forward pass; the last block's weights are still there."""
-    before: int | None = None
+def _backward(num_blocks: int, before: int | None, *, reduces: bool) -> Iterator[UnitAction]:
+    """Yield the actions after a forward pass; the last block's weights are still there.
+
+    `before` is the unit whose gradients are still on their way.
+    """
     for block in reversed(range(num_blocks)):
         if block:
             yield from _let_go(block + 1, num_blocks)
@@ -311,7 +314,7 @@ def _backward(num_blocks: int, *, reduces: bool) -> Iterator[UnitAction]:
             yield from _reduce(block, before)
             before = block
     if reduces:
-        yield from (*_reduce(REST, before), End("reduce", REST))
+        yield from _reduce(REST, before)
     for block in (1, 0):
         yield from _let_go(block, num_blocks)
 

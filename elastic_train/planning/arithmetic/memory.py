@@ -274,10 +274,11 @@ class RankProgram:
 
     def turn(self, leaf: Open) -> tuple[UnitAction, ...]:
         """Return the unit actions of a turn."""
+        is_first = leaf.number == 0
         if self.gathers == "turn":
-            is_first, reduces = leaf.number == 0, self.reduces == "beside"
+            reduces = self.reduces == "beside"
             return gathering_turn(self.num_blocks, has_rest=not is_first, trains=True, reduces=reduces)
-        reduced = () if self.reduces == "never" else reducing_turn(self.num_blocks + 1)
+        reduced = () if self.reduces == "never" else reducing_turn(self.num_blocks + 1, is_first=is_first)
         return (Enter("backward", REST), *reduced) if self.reduces == "after" else reduced
 
 

@@ -8,7 +8,7 @@ before one that it needs.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -118,6 +118,8 @@ class _Rank:
         """The passes that have run, and those with requested messages."""
         self.leaf: tuple[int, int] | None = None
         """The turn and chunk with the open leaf."""
+        self.reducing: dict[Hashable, deque[Hashable]] = defaultdict(deque)
+        """The names of reductions in flight, by chunk; experts' have their own."""
         self.sent: Hashable = None
         """The name of the last message to another stage."""
 
@@ -165,6 +167,7 @@ class _Rank:
     def _finish(self) -> Iterator[Event]:
         """Yield how the ranks' sums are combined, tree by tree; for whole gradients it began with a last leaf."""
         chunks = range(self.world.num_chunks)
+        yield from (Wait(name) for names in self.reducing.values() for name in names)
         for chunk in chunks if self.world.shards == "none" else ():
             for unit in (REST, *range(self.world.num_blocks)):
                 yield Wait(("sum", unit, chunk))
@@ -180,10 +183,10 @@ class _Rank:
             return filling_turn(self.world.num_blocks + 1) if action.number == self.num_lanes - 1 else ()
         if not any(action.number < self._count(rank) for rank in self.owners):
             return ()
+        is_first = action.number == 0
         if self.gathers:
-            is_first = action.number == 0
             return gathering_turn(self.world.num_blocks, has_rest=not is_first, trains=True, reduces=True)
-        reduced = reducing_turn(self.world.num_blocks + 1)
+        reduced = reducing_turn(self.world.num_blocks + 1, is_first=is_first)
         return (Enter("backward", REST), *reduced) if self.has_experts else reduced
 
     def _pass(self, one: Pass, of_units: Sequence[UnitAction]) -> Iterator[Event]:
@@ -227,13 +230,14 @@ class _Rank:
             return
         name = (action.what, action.unit, at.number, at.chunk)
         if isinstance(action, End):
-            yield Wait(name)
+            yield Wait(self.reducing[at.chunk].popleft() if action.what == "reduce" else name)
         elif self.world.shards == "none":
             yield self._begin("beside", ("sum", action.unit, at.chunk), self.adders)
         elif action.what == "gather":
             yield self._give("units", name, self.group, to=self._computing(self.group, at.number), sources=self.group)
         else:
             computing = self._computing(self.owners, at.number)
+            self.reducing[at.chunk].append(name)
             yield self._give("units", name, self.owners, to=self.owners, sources=computing)
 
     def _computing(self, ranks: Iterable[int], number: int) -> list[int]:
@@ -244,9 +248,11 @@ class _Rank:
         if self.world.shards == "none":
             return
         computing = [rank for rank in self.group if one.number < self._turns_of_cell(rank // self.world.cell.size)]
-        name = ("experts", one.number, one.chunk)
+        name, in_flight = ("experts", one.number, one.chunk), self.reducing["experts", one.chunk]
         yield self._give("column", name, self.group, to=self.group, sources=computing)
-        yield Wait(name)
+        if in_flight:
+            yield Wait(in_flight.popleft())
+        in_flight.append(name)
 
     # The messages.
 

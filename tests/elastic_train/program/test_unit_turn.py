@@ -46,12 +46,15 @@ def test_a_pass_comes_to_blocks_that_are_there_and_two_are_whole_at_most(num_blo
 
 @pytest.mark.parametrize("num_blocks", range(6))
 def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_blocks: int) -> None:
-    """Each is in flight during the pass of the next unit only."""
-    reduced = [action for action in turn(num_blocks) if isinstance(action, Begin | End) and action.what == "reduce"]
+    """Each is in flight during the pass of the next unit only; a turn's last one, until the next turn's first."""
     units = [*reversed(range(num_blocks)), REST]
-    assert [one.unit for one in reduced if isinstance(one, Begin)] == units
-    assert [one.unit for one in reduced if isinstance(one, End)] == units
-    assert list(reducing_turn(num_blocks + 1)) == reduced
+    for has_rest in (False, True):
+        actions = gathering_turn(num_blocks, has_rest=has_rest, trains=True, reduces=True)
+        reduced = [action for action in actions if isinstance(action, Begin | End) and action.what == "reduce"]
+        before = [*([REST] if has_rest else []), *units]
+        assert [one.unit for one in reduced if isinstance(one, Begin)] == units
+        assert [one.unit for one in reduced if isinstance(one, End)] == before[:-1]
+        assert list(reducing_turn(num_blocks + 1, is_first=not has_rest)) == reduced
 
 
 def test_a_pass_may_leave_blocks_out_and_come_to_them_again() -> None:

@@ -85,10 +85,12 @@ def busy(rank: int, size: int, folder: str, shards: Shards) -> None:
         gradients = state.shards.sum_of(group, NUM_LANES)
         gradients.begin()
         for lane in (*state.shards.table.assigned(NUM_LANES)[rank], None):
+            if lane is None:
+                device.catch_up()
             with gradients.turn(lane):
                 if lane is not None:
                     state.scaler.scale(loss_of(state, lane)).backward()
-                device.catch_up()
+        device.catch_up()
         gradients.finish(3.0 * NUM_LANES)
         measured = group.all_gather(state.measure())
         state.apply(facts_of(state), norm_of(measured, state.shards.table))
