@@ -18,7 +18,9 @@ tests             tests_passed, tests_failed    of tests/gpu: jobs, faults and N
 kill              killed_worker_s    from the end of one of two ranks that share the device to the next applied step;
                                      kill_hash_equal: whether the weights are those without a fault
 overlap           overlap_wait    how long two ranks that share the device wait for the gradient after the backward
-                                  pass, over that with `parallel.bucket_mb: null`
+                                  pass, over that with `parallel.bucket_mb: null`; `…_gradients`, `…_parameters`: what
+                                  exchanges of these shards add to a step, over what they add if nothing is computed
+                                  meanwhile
 packed            packed_vs_mask    the time of passes of a row of 32 documents over that with a mask
 fast              fast_vs_plain    as step_vs_plain, with `reduction: fast`: any algorithm and any order of sums
 fp8               fp8_step    the time of a step with `precision: fp8` over that with bf16, both compiled; and memory
@@ -56,8 +58,9 @@ from rich.table import Table
 from benchmarks.beside import in_process
 from benchmarks.figures import rewrite
 from benchmarks.gpu.job import NUM_LANES, SIZES, size_for
-from benchmarks.gpu.measure import alone, overlap, plain_peak, saves, step_times
+from benchmarks.gpu.measure import alone, overlap, plain_peak, saves, shards_overlap, step_times
 from benchmarks.packed import packed_over_mask
+from benchmarks.sharding.jobs import MODES
 
 GOALS = {
     "mfu_compiled": "≥ 0.5",
@@ -164,7 +167,12 @@ def kill(machine: Machine) -> dict[str, object]:
 
 
 def overlapping(machine: Machine) -> dict[str, object]:
-    return {"overlap_wait": round(in_process(overlap, machine.size, machine.device, machine.num_steps), 3)}
+    whole = in_process(overlap, machine.size, machine.device, machine.num_steps)
+    found: dict[str, object] = {"overlap_wait": round(whole, 3)}
+    for shards in MODES[1:]:
+        exposed = in_process(shards_overlap, machine.size, machine.device, machine.num_steps // 3, shards)
+        found[f"overlap_wait_{shards}"] = round(exposed, 3)
+    return found
 
 
 def packed(machine: Machine) -> dict[str, object]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
+from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from benchmarks.beside import WARM_TURNS, Enough, Lanes, Watch, batches_of, now_of, plainly, train_while
 from benchmarks.gpu.job import NUM_LANES, SIZES, Size, write_job
 from benchmarks.jobs import PlainLoop
 from benchmarks.ranks import TIMEOUT_S, Meeting, run
+from benchmarks.sharding.jobs import Job, Mode
 from elastic_train.config.parallel import bucket_bytes
 from elastic_train.config.sources import load_config
 from elastic_train.core.lanes import contiguous
@@ -25,10 +30,12 @@ from elastic_train.job.plan import Plan, make_plan
 from elastic_train.parallel.devices.device import device_of
 from elastic_train.parallel.gradient_sum import TreeSum, tree_of
 from elastic_train.parallel.group import Group
+from elastic_train.parallel.point_to_point import PointToPoint, Work
 from elastic_train.tasks.decoder.model import Decoder
 from elastic_train.training.session import Session
 
 BETWEEN_SAVES = 8
+Messages = Sequence[tuple[int, Tensor]]
 MEMORY = Path("/dev/shm")
 
 
@@ -92,13 +99,18 @@ def overlap(name: str, device: str, num_steps: int) -> float:
     return float(statistics.median(run(_overlap, 2, name, device, num_steps)))
 
 
+def _sharing(meeting: Meeting, where: torch.device) -> Group:
+    """Return the group of two ranks that share a device."""
+    torch.set_deterministic_debug_mode("default")
+    rank, store = meeting.group.rank, FileStore(str(meeting.folder / "devices"), 2)
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # NCCL lets ranks of two hosts share it
+    return Group(rank, 2, store, TIMEOUT_S, device_of(where, "auto"))
+
+
 def _overlap(meeting: Meeting, name: str, device: str, num_steps: int) -> float:
     """Return the ratio of this rank's median seconds from the end of the backward pass until it has the gradient."""
-    torch.set_deterministic_debug_mode("default")
     rank, size, where, waits = meeting.group.rank, SIZES[name], torch.device(device), list[float]()
-    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}  # NCCL lets ranks of two hosts share it
-    store = FileStore(str(meeting.folder / "devices"), 2)
-    group = Group(rank, 2, store, TIMEOUT_S, device_of(where, "auto"))
+    group = _sharing(meeting, where)
     model, tokens = Decoder(size.shape).to(where), torch.ones(1, size.num_tokens, dtype=torch.int64, device=where)
     for least_bytes in (bucket_bytes("auto", on_cpu=device == "cpu"), None):
         gradients = TreeSum([tree_of("canonical", list(model.parameters()), group, contiguous(2, 2))], least_bytes)
@@ -114,6 +126,62 @@ def _overlap(meeting: Meeting, name: str, device: str, num_steps: int) -> float:
         gradients.close()
         waits.append(statistics.median(seconds[WARM_TURNS:]))
     return waits[0] / waits[1]
+
+
+def shards_overlap(name: str, device: str, num_steps: int, shards: Mode) -> float:
+    """Return the part of exchanges of shards that no computation hides, on two ranks that share the device."""
+    return float(statistics.median(run(_shards_overlap, 2, name, device, num_steps, shards)))
+
+
+def _shards_overlap(meeting: Meeting, name: str, device: str, num_steps: int, shards: Mode) -> float:
+    """Return what exchanges add to this rank's median step, over what they add while nothing is computed."""
+    where, group = torch.device(device), _sharing(meeting, torch.device(device))
+    alone = _lanes_time(meeting, Job(Group(0, 1, None, TIMEOUT_S), _Rows(SIZES[name], where, 2), shards), num_steps)
+    gc.collect()
+    job = Job(group, _Rows(SIZES[name], where, 4), shards)
+    beside = _lanes_time(meeting, job, num_steps)
+    with mock.patch.object(Group, "begin_exchange", _exchange_now):
+        after = _lanes_time(meeting, job, num_steps)
+    return (beside - alone) / (after - alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Lanes of one row."""
+
+    size: Size
+    device: torch.device
+    num_lanes: int
+    num_samples = 1
+
+    def build(self) -> Decoder:
+        torch.manual_seed(1)
+        return Decoder(self.size.shape).to(self.device)
+
+    def loss(self, model: nn.Module, step: int, lane: int) -> Tensor:
+        tokens = torch.ones(1, self.size.num_tokens, dtype=torch.int64, device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss: Tensor = model(tokens).float().square().mean()
+        return loss
+
+
+def _lanes_time(meeting: Meeting, job: Job, num_steps: int) -> float:
+    """Return the median seconds of a step's gradient."""
+    seconds, where = list[float](), next(job.state.model.parameters()).device
+    for _ in range(WARM_TURNS + num_steps):
+        meeting.group.barrier()
+        began = now_of(where)
+        job.compute()
+        seconds.append(now_of(where) - began)
+    return statistics.median(seconds[WARM_TURNS:])
+
+
+def _exchange_now(group: Group, sends: Messages, receives: Messages) -> tuple[list[Work], list[Work]]:
+    """Exchange while nothing is computed."""
+    now_of(group.device.torch_device)
+    arriving, leaving = PointToPoint.begin_exchange(group, sends, receives)
+    group.wait(arriving + leaving)
+    return [], []
 
 
 class Saving:

@@ -95,9 +95,9 @@ class Job:
     ) -> None:
         parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=bucket_mb)
         self.work, self._path = work, ("", str(group.rank))
-        self.state: AppliedState = build_state(
-            work.build(), OPTIMIZER, TOTAL_STEPS, "cpu", is_fp16=False, parallel=parallel
-        )
+        model = work.build()
+        device = str(next(model.parameters()).device)
+        self.state: AppliedState = build_state(model, OPTIMIZER, TOTAL_STEPS, device, is_fp16=False, parallel=parallel)
         with recording_order(self.state.model, self.state.shards.order):
             work.loss(self.state.model, 0, 0)
         self.enter(group, term)
