@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torch import nn
 
 from elastic_train.data.dataset.manifest import Manifest, build_manifest
 from elastic_train.tasks.causal_lm import CausalLM
@@ -67,6 +69,15 @@ def described(folder: Path, columns: Mapping[str, pa.Array], **facts: Any) -> Ma
     folder.mkdir(parents=True)
     pq.write_table(pa.table(dict(columns)), folder / "a.parquet", row_group_size=2)
     return build_manifest(str(folder), **facts)
+
+
+def built(config: dict[str, Any]) -> nn.Module:
+    """Return a model of transformers with the same drawn weights in each call."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return model
 
 
 def counting_rows(num_rows: int, longest: int = 20, seed: int = 0) -> pa.Array:

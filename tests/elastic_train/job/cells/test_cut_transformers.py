@@ -23,7 +23,7 @@ from tests.elastic_train.job.cells.test_context import of_tensor_rank
 from tests.elastic_train.job.cells.test_cut_model import compare, run_once
 from tests.elastic_train.job.cells.test_sequence import compare_tokens, cut_of
 from tests.elastic_train.job.cells.test_sequence import run_once as run_tokens
-from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS
+from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, built
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
 
@@ -57,10 +57,7 @@ FAMILIES = (
 
 
 def model_of_transformers(kind: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES)).double()
+    model = built({"model_type": kind, **SIZES}).double()
     for one in model.parameters():  # including biases and norms, which are initialised to zeros and ones
         torch.nn.init.normal_(one, std=0.3)
     return model
@@ -113,54 +110,40 @@ def test_ranks_with_some_tokens_of_models_of_transformers_compute_what_those_wit
 
 
 @pytest.mark.parametrize(
-    ("changes", "degree", "message"),
+    ("changes", "degree", "sequence", "message"),
     [
-        ({"model_type": "gpt2"}, 2, "tensor: 2 does not work with GPT2LMHeadModel, which brings no base_model_tp_plan"),
+        ({"model_type": "gpt2"}, 2, False, "tensor: 2 .* GPT2LMHeadModel, which brings no base_model_tp_plan"),
+        ({"model_type": "gpt2"}, 2, True, "tensor: 2 .* GPT2LMHeadModel, which brings no base_model_tp_plan"),
         (
             {"model_type": "mixtral"},
             2,
+            False,
             "the plan of MixtralForCausalLM, which cuts 'model.layers.*experts.gate_up_proj' as packed_colwise",
         ),
-        ({"model_type": "llama"}, 3, "3 does not work with task.params.hf.config.num_attention_heads: 8"),
+        ({"model_type": "llama"}, 3, False, "3 does not work with task.params.hf.config.num_attention_heads: 8"),
         (
             {"model_type": "llama", "num_key_value_heads": 2},
             4,
+            False,
             "4 does not work with task.params.hf.config.num_key_value_heads: 2",
         ),
         (
             {"model_type": "llama", "intermediate_size": 18},
             4,
+            False,
             "4 does not work with the 18 columns of 'model.layers.0.mlp",
         ),
+        ({"model_type": "doge"}, 2, True, "of DogeForCausalLM, which says nothing of 'model.layers.0.input_residual'"),
     ],
 )
-def test_what_cannot_be_cut_of_transformers_is_refused(changes: dict[str, Any], degree: int, message: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = {**SIZES, **changes}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    with pytest.raises(ConfigError, match=message):
-        cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=degree))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "doge"}, "the plan of DogeForCausalLM, which says nothing of 'model.layers.0.input_residual'"),
-        ({"model_type": "gpt2"}, "tensor: 2 does not work with GPT2LMHeadModel, which brings no base_model_tp_plan"),
-    ],
-)
-def test_models_of_transformers_whose_tokens_cannot_be_shared_out_are_refused(
-    changes: dict[str, Any], message: str
+def test_what_cannot_be_cut_of_transformers_is_refused(
+    changes: dict[str, Any], degree: int, sequence: bool, message: str
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config = {**SIZES, **changes}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = built(config)
     with pytest.raises(ConfigError, match=message):
-        cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=2, sequence=True))
+        cell_plan_of(CausalLM(hf={"config": config}), model, ParallelConfig(tensor=degree, sequence=sequence))
 
 
 def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
@@ -224,12 +207,7 @@ def test_parts_of_adapters_compute_what_the_whole_does() -> None:
 
 
 def dropping(kind: str, **shares: float) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, **{**SIZES, **shares}, attn_implementation="eager")
-    model: nn.Module = AutoModelForCausalLM.from_config(config).double()
-    return model
+    return built({"model_type": kind, **SIZES, **shares, "attn_implementation": "eager"}).double()
 
 
 def of_rank_that_drops(rank: int, size: int) -> None:

@@ -56,20 +56,20 @@ class Counter(Odd):
         return 1 / self.count
 
 
-class LateCounter(Odd):
+class LateCounter(Counter):
     """Gets an attribute and per-parameter state only at its tenth step."""
 
-    def begin(self) -> None:
-        self.count = 0
-
     def before(self) -> None:
-        self.count += 1
+        super().before()
         if self.count >= 10:
             self.extra = getattr(self, "extra", 1.0) * 0.5
             for _, one in self.parameters():
                 slow = self.state[one].setdefault("slow", one.clone())
                 slow.lerp_(one, 0.5)
                 one.lerp_(slow, self.extra)
+
+    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
+        return 1.0
 
 
 class CountingGroups(Odd):
@@ -177,15 +177,25 @@ LATE = 14
 """A step after the rehearsal's last one."""
 
 
-class OnParameters(Odd):
-    """Counts in an attribute of each parameter, and uses it late."""
+class Late(Odd):
+    """Halves its updates late."""
+
+    def counted(self, parameter: Tensor) -> Any:
+        """Return the number of steps."""
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        parameter.count = getattr(parameter, "count", 0) + 1  # type: ignore[attr-defined]
-        return 0.5 if parameter.count > LATE else 1.0  # type: ignore[attr-defined]
+        return 0.5 if self.counted(parameter) > LATE else 1.0
 
 
-class InSlots(Odd):
+class OnParameters(Late):
+    """Counts in an attribute of each parameter."""
+
+    def counted(self, parameter: Any) -> Any:
+        parameter.count = getattr(parameter, "count", 0) + 1
+        return parameter.count
+
+
+class InSlots(Late):
     """Counts in a slot."""
 
     __slots__ = ("count",)
@@ -197,18 +207,18 @@ class InSlots(Odd):
     def before(self) -> None:
         self.count += 1
 
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return 0.5 if self.count > LATE else 1.0
+    def counted(self, parameter: Tensor) -> Any:
+        return self.count
 
 
-class InDefaults(Odd):
+class InDefaults(Late):
     """Counts in the defaults of its groups, where torch keeps settings."""
 
     def before(self) -> None:
         self.defaults["count"] = self.defaults.get("count", 0) + 1
 
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return 0.5 if self.defaults["count"] > LATE else 1.0
+    def counted(self, parameter: Tensor) -> Any:
+        return self.defaults["count"]
 
 
 SAVED = (
@@ -225,14 +235,8 @@ class ProcessNoise(Odd):
         return 1 + torch.randn_like(parameter)
 
 
-class PythonNoise(Odd):
+class PythonNoise(Counter):
     """Draws from Python's global generator, from its eighth step on."""
-
-    def begin(self) -> None:
-        self.count = 0
-
-    def before(self) -> None:
-        self.count += 1
 
     def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
         return random.random() if self.count > 7 else 1.0
@@ -268,7 +272,7 @@ class Module(Odd):
         return self.factor
 
 
-class Schedule(Odd):
+class Schedule(Module):
     """Keeps an iterator, whose state cannot be inspected."""
 
     def begin(self) -> None:
@@ -276,9 +280,6 @@ class Schedule(Odd):
 
     def before(self) -> None:
         self.factor = next(self.factors)
-
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return self.factor
 
 
 @dataclass
@@ -381,8 +382,8 @@ class Sharpness(Odd):
         assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
 
 
-class InModule(Odd):
-    """Counts in a buffer of a module, and uses it late."""
+class InModule(Late):
+    """Counts in a buffer of a module."""
 
     def begin(self) -> None:
         self.module = torch.nn.BatchNorm1d(2)
@@ -390,11 +391,11 @@ class InModule(Odd):
     def before(self) -> None:
         self.module.num_batches_tracked += 1  # type: ignore[operator]
 
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return 0.5 if int(self.module.num_batches_tracked) > LATE else 1.0  # type: ignore[arg-type]
+    def counted(self, parameter: Tensor) -> Any:
+        return self.module.num_batches_tracked
 
 
-class InTensorOfObject(Odd):
+class InTensorOfObject(Late):
     """Counts in one of many elements of a tensor that an object has."""
 
     def begin(self) -> None:
@@ -404,8 +405,8 @@ class InTensorOfObject(Odd):
     def before(self) -> None:
         self.object.counts[1] += 1  # type: ignore[attr-defined]
 
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return 0.5 if self.object.counts[1] > LATE else 1.0  # type: ignore[attr-defined]
+    def counted(self, parameter: Tensor) -> Any:
+        return self.object.counts[1]  # type: ignore[attr-defined]
 
 
 class LateHook(Odd):
@@ -422,17 +423,11 @@ class LateHook(Odd):
         self.register_step_post_hook(hook)
 
 
-class InGenerator(Odd):
-    """Counts in the frame of a generator function that yields factors."""
+class InGenerator(Schedule):
+    """Counts in the frame of a generator function that yields factors late."""
 
     def begin(self) -> None:
         self.factors = (0.5 if number > LATE else 1.0 for number in itertools.count())
-
-    def before(self) -> None:
-        self.factor = next(self.factors)
-
-    def scale(self, group: dict[str, Any], parameter: Tensor) -> Any:
-        return self.factor
 
 
 REFUSED: dict[type[Optimizer], str] = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell, Mesh
@@ -18,38 +18,15 @@ from elastic_train.tasks.models.context_parts import try_parts_of_rows
 from elastic_train.tasks.models.folder_weights import hollow
 from elastic_train.tasks.models.hugging_face import Kind, Source
 from tests.elastic_train.job.cells.test_context import batches
-from tests.elastic_train.job.cells.test_cut_transformers import SIZES
-from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
+from tests.elastic_train.job.cells.test_cut_transformers import FAMILIES, SIZES
+from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS, built
 from tests.memory_machine import in_memory
 from tests.memory_world import group_of
 
 pytestmark = WITH_TRANSFORMERS
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma3_text",
-    "granite",
-    "cohere",
-    "phi",
-    "starcoder2",
-    "olmo2",
-    "gpt2",
-    "gpt_neox",
-    "mixtral",
-)
 
 
-def built(config: dict[str, Any]) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return model
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*sorted({*FAMILIES} - {"gemma2"}), "gpt2", "gpt_neox", "mixtral"])
 def test_parts_compute_what_whole_rows_do(kind: str) -> None:
     """And afterwards the model computes whole rows as before, to the bit."""
     model: Any = built({"model_type": kind, **SIZES}).eval()

@@ -17,18 +17,10 @@ from elastic_train.tasks.models.hugging_face import Kind, Source
 from elastic_train.tasks.models.stage_plans import planned, run_parts, try_in_parts, unfit_for_stages
 from elastic_train.tasks.rows.token_rows import causal_within
 from tests.elastic_train.job.cells.test_cut_transformers import FAMILIES, SIZES
-from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS
+from tests.elastic_train.tasks.language_rows import GPT2, LLAMA, WITH_TRANSFORMERS, built
 
 pytestmark = WITH_TRANSFORMERS
 UNTIED = {**SIZES, "num_hidden_layers": 3, "tie_word_embeddings": False}
-
-
-def built(config: dict[str, Any]) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(3)
-    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return model
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, "gpt2", "gpt_neox", "mixtral"])
