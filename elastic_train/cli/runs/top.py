@@ -20,6 +20,8 @@ from elastic_train.system.wording import duration, size
 MOST_RANKS = 16
 _SHOWN = ("data", "forward", "backward", "wait", "exchange", "optimizer", "save")
 LEAST_EVERY_S = 0.2
+QUIET_S = 60.0
+"""Seconds without a line after which a run may have been killed."""
 
 
 def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: float, is_json: bool) -> int:
@@ -52,7 +54,7 @@ def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: flo
 
 def frame(glance: Glance, now: float) -> RenderableType:
     """Return what is shown of a moment."""
-    state = glance.status or ("no world yet" if glance.term is None else "training, or killed")
+    state = glance.status or ("no world yet" if glance.term is None else _activity(glance, now))
     parts: list[RenderableType] = [Text(f"{glance.run}: {state}"), _head(glance, now)]
     if glance.waiting is not None:
         parts.append(Text(f"no world forms: {glance.waiting}", style="bold red"))
@@ -60,10 +62,17 @@ def frame(glance: Glance, now: float) -> RenderableType:
         parts += [_nodes(glance), _ranks(glance)]
     elif glance.term is not None:
         hosts = ", ".join(dict.fromkeys(glance.hosts.values()))
-        parts.append(Text(f"no phases yet; nodes: {hosts or 'not known'}"))
+        parts.append(Text(f"nodes: {hosts or 'not known'}; the phases of steps are not written yet"))
     if glance.recent:
         parts.append(Text("\n".join(f"{_clock(at)} {what}" for at, what in glance.recent), overflow="fold"))
     return Group(*parts)
+
+
+def _activity(glance: Glance, now: float) -> str:
+    quiet_s = 0.0 if glance.last_at is None else now - glance.last_at
+    if quiet_s < QUIET_S:
+        return "training"
+    return f"killed, or in a long step: its last line is from {_ago(quiet_s)} (elastic-train status says which)"
 
 
 def _head(glance: Glance, now: float) -> Table:
@@ -76,7 +85,7 @@ def _head(glance: Glance, now: float) -> Table:
         "loss": shown(glance.loss, ".4f"),
         "samples/s": shown(glance.samples_per_s, ".4g"),
         **({} if glance.mfu is None else {"MFU": f"{glance.mfu:.1%}"}),
-        "world": f"{glance.size} ranks, term {shown(glance.term, 'd')}",
+        "ranks": f"{glance.size}, term {shown(glance.term, 'd')}",
         "commit": commit,
         "last line": "-" if glance.last_at is None else _ago(now - glance.last_at),
     }

@@ -74,7 +74,16 @@ def test_a_run_without_a_world_says_why(tmp_path: Path) -> None:
     assert "no world forms: rank 1 is late" in drawn(run.folder)
     run.world(1, lo=0, steps={1: 20.0})
     assert "late" not in drawn(run.folder)
-    assert "no phases yet; nodes: alpha, beta" in drawn(run.folder)
+    assert "nodes: alpha, beta; the phases of steps are not written yet" in drawn(run.folder)
+
+
+def test_a_run_that_writes_no_lines_may_have_been_killed(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0})
+    glance = look(run.folder)
+    assert glance.last_at is not None
+    for quiet_s, said in ((59.0, "training"), (300.0, "killed, or in a long step: its last line is from 5.0 min ago")):
+        assert said in " ".join(drawn(run.folder, glance.last_at + quiet_s).split())
 
 
 def test_a_result_of_an_older_term_says_nothing_of_a_run_that_goes_on(tmp_path: Path) -> None:
