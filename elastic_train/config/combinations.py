@@ -76,7 +76,6 @@ Trait = Literal[
     "a model without experts",
     "a model without blocks",
     # of the model
-    "experts",
     "experts outside `MixtureOfExperts`",
     "persistent buffers",
     "buffers that change",
@@ -114,7 +113,7 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(("expert",), ("context",), "a router weighs whole rows"),
+    Rule(("expert",), ("context",), "experts get the tokens of whole lanes"),
     Rule(
         ("reduction: fast",),
         (*_SHARDS, *_OFFLOAD, *_WIRE, "audit_lanes"),
@@ -185,7 +184,6 @@ RULES = (
         "give the package's own decoder some (task.params.model.experts)",
     ),
     Rule(_RECOMPUTE, ("a model without blocks",), "blocks, the entries of an nn.ModuleList, are computed again"),
-    Rule(("context",), ("experts",), "a router weighs whole rows"),
     Rule(
         ("tensor", "expert"),
         ("experts outside `MixtureOfExperts`",),
@@ -257,7 +255,7 @@ RULES = (
     ),
     Rule(("fp8",), ("no float8 kernel",), "all ranks compute the same products of scaled rows"),
 )
-SIZES = TRAITS[: TRAITS.index("experts")]
+SIZES = TRAITS[: TRAITS.index("experts outside `MixtureOfExperts`")]
 """Traits of the configuration and the task, and of numbers in them; those after these are of models and what trains
 them."""
 

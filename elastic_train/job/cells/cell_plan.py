@@ -192,9 +192,7 @@ def _experts_of(model: nn.Module, parallel: ParallelConfig) -> dict[str, Experts
 def _traits_of_experts(dealt: Mapping[str, Experts], model: nn.Module, parallel: ParallelConfig) -> Iterator[Found]:
     degree = parallel.expert * parallel.tensor
     every = [name for name, one in model.named_modules() if isinstance(one, Experts)]
-    if every:
-        yield Found("experts", f"the experts of '{every[0]}'")
-    else:
+    if not every:
         yield Found("a model without experts", f"{type(model).__name__}, which has no experts")
     if parallel.tensor > 1 and parallel.expert > 1 and (alone := [name for name in every if name not in dealt]):
         yield Found("experts outside `MixtureOfExperts`", f"the experts '{alone[0]}', which are in no MixtureOfExperts")

@@ -164,9 +164,7 @@ def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         yield Found("fewer lanes than stages", lanes)
     if layout.expert > batch.num_lanes:
         yield Found("fewer lanes than expert ranks", lanes)
-    if any(unit.experts for unit in model.units):
-        yield Found("experts", "the model's experts")
-    else:
+    if not any(unit.experts for unit in model.units):
         yield Found("a model without experts", "a model that has no experts")
     if not model.blocks:
         yield Found("a model without blocks", "a model that has no blocks")

@@ -10,7 +10,7 @@ lane only, so all of it runs outside compiled graphs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -30,18 +30,23 @@ class RouterLosses:
     `balance` times the number of tokens, times the number of experts, times the sum over experts of (share of tokens) *
     (mean probability), which is at least 1, with equality for an even spread (Fedus et al. 2021, section 2.2). And `z`
     times the squared log-sum-exp of the logits (Zoph et al. 2022, section 3.2).
+
+    With `gather`, `places` are in a part of each row: the share of tokens is that of all parts, whose terms add up.
     """
 
     places: Tensor
     balance: float
     z: float
     terms: list[Tensor] = field(default_factory=list)
+    gather: Callable[[Tensor], Tensor] | None = None
 
     def add(self, logits: Tensor, chosen: Tensor) -> None:
         """Add a block's logits (tokens, experts) and chosen experts (tokens, experts per token)."""
         logits, chosen = logits.index_select(0, self.places), chosen.index_select(0, self.places)
         num_experts = logits.shape[1]
-        shares = shares_of(chosen, num_experts).to(logits.dtype) / max(1, chosen.numel())
+        counts = shares_of(chosen, num_experts).double()
+        counts = counts if self.gather is None else self.gather(counts[None]).sum(0)  # whole numbers, in any order
+        shares = counts.to(logits.dtype) / counts.sum().clamp(min=1).to(logits.dtype)
         likely = logits.softmax(-1).sum(0)  # the mean, times the number of tokens
         self.terms.append(self.balance * num_experts * (shares * likely).sum())
         self.terms.append(self.z * logits.logsumexp(-1).square().sum())

@@ -20,7 +20,7 @@ from elastic_train.tasks.decoder.as_transformers import begin_llama
 from elastic_train.tasks.decoder.experts import RouterLosses, with_terms, without_terms
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape, drawn_weights
 from elastic_train.tasks.language.language_model import Logits, Weights
-from elastic_train.tasks.placements import Degrees, Piece, Placements, Use, deal
+from elastic_train.tasks.placements import ContextPart, Degrees, Piece, Placements, Use, deal
 from elastic_train.tasks.rows.token_rows import TokenColumns, bias_of, sight_of
 from elastic_train.tasks.task import Batch
 
@@ -86,7 +86,7 @@ class OwnDecoder:
     def run(self, model: nn.Module, batch: Batch, piece: Piece) -> Tensor | Logits:
         """Run a piece; a stage's output includes the losses of its routers and earlier ones."""
         tokens, positions, given = batch["tokens"], batch.get("positions"), piece.given
-        losses, gather = self._router_losses(model, batch), {}
+        losses, gather = self._router_losses(model, batch, piece.part), {}
         mask: Documents | Tensor | None
         if piece.part is None:
             mask = sight_of(batch)
@@ -106,11 +106,12 @@ class OwnDecoder:
     def head(self, model: nn.Module) -> nn.Linear | None:
         return model.head if type(model) is Decoder else None
 
-    def _router_losses(self, model: nn.Module, batch: Batch) -> RouterLosses | None:
+    def _router_losses(self, model: nn.Module, batch: Batch, part: ContextPart | None) -> RouterLosses | None:
         """Return the collector of router losses; None outside training, or without routers."""
         if not (model.training and isinstance(model, Decoder) and model.shape.experts):
             return None
-        return RouterLosses(batch["places"], self._balance_loss, self._router_z_loss)
+        gather = None if part is None else part.gather
+        return RouterLosses(batch["places"], self._balance_loss, self._router_z_loss, gather=gather)
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
         return begin_llama(self.shape, folder)

@@ -251,7 +251,6 @@ def test_more_parts_than_grains_end_at_are_refused() -> None:
         (4, {"expert": 3}, "parallel.expert: 3 does not work with the 4 experts of 'blocks.0.mlp.experts'"),
         (0, {"expert": 2}, "parallel.expert: 2 does not work with Decoder, which has no experts"),
         (6, {"expert": 2, "tensor": 2}, "parallel.tensor: 2 and parallel.expert: 2 do not work with the 6 experts of"),
-        (4, {"context": 2}, "parallel.context: 2 does not work with the experts of 'blocks.0.mlp"),
     ],
 )
 def test_experts_that_cannot_be_spread_are_refused(experts: int, degrees: dict[str, int], message: str) -> None:

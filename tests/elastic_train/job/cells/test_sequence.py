@@ -42,20 +42,6 @@ class Biased(Witness):
         return Placements({"0": "split", "1": "column", "3": "row", "4": "tokens", "5": "join"})
 
 
-class WithExperts(CausalLM):
-    """Allows context parallelism around mixtures."""
-
-    def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
-        return Placements(context=True)
-
-
-def test_parts_of_rows_of_models_with_experts_are_refused() -> None:
-    model = Decoder(replace(SHAPE, experts=8, expert_hidden=6))
-    message = r"not work with the experts of 'blocks.0.mlp[\w.]*', since .*: set parallel.context to 1"
-    with pytest.raises(ConfigError, match=message):
-        cell_plan_of(WithExperts(model=SIZES), model, ParallelConfig(context=2))
-
-
 def make_biased() -> nn.Sequential:
     torch.manual_seed(3)
     layers = nn.Linear(6, 6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 2)

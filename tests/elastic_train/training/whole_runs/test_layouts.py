@@ -114,6 +114,7 @@ ROWS = [
     pytest.param(4, {**CONTEXT, **CHUNKS, **SMALL}, {}, marks=HUNT),
     pytest.param(8, {**CONTEXT, **GPIPE, **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
+    pytest.param(6, {**CONTEXT, "parallel.expert": 1, **OPTIMIZER, **ONCE, **UNITS}, {}),
     pytest.param(8, {**CONTEXT, **CHUNKS, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **STAGES, **UNITS, **AUDITED}, {}, marks=HUNT),
     # pipeline stages
@@ -212,9 +213,12 @@ def test_commits_continue_in_any_layout_that_computes_the_same(
     assert_same_bits(tmp_path, reference(first))
 
 
-def test_commits_continue_in_layouts_that_round_otherwise(tmp_path: Path, fewer_rows: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_commits_continue_in_layouts_that_round_otherwise(
+    tmp_path: Path, fewer_rows: Path, sizes: dict[str, object]
+) -> None:
     """The samples are the same, and the weights up to rounding; split rows draw other random numbers."""
-    whole, other, model = tmp_path / "whole", tmp_path / "other", {"dropout": 0.0}
+    whole, other, model = tmp_path / "whole", tmp_path / "other", {"dropout": 0.0, **sizes}
     succeed(start([write(whole, fewer_rows, model)], num_ranks=1))
     run = write(other, fewer_rows, model)
     stretches = [(4, {**TENSOR, **OPTIMIZER}), (3, {"parallel.context": 3}), (2, SEQUENCE)]

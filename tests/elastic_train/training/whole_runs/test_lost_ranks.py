@@ -128,6 +128,7 @@ ROWS = [
     ({**EXPERTS, **STAGES, "recompute": "units"}, 2, [Loss(5, 7, "backward")]),
     ({**EXPERTS, **TENSOR, "sequence": True}, 2, [Loss(6, 5, "backward")]),
     ({**EXPERTS, **PARAMETERS}, 2, [Loss(3, 9, "backward"), Loss(0, 3, "exchange")]),
+    ({**CONTEXT, "expert": 1}, 2, [Loss(3, 7, "backward")]),
     ({**CONTEXT, **STAGES}, 1, [Loss(3, 7, "backward"), Loss(0, 3, "apply")]),
     (ALL_IN_ALL, 2, [Loss(9, 6, "backward"), Loss(2, 4, "apply")]),
     *(
