@@ -12,7 +12,6 @@ from elastic_train.job.units.blocks import unit_names
 from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.linear_products import ScaledLinear, fits, scaled_product
 from elastic_train.parallel.product_probe import Call, check_products
-from elastic_train.system.wording import first_line
 
 _LEAST_CAPABILITY = 8, 9
 
@@ -40,7 +39,7 @@ def check_multiplies(device: torch.device) -> None:
     try:
         scaled_product(*torch.ones(2, 16, 16, device=device))
     except (RuntimeError, AttributeError) as error:
-        what = f"torch {torch.__version__} on this machine's {device.type.upper()} ({first_line(error)})"
+        what = f"torch {torch.__version__}, which lacks their kernel for this machine's {device.type.upper()}"
         raise refused("no float8 kernel", what) from error
 
 

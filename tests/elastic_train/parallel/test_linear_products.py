@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.parallel.linear_products import ScaledLinear, quantise, scaled_product
+from tests.float8 import needs_float8
 
+pytestmark = needs_float8
 SHAPES = [(1, 16, 16), (7, 32, 48), (48, 64, 16), (130, 176, 64)]
 """Rows, inputs and outputs of a layer."""
 

@@ -15,7 +15,9 @@ from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.linear_products import scaled_product
 from elastic_train.parallel.product_probe import Call, Recorder, check_products
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
+from tests.float8 import needs_float8
 
+pytestmark = needs_float8
 CPU, CALLS = torch.device("cpu"), [Call(20, 32, 16), Call(7, 16, 48)]
 
 

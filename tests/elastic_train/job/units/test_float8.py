@@ -76,11 +76,11 @@ def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_torch_without_the_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(*matrices: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("Now _scaled_mm only supports per-tensor scaling\nsome lines")
+        raise RuntimeError("Now _scaled_mm only supports per-tensor scaling")
 
     monkeypatch.setattr(float8, "scaled_product", lacks)
     with pytest.raises(
-        ConfigError, match=f"torch {torch.__version__.replace('+', '.')} on this machine's CPU .Now .*to bf16"
+        ConfigError, match=r"work with torch .*, which lacks their kernel for this machine's CPU, .*to bf16"
     ):
         check_multiplies(torch.device("cpu"))
 
@@ -92,7 +92,3 @@ def test_products_that_do_not_repeat_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(float8, "check_products", other)
     with pytest.raises(ConfigError, match=r"products in float8 \(two runs gave different bits\), since .*to bf16"):
         check_repeats([Call(8, 16, 16)], torch.device("cpu"))
-
-
-def test_this_machine_multiplies() -> None:
-    check_multiplies(torch.device("cpu"))
