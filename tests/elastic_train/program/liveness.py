@@ -82,6 +82,8 @@ class World:
     num_chunks: int = 1
     shards: Shards = "none"
     num_blocks: int = 2
+    is_after: bool = False
+    """True if gradients are exchanged after passes, as between the devices of cells."""
 
     @property
     def size(self) -> int:
@@ -169,6 +171,8 @@ class _Rank:
         chunks = range(self.world.num_chunks)
         yield from (Wait(name) for names in self.reducing.values() for name in names)
         for chunk in chunks if self.world.shards == "none" else ():
+            if self.world.is_after:
+                yield from self._all("column", ("sum", chunk), self.adders)
             for unit in (REST, *range(self.world.num_blocks)):
                 yield Wait(("sum", unit, chunk))
         for chunk in reversed(chunks) if self.has_experts else ():
@@ -180,14 +184,15 @@ class _Rank:
 
     def _turn(self, action: Open) -> tuple[UnitAction, ...]:
         if self.world.shards == "none":
-            return filling_turn(self.world.num_blocks + 1) if action.number == self.num_lanes - 1 else ()
+            is_due = action.number == self.num_lanes - 1 and not self.world.is_after
+            return filling_turn(self.world.num_blocks + 1) if is_due else ()
         if not any(action.number < self._count(rank) for rank in self.owners):
             return ()
         is_first = action.number == 0
         if self.gathers:
             return gathering_turn(self.world.num_blocks, has_rest=not is_first, trains=True, reduces=True)
         reduced = reducing_turn(self.world.num_blocks + 1, is_first=is_first)
-        return (Enter("backward", REST), *reduced) if self.has_experts else reduced
+        return (Enter("backward", REST), *reduced) if self.has_experts or self.world.is_after else reduced
 
     def _pass(self, one: Pass, of_units: Sequence[UnitAction]) -> Iterator[Event]:
         """Yield the exchanges of a pass: of units, and within each block."""
@@ -324,6 +329,45 @@ def check(events: Sequence[Sequence[Event]]) -> int:
     if stuck:
         raise StuckError("; ".join(stuck))
     return _check_names(lines)
+
+
+def check_in_turn(events: Sequence[Sequence[Event]]) -> None:
+    """Run all ranks' events on devices, whose messages have no host; raises StuckError.
+
+    A device runs what each `Post` begins one after another, and each until all peers run or have run its other end.
+    """
+    lines: dict[tuple[str, int, int, bool], list[int]] = defaultdict(list)
+    queues: list[list[list[tuple[tuple[str, int, int, bool], int]]]] = [[] for _ in events]
+    begun: list[dict[Hashable, int]] = [{} for _ in events]
+    """The last operation of each name."""
+    at, num_done = [0] * len(events), [0] * len(events)
+
+    def step(rank: int) -> bool:
+        """Let the host, or the device, of a rank do one thing; return False if neither can."""
+        queue, event = queues[rank], events[rank][at[rank]] if at[rank] < len(events[rank]) else None
+        if num_done[rank] < len(queue) and all(
+            number < len(lines[other]) and lines[other][number] <= num_done[other[1] if other[3] else other[2]]
+            for other, number in queue[num_done[rank]]
+        ):
+            num_done[rank] += 1
+            return True
+        if isinstance(event, Post):
+            queue.append([])
+            for one in event.messages:
+                ends = (rank, one.peer) if one.is_sent else (one.peer, rank)
+                queue[-1].append(((one.links, *ends, not one.is_sent), len(lines[one.links, *ends, one.is_sent])))
+                lines[one.links, *ends, one.is_sent].append(len(queue) - 1)
+                begun[rank][one.name] = len(queue) - 1
+        elif event is None or begun[rank].get(event.name, -1) >= num_done[rank]:
+            return False
+        at[rank] += 1
+        return True
+
+    while any(step(rank) for rank in range(len(events))):
+        pass
+    stuck = [f"rank {rank} in {mine[at[rank]]}" for rank, mine in enumerate(events) if at[rank] < len(mine)]
+    if stuck:
+        raise StuckError("; ".join(stuck))
 
 
 def _check_names(lines: dict[tuple[str, int, int, bool], list[Hashable]]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from elastic_train.core.mesh import Cell
 from elastic_train.placement.seats import Seat, lanes_by_owner
 from elastic_train.program.schedules import Action, Close, Exchange, Kind, Open, Pass, Pipeline, step_program
 from tests.elastic_train.program import liveness
-from tests.elastic_train.program.liveness import Event, Post, Shards, StuckError, World, check
+from tests.elastic_train.program.liveness import Event, Post, Shards, StuckError, World, check, check_in_turn
 
 GROUPS = [((0,),), ((0, 1),), ((0,), (1,)), ((0, 2), (1,)), ((0,), (1, 2, 3))]
 CELLS = [
@@ -60,6 +61,27 @@ def test_nobody_waits_for_ever(kind: Kind, num_chunks: int) -> None:
             raise AssertionError(f"{world}: {error}") from error
         count += 1
     assert count > 200
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("kind", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_nor_do_devices_that_run_one_exchange_at_a_time(kind: Kind, num_chunks: int) -> None:
+    """As NCCL may: communicators take a device's multiprocessors from one another."""
+    for world in worlds(kind, num_chunks):
+        try:
+            check_in_turn(replace(world, is_after=world.cell.size > 1).events())
+        except StuckError as error:
+            raise AssertionError(f"{world}: {error}") from error
+
+
+def test_experts_whole_gradients_cannot_be_exchanged_during_passes_of_such_devices() -> None:
+    """A rank's last lane is in another turn than its peers', so it begins exchanges in another order."""
+    cell = Cell(expert=2)
+    world = World(cell, lanes_of(cell, ((0,),), 5, "none"), ((0,),), num_blocks=1)
+    check(world.events())
+    check_in_turn(replace(world, is_after=True).events())
+    with pytest.raises(StuckError, match="tokens"):
+        check_in_turn(world.events())
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3])
