@@ -26,7 +26,7 @@ from elastic_train.tasks.models.hugging_face import (
     has_transformers,
     model_of_transformers,
 )
-from elastic_train.tasks.models.packed_rows import check_documents, packed_logits
+from elastic_train.tasks.models.packed_rows import Masks, check_documents, packed_logits
 from elastic_train.tasks.models.stage_plans import Parts, planned, run_parts, try_in_parts, unfit_for_stages
 from elastic_train.tasks.models.tensor_plans import placed
 from elastic_train.tasks.placements import ContextPart, Degrees, Piece, Placements
@@ -47,7 +47,7 @@ class TransformersModel:
         self.source, self._adapter, self._max_tokens = source, adapter, max_tokens
         self.vocabulary = 0
         self._has_documents, self._has_holes = True, False  # until `prepare` knows the columns
-        self._without_masks = False  # until a trial has shown that none are needed
+        self._masks: Masks = "all"  # until a trial has shown that it needs fewer
         self._parts: Parts | None = None
         self._runs_as_listed: bool | None = None
         self._has_last_head = False
@@ -113,7 +113,7 @@ class TransformersModel:
 
     def _check_documents(self, model: nn.Module) -> None:
         if self._has_documents:
-            self._without_masks = check_documents(model, self._max_tokens, has_holes=self._has_holes)
+            self._masks = check_documents(model, self._max_tokens, has_holes=self._has_holes)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         """Return the model's placements; a trial, which needs passes of it, is made only if all else fits."""
@@ -147,7 +147,7 @@ class TransformersModel:
             return logits_of_part(model, batch, part.gather)
         tokens, documents = batch["tokens"], batch.get("documents")
         if documents is not None and self._has_documents:
-            return packed_logits(model, batch, without_masks=self._without_masks)
+            return packed_logits(model, batch, self._masks)
         named = {} if documents is None else {"attention_mask": (documents != PADDING).long()}
         logits: Tensor = model(input_ids=tokens, use_cache=False, **named).logits
         return logits[:, self._num_prompt :]

@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,13 @@ from elastic_train.tasks.task import Batch
 _LONGEST_WINDOW = 64
 _SPREAD = 7
 _DOCUMENTS: ContextVar[Tensor | None] = ContextVar("documents", default=None)
+_NUM_MADE: ContextVar[int] = ContextVar("masks made", default=0)
 _LEAVES_MASKS_OUT: ContextVar[bool] = ContextVar("leaves masks out", default=False)
+Masks = Literal["all", "some", "none"]
+"""The layers that need a mask: all, those in which a token does not see all before it, or none since all are full.
+
+If none do, packed rows are not pointed out to transformers, which would wait for a GPU to see that they are packed.
+"""
 
 Run = Callable[..., Tensor]
 """Returns the logits for named inputs."""
@@ -76,6 +82,7 @@ def restricted(make: Callable[..., Any]) -> Callable[..., Any]:
             return make(*arguments, **named)
         if _LEAVES_MASKS_OUT.get() and not any(map(named.get, _OTHER_RULES)):
             return None
+        _NUM_MADE.set(_NUM_MADE.get() + 1)
         rule = named["mask_function"]
 
         def within(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -91,18 +98,20 @@ _OTHER_RULES = ("local_size", "use_vmap", "allow_is_bidirectional_skip")
 """Arguments of mask functions for layers in which a token does not see all before it, and only these."""
 
 
-def packed_logits(model: nn.Module, batch: Batch, *, without_masks: bool) -> Tensor:
-    """Return logits (rows, width, vocabulary) of rows in which no token sees another document's.
-
-    `without_masks` is the answer of `check_documents`.
-    """
+def packed_logits(model: nn.Module, batch: Batch, masks: Masks) -> Tensor:
+    """Return logits (rows, width, vocabulary) of rows in which no token sees another document's."""
     named: dict[str, Any] = {"position_ids": batch["positions"]} if _takes_positions(model) else {}
-    sight = sight_of(batch) if without_masks else None
+    sight = None if masks == "all" else sight_of(batch)
     if isinstance(sight, Documents):
-        named[DOCUMENTS] = sight
+        named |= _without_masks(sight, batch["tokens"], masks)
     with documents_apart(batch["documents"], leaves_masks_out=DOCUMENTS in named):
         logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits
     return logits
+
+
+def _without_masks(documents: Documents, tokens: Tensor, masks: Masks) -> dict[str, Any]:
+    given: dict[str, Any] = {DOCUMENTS: documents}
+    return given if masks == "some" else {**given, "attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
 
 
 def _takes_positions(model: nn.Module) -> bool:
@@ -135,11 +144,11 @@ def depends_on_length(config: Any, max_tokens: int) -> str:
     return ""
 
 
-def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> bool:
+def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> Masks:
     """Reject a model whose packed documents differ from transformers' results for each alone; raise ConfigError.
 
-    With `has_holes`, also documents with masked tokens inside. Returns True if the model, from now on with our
-    attention, needs no masks for the same results. Each model and configuration is tried once.
+    With `has_holes`, also documents with masked tokens inside. Returns the masks that the model, from now on with our
+    attention if not all, needs for the same results. Each model and configuration is tried once.
     """
     inner: Any = model
     config = inner.config.get_text_config()
@@ -151,15 +160,18 @@ def check_documents(model: nn.Module, max_tokens: int, *, has_holes: bool) -> bo
             f"apart: {why}: give each document its own row, with document_ids: false, or another model"
         )
     if inner.config._attn_implementation not in ("sdpa", ATTENTION) or not inner._can_set_attn_implementation():
-        return False
+        return "all"
     attend_by_ours(model, restricted)
-    found = tried(model, "documents without masks", lambda run: _difference(model, run, without_masks=True))
-    if found.difference or found.error:
-        inner.set_attn_implementation("sdpa")
-    return not (found.difference or found.error)
+    few: tuple[Masks, ...] = ("none", "some")
+    for masks in few:
+        found = tried(model, f"documents, masks: {masks}", functools.partial(_difference, model, masks=masks))
+        if not (found.difference or found.error):
+            return masks
+    inner.set_attn_implementation("sdpa")
+    return "all"
 
 
-def _difference(model: nn.Module, run: Run, *, has_holes: bool = False, without_masks: bool = False) -> str:
+def _difference(model: nn.Module, run: Run, *, has_holes: bool = False, masks: Masks = "all") -> str:
     """Try two documents packed and alone, with the first one changed; return the difference, or ""."""
     inner: Any = model
     config = inner.config.get_text_config()
@@ -171,18 +183,21 @@ def _difference(model: nn.Module, run: Run, *, has_holes: bool = False, without_
     documents = (torch.arange(2 * length) >= length).long().expand(2, -1)
     positions = (torch.arange(2 * length) % length).expand(2, -1)
     is_read = torch.ones(3, length, dtype=torch.bool)
-    masks: dict[str, Tensor] = {}
+    holes: dict[str, Tensor] = {}
     if has_holes:
         is_read[:, [0, 2, 3]] = False  # including first tokens, by which some models count their chunks
-        masks = {"attention_mask": is_read.long()}
+        holes = {"attention_mask": is_read.long()}
         documents = documents.masked_fill(~is_read[[0, 0]].repeat(1, 2), -1)
 
-    own = run(input_ids=alone, **masks)
+    own = run(input_ids=alone, **holes)
     named: dict[str, Any] = {"position_ids": positions} if _takes_positions(model) else {}
-    if without_masks:
-        named[DOCUMENTS] = documents_of([length] * 4, tokens.device)
-    with documents_apart(documents, leaves_masks_out=without_masks):
+    if masks != "all":
+        named |= _without_masks(documents_of([length] * 4, tokens.device), tokens, masks)
+    before = _NUM_MADE.get()
+    with documents_apart(documents, leaves_masks_out=masks != "all"):
         packed = run(input_ids=tokens, **named)
+    if masks == "none" and _NUM_MADE.get() > before:
+        return "some of its layers have a mask"
     packed = packed[:, -2 * length :]
     most = most_rounding(own)
     if not (own.isfinite().all() and packed.isfinite().all()):
