@@ -169,6 +169,18 @@ class ExpertsAlone(CausalLM):
         return model
 
 
+class WithBuffer(CausalLM):
+    """A model whose second block has a buffer, which its forward pass changes if the dropout is not 0."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        block = model.get_submodule("blocks.1")
+        block.register_buffer("count", torch.zeros((), device="cpu"))
+        if model.get_submodule("dropout").p:
+            block.register_forward_hook(lambda module, *_: module.count.add_(module.training) and None)
+        return model
+
+
 class Normalised(nn.Module):
     """A classifier whose logits are normalised with running statistics."""
 

@@ -77,7 +77,6 @@ Trait = Literal[
     "a model without blocks",
     # of the model
     "experts outside `MixtureOfExperts`",
-    "persistent buffers",
     "buffers that change",
     "models of transformers without a plan for it",
     "adapters but LoRA and `ln_tuning`",
@@ -191,12 +190,11 @@ RULES = (
         "put them into a MixtureOfExperts",
     ),
     Rule(
-        ("pipeline",),
-        ("persistent buffers",),
-        "ranks of other stages do not have their values",
+        ("pipeline", "context"),
+        ("buffers that change",),
+        "ranks that compute a lane together would have different values",
         "register what is a cache with persistent=False",
     ),
-    Rule(("context",), ("buffers that change",), "ranks with some of the tokens would get different values"),
     Rule(
         ("tensor", "sequence", "pipeline"),
         ("models of transformers without a plan for it",),

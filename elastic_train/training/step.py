@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic_train.config.combinations import refused
+from elastic_train.config.combinations import Feature, refused
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Int64s, ranges_of
 from elastic_train.core.lanes import lane_seed, lanes_by_cell
@@ -84,6 +84,9 @@ def compute_step(session: Session, lanes: Sequence[LaneBatch]) -> Computed:
         session.clock.mark("wait")
         if not sums.any_flags & BUFFERS or sums.is_unreadable:
             break
+        if session.stage.is_cut or session.stage.context is not None:
+            of: Feature = "pipeline" if session.stage.is_cut else "context"
+            raise refused("buffers that change", "a model whose forward pass changes a buffer", of)
         session.buffers.track()
     if sums.is_unreadable:
         return Computed(sums, flags, ())
@@ -139,8 +142,6 @@ def _add_parts(session: Session, results: dict[int, LaneSums]) -> dict[int, Lane
     """Return the lanes' results, summed over the context-parallel ranks."""
     if (context := session.stage.context) is None:
         return results
-    if session.buffers.has_changed:
-        raise refused("buffers that change", "a model whose forward pass changes a buffer")
     session.clock.mark("rest")
     added = context.add_up({lane: (one.loss, one.weight) for lane, one in results.items()})
     session.clock.mark("wait")

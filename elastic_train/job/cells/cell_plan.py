@@ -115,7 +115,7 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     tensor = placed.tensor if parallel.tensor > 1 else {}
     tensor = {name: use for name, use in tensor.items() if parallel.sequence or use in CUTS}
     pieces = placed.stages if parallel.pipeline > 1 else ()
-    check(parallel.features, [*_uneven(tensor, model, parallel.tensor), *_traits_of_stages(pieces, model)])
+    check(parallel.features, _uneven(tensor, model, parallel.tensor))
     if pieces and (wrong := list(_mistakes(pieces, model, parallel.num_pieces))):
         raise ConfigError(*wrong)
     units = unit_names(model) if parallel.recompute != "none" else []
@@ -227,15 +227,6 @@ def _uneven(uses: Mapping[str, Use], model: nn.Module, degree: int) -> Iterator[
             raise ConfigError(f"the task's placements cut '{name}' by {use}s, which a {kind} cannot be")
         if (size := module.weight.shape[DIMENSIONS[use]]) % degree:
             yield Found("a size that it does not divide", f"the {size} {use}s of '{name}'", "tensor")
-
-
-def _traits_of_stages(stages: Sequence[Sequence[str]], model: nn.Module) -> Iterator[Found]:
-    inside = tuple(f"{name}." for stage in stages for name in stage)
-    saved = model.state_dict()
-    for name, _ in model.named_buffers():
-        if name in saved and name.startswith(inside):
-            yield Found("persistent buffers", f"the buffer '{name}'")
-            return
 
 
 def _mistakes(stages: Sequence[Sequence[str]], model: nn.Module, num_stages: int) -> Iterator[str]:

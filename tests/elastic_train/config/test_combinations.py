@@ -105,7 +105,7 @@ def test_refusals_only_become_fewer() -> None:
     pairs = [pair for pair in combinations(FEATURES, 2) if refusals(named(pair))]
     of_models = TRAITS[len(SIZES) : TRAITS.index("optimizers like Adafactor")]
     by_model = {rule.others: rule for rule in RULES if set(rule.others) & set(of_models)}
-    assert len(pairs) <= 9 and len(by_model) <= 14
+    assert len(pairs) <= 9 and len(by_model) <= 13
     assert not [trait for trait in TRAITS if "GPU" in trait and trait not in SIZES]
 
 
@@ -125,18 +125,18 @@ def test_a_trait_is_refused_with_what_has_it_and_the_way_out(trait: Trait) -> No
 
 def test_all_reasons_are_given_at_once() -> None:
     found = [
-        Found("buffers that change", "a moving mean"),
-        Found("persistent buffers", "the buffer 'mean'"),
-        Found("prompts", "unasked", "expert"),
+        Found("prompts", "a prompt"),
+        Found("layers that depend on more than the last", "a layer"),
+        Found("buffers that change", "unasked", "expert"),
     ]
     with pytest.raises(ConfigError) as error:
         check({"context": "parallel.context: 2", "pipeline": "parallel.pipeline: 3"}, found)
-    second, first = error.value.problems
+    first, second = error.value.problems
     assert first == (
-        "parallel.context: 2 does not work with a moving mean, since ranks with some of the tokens would get different "
-        "values: set parallel.context to 1. To save memory, use parallel.recompute"
+        "parallel.context: 2 does not work with a prompt, since they lengthen rows outside the model's layers: set "
+        "parallel.context to 1. To save memory, use parallel.recompute"
     )
-    assert second.startswith("parallel.pipeline: 3 does not work with the buffer 'mean', since")
+    assert second.startswith("parallel.pipeline: 3 does not work with a layer, since")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_configuration_says_what_its_own_values_rule_out(keys: Mapping[str, An
 def test_the_page_of_limits_has_the_lists_of_the_table() -> None:
     page = limits.PAGE.read_text()
     assert limits.with_lists(page) == page, "run python -m tests.release.limits"
-    assert limits.with_lists(page.replace("persistent buffers", "")) == page
+    assert limits.with_lists(page.replace("buffers that change", "")) == page
 
 
 def test_a_pair_is_named_once_whatever_comes_with_it() -> None:

@@ -401,6 +401,17 @@ def test_what_makes_no_cells_is_refused(
     assert not list((tmp_path / "run").glob("commits/*"))
 
 
+@pytest.mark.parametrize("keys", [STAGES, CONTEXT], ids=str)
+def test_a_buffer_may_not_change_in_a_pass_of_several_ranks(tmp_path: Path, fewer_rows: Path, keys: Keys) -> None:
+    """All ranks learn of it in the first step and end with the reason; one that stays the same is no obstacle."""
+    job, tried = "tests.tasks:WithBuffer", [({"dropout": 0.1}, 2), ({"dropout": 0.0}, 0)]
+    for model, code in tried:
+        folder = tmp_path / str(code)
+        done = start([write(folder, fewer_rows, model, job), *flags(keys), "--max_steps", "2"], num_ranks=4)
+        assert done.codes == (code,) * 4, done.output
+        assert ("does not work with a model whose forward pass changes a buffer" in done.output) is bool(code)
+
+
 def test_validate_says_all_that_keeps_a_model_from_stages(
     tmp_path: Path, fewer_rows: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
