@@ -254,6 +254,14 @@ def test_layouts_of_more_arithmetic_are_near_to_one_process(reference: Reference
     assert_near(reference({**TENSOR, **CONTEXT}), reference(CONTEXT))
 
 
+def test_float8_learns_as_bf16_does(reference: Reference) -> None:
+    in_float8, in_bf16 = (reference({"precision": precision, "epochs": 4}) for precision in ("fp8", "bf16"))
+    assert result(in_float8)["weights_sha256"] != result(in_bf16)["weights_sha256"]
+    expected = losses(in_bf16)
+    assert losses(in_float8) == pytest.approx(expected, rel=0.02)
+    assert min(expected.values()) < 0.99 * expected[1], "something is learned"
+
+
 @pytest.mark.parametrize(
     "layouts",
     [
