@@ -268,7 +268,7 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     """The log says at the start what losing a rank costs; the final bits match."""
     size = num_cells * cell_size({"parallel": parallel})
     once = {"copies": 1} if "shards" in parallel else {}
-    path, lost = write(tmp_path, few_rows, {**parallel, **once}), Loss(size - 1, 6, "apply")
+    path, lost = write(tmp_path, few_rows, {**parallel, **once}), Loss(size - 1, 2, "commit")
     done = memory_live.start([path], num_ranks=size, losses=[lost])
     assert sorted(done.codes) == [-9] + [0] * size, done.output
     assert ("held once" if once else "4 ranks make one cell, the only holder") in done.output
