@@ -168,7 +168,7 @@ class Filling:
             and self._missing[place_of(due.unit, len(self._units))] == 0
         ):
             self._walk.step()
-            if isinstance(before := self._walk.next, End) and before.what == "reduce":
+            if isinstance(before := self._walk.next, End) and before.what == "reduce" and len(self._units) > 1:
                 self._walk.step()
 
 

@@ -20,7 +20,7 @@ run a turn's actions in the same order, whatever their passes do, so no rank wai
 First comes the rest of the model, unless present; then the blocks' weights, each gathered while the previous block
 computes; then, from the last block to the first, the previous block's weights and the block's gradients. A unit's
 gradients are sent while the next unit's are computed; those of the rest of the model, the last ones, during the next
-turn, and are waited for there or after the last turn.
+turn, and are waited for there or after the last turn. A model of one unit is waited for at once.
 
 A pass only reports its progress (`Walk`), which triggers the actions due; skipped ones follow at its end. A rank
 without a lane in the turn runs all actions without a pass.
@@ -254,6 +254,8 @@ class Enter:
 
 
 UnitAction = Begin | End | Free | Enter
+_ALONE: tuple[UnitAction, ...] = Begin("reduce", REST), End("reduce", REST)
+"""How a model of one unit is reduced: on its way during the next turn, it would be in memory twice."""
 
 
 @lru_cache(256)
@@ -271,6 +273,8 @@ def filling_turn(num_units: int) -> tuple[UnitAction, ...]:
 @lru_cache(256)
 def reducing_turn(num_units: int, *, is_first: bool) -> tuple[UnitAction, ...]:
     """Return the actions of a turn whose weights are present: reduce the blocks from the last on, then the rest."""
+    if num_units == 1:
+        return _ALONE
     units = [*reversed(range(num_units - 1)), REST][:num_units]
     before = [None if is_first else REST, *units]
     return tuple(action for pair in zip(units, before, strict=False) for action in _reduce(*pair))
@@ -314,7 +318,7 @@ def _backward(num_blocks: int, before: int | None, *, reduces: bool) -> Iterator
             yield from _reduce(block, before)
             before = block
     if reduces:
-        yield from _reduce(REST, before)
+        yield from _reduce(REST, before) if num_blocks else _ALONE
     for block in (1, 0):
         yield from _let_go(block, num_blocks)
 

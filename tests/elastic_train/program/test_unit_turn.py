@@ -46,14 +46,17 @@ def test_a_pass_comes_to_blocks_that_are_there_and_two_are_whole_at_most(num_blo
 
 @pytest.mark.parametrize("num_blocks", range(6))
 def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_blocks: int) -> None:
-    """Each is in flight during the pass of the next unit only; a turn's last one, until the next turn's first."""
+    """Each is in flight during the pass of the next unit only; a turn's last one, until the next turn's first.
+
+    A model of one unit is not in flight during a pass.
+    """
     units = [*reversed(range(num_blocks)), REST]
     for has_rest in (False, True):
         actions = gathering_turn(num_blocks, has_rest=has_rest, trains=True, reduces=True)
         reduced = [action for action in actions if isinstance(action, Begin | End) and action.what == "reduce"]
         before = [*([REST] if has_rest else []), *units]
         assert [one.unit for one in reduced if isinstance(one, Begin)] == units
-        assert [one.unit for one in reduced if isinstance(one, End)] == before[:-1]
+        assert [one.unit for one in reduced if isinstance(one, End)] == (before[:-1] if num_blocks else [REST])
         assert list(reducing_turn(num_blocks + 1, is_first=not has_rest)) == reduced
 
 

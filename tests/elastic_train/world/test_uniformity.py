@@ -189,7 +189,7 @@ def compare_attention(rank: int, size: int) -> list[str] | str:
 @patch.object(agreement, "fingerprint", lambda *, compiles: ATTENTIONS[here()])
 @patch.object(agreement, "machine_of", lambda device, *, compiles: None)
 @patch.object(agreement, "adopt", lambda name, machine: here() == 1 and name == "FA3")
-@patch.object(agreement, "current", lambda: Choice("torch", "torch", [], {"FA3": "compute capability 8.0"}))
+@patch.object(agreement, "current", lambda: Choice("torch", "torch", refused={"FA3": "compute capability 8.0"}))
 def test_ranks_compute_attention_as_rank_0_does_or_are_refused(size: int) -> None:
     """Other machine differences are reported as before; a kernel that only one rank has tuned is no difference."""
     found = in_memory(compare_attention, size)
