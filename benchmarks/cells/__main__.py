@@ -1,4 +1,4 @@
-"""Compare replica groups with torch's own tensor parallelism and pipelining: speed, and the bits of the weights.
+"""Compare replica groups with torch's own tensor parallelism and pipelining: speed, and the cost of a lost rank.
 
     python -m benchmarks.cells [--json] [--quick] [--only NAME]
 
@@ -28,14 +28,6 @@ processor time.
 `sim_256_ranks_cpu_s_per_hour`, `sim_1024_ranks_cpu_s_per_hour`: seconds of a core that `elastic-chaos sim --cells`
 takes for a virtual hour of a job of so many ranks, with four faults in it and steps of 30 s (goal: at most 60).
 
-`one_hash.pp2`, `one_hash.ep2`: whether live jobs in stages, and with experts spread over ranks, end with the weights of
-one rank, bit for bit (goal: true). `one_hash.tp2`, `one_hash.cp2`: whether live jobs of tensor ranks, and with rows in
-parts, of any number of cells, end with the weights of one cell; `one_hash.tp2_pp2`, `one_hash.cp2_pp2`: whether those
-of tensor ranks, or with rows in parts, in stages do; `one_hash.cp2_tp2`: whether those of both do, in stages, too;
-`one_hash.ep2_pp2`: whether those in stages with experts, all on one rank or spread, end with the weights of one rank;
-`one_hash.ep2_tp2`: whether those of tensor ranks with experts that are spread end with the weights of one cell where
-they are not (goal: true). In each a rank is killed once, and no applied step is given up.
-
 `cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
 row, over those of a rank that computes whole rows (goal: at most 0.6).
 
@@ -45,9 +37,7 @@ over those of a rank that holds the whole model (goal: at most 0.52); `tp2_kept_
 
 from __future__ import annotations
 
-import functools
-
-from benchmarks.cells import experts, hashes, memory, pipeline, recovery, simulated, tensor
+from benchmarks.cells import experts, memory, pipeline, recovery, simulated, tensor
 from benchmarks.figures import Measure, measure_chosen
 
 
@@ -61,10 +51,9 @@ def figures() -> dict[str, Measure]:
     lost["spare_fill_s"] = recovery.spare_fill
     spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
     hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
-    one_hash = {f"one_hash.{name}": functools.partial(hashes.one_hash, name) for name in hashes.FAMILIES}
     kept = {"cp2_kept_ratio": memory.of_context}
     kept |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), memory.of_tensor)
-    return {**beside, **staged, **lost, **spread, **hours, **one_hash, **kept}
+    return {**beside, **staged, **lost, **spread, **hours, **kept}
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
-"""Measure sharded state: bits, memory, step time, and the cost of a lost rank and of a commit.
+"""Measure sharded state: memory, step time, and the cost of a lost rank and of a commit.
 
     python -m benchmarks.sharding [--json] [--quick] [--only NAME]
 
-one_hash              whether 1 to 4 ranks with one and two copies, in every mode, end with the weights of one that
-                      holds everything, and so do live jobs in which a worker and a node are killed, a node joins, all
-                      leave one by one, and which one process resumes in another mode
 live_ratio            bytes a parameter that a rank holds (weights, gradients, moments, sums put aside), over the 16 of
                       whole state; names are the mode, the ranks and the copies, as in gradients_w4_c1 (goal: 0.45)
 step_vs_replicated    time of a step over that of whole state in the same processes, in turn (goals with two ranks: at
@@ -50,10 +47,9 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, decoder, moving, one_hash, overlap, peers, plans, recovery, steps
+from benchmarks.sharding import commits, decoder, moving, overlap, peers, plans, recovery, steps
 
 FIGURES: dict[str, Measure] = {
-    "one_hash": one_hash.one_hash,
     "live_ratio": steps.beside_whole,
     "step_vs_replicated": steps.beside_whole,
     "sent_vs_all_reduce": steps.beside_whole,

@@ -1,4 +1,4 @@
-"""The benchmark of cells: its figures are explained, its peers compute the same, and hashes can differ."""
+"""The benchmark of cells: its figures are explained, and its peers compute the same."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks.cells import __main__ as cells
-from benchmarks.cells import experts, hashes, pipeline, tensor
-from benchmarks.figures import Effort
+from benchmarks.cells import experts, pipeline, tensor
 from benchmarks.ranks import run
 from elastic_train.program.schedules import Kind
 
@@ -35,11 +34,3 @@ def test_loops_of_torchs_own_parts_compute_the_same(sides: ModuleType) -> None:
     """Either side is checked against the other before it is timed, here on short rows."""
     times = run(sides.in_turn, sides.DEGREE, 1, 16, 1)
     assert times and all(len(turns) == 1 for each in times for turns in each)
-
-
-@pytest.mark.long
-def test_a_job_with_other_bits_is_seen() -> None:
-    """One whose gradients are rounded on the wire."""
-    family = hashes.Family({"two ranks": (2, ""), "rounded": (2, "shards=gradients wire=bf16")})
-    found = hashes.compared(Effort(True, print), family)
-    assert found == {"two ranks": True, "rounded": False}
