@@ -118,7 +118,7 @@ class StateShards:
     def add_ties(self, ranks: Group) -> None:
         """Add the gradients that the first and the last stage have of tied weights; `ranks` are the world's."""
         table = self.table
-        if not table.ties:
+        if not self.cut.plan.pieces or not table.ties:
             return
         mine = table.parts.numbers[table.part]
 

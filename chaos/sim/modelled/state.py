@@ -21,6 +21,7 @@ from chaos.sim.modelled.training import CUT_DIMS, WORDS, Weights
 from elastic_train.checkpoint.format.layout import State
 from elastic_train.core.keyed_random import derive
 from elastic_train.core.mesh import Cell, Mesh
+from elastic_train.job.cells.cell_plan import CellPlan
 from elastic_train.job.cells.cut_model import Cut
 from elastic_train.job.sharded.held_tree import Cuts
 from elastic_train.job.sharded.share import Share
@@ -48,7 +49,7 @@ class CutWeights:
         self.cuts: Mapping[str, Cut] = {}
         if size > 1:
             self.cuts = {"digest": Cut(0, shape, spans, cut_along(shape, 0))}
-        self.plan = SimpleNamespace(dims=CUT_DIMS)
+        self.plan = CellPlan(dims=CUT_DIMS)
         self.outline = {name: torch.empty_like(one, device="meta") for name, one in weights.state_dict().items()}
         self.place: int | None = None
         self.cell: SimGroup | None = None
