@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -328,6 +329,8 @@ def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_f
         ranks = [begin([sys.executable, "-m", "tests.rank_program", str(what), str(rank)], log) for rank in range(size)]
         try:
             codes = [rank.wait(RANKS_TIMEOUT_S) for rank in ranks]
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{error}, codes {[rank.poll() for rank in ranks]}\n{log.read_text()}") from None
         finally:
             for rank in ranks:
                 rank.close(signal.SIGKILL)
