@@ -219,9 +219,10 @@ def _flash_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds, longest = _sequences(ends, on_host)
-    given, drawn = map(_flat, (gradient, query, key, value, attended)), torch.zeros(2, dtype=torch.uint64)
+    given = map(_flat, (gradient, query, key, value, attended))
+    drawn = torch.zeros(2, dtype=torch.int64, device=ends.device).view(torch.uint64)  # a copy would wait for the device
     found = _ATEN._flash_attention_backward(
-        *given, rest, bounds, bounds, longest, longest, 0.0, True, drawn.to(ends.device), ends.new_empty(0), scale=scale
+        *given, rest, bounds, bounds, longest, longest, 0.0, True, drawn, ends.new_empty(0), scale=scale
     )
     of_query, of_key, of_value = (_in_rows(flat, like) for flat, like in zip(found, (query, key, value), strict=True))
     return of_query, of_key, of_value
