@@ -43,6 +43,7 @@ KINDS = ("kill", "stop", "raise", "hang", "hang-native", "slow", "full", "eio", 
 VARIABLE = "ELASTIC_FAILPOINTS"
 _FOR_EVER_S = 1_000_000
 _SLOW_S = 1.0
+_MORE_THAN_ANY_BYTES = 1 << 50
 
 _UNREAD = Path()
 _folder: Path | None = _UNREAD
@@ -108,6 +109,9 @@ def _look(folder: Path, name: str) -> None:
 def _run_out_of_memory(name: str) -> NoReturn:
     import torch  # already imported by whoever gets here
 
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # the allocator's own error, after it has given back what it keeps
+        torch.empty(_MORE_THAN_ANY_BYTES, dtype=torch.uint8, device="cuda")
     raise torch.OutOfMemoryError(f"planted at {name}")
 
 
