@@ -11,6 +11,8 @@ import pytest
 
 VARIABLE = "ELASTIC_TRAIN_GPU_TESTS"
 DEVICE = os.environ.get(VARIABLE, "")
+if DEVICE:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as a trainer: products in deterministic mode need it
 collect_ignore_glob = [] if DEVICE else ["test_*"]
 
 

@@ -23,9 +23,13 @@ from tests.gpu.conftest import DEVICE
 from tests.gpu.test_training import hash_of, write_job
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("gpu-cells")]  # runs to compare with
+pytestmark = pytest.mark.slow
 Parallel = Mapping[str, object]
 GLOO, NCCL = "chaos.tasks.paced_language", "tests.gpu.nccl_task"
+TASKS = [  # two groups, which share runs to compare with: one would take longer than all other tests
+    pytest.param(tasks, id=name, marks=pytest.mark.xdist_group(f"gpu-cells-{name}"))
+    for name, tasks in (("gloo", GLOO), ("nccl", NCCL))
+]
 MODEL = {"vocabulary": 64, "dim": 32, "depth": 4, "heads": 4, "kv_heads": 2, "dropout": 0.1, "tied": False}
 EXPERTS = {**MODEL, "hidden": 48, "experts": 4, "shared_hidden": 16}
 SEQUENCE = {"tensor": 2, "sequence": True}
@@ -54,7 +58,7 @@ def hash_without(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callab
     return found
 
 
-@pytest.mark.parametrize("tasks", [GLOO, NCCL], ids=["gloo", "nccl"])
+@pytest.mark.parametrize("tasks", TASKS)
 @pytest.mark.parametrize(
     ("parallel", "num_ranks", "without"),
     [
@@ -81,7 +85,7 @@ def test_cells_that_share_a_device_have_one_hash(
     assert found == hash_without(without)
 
 
-@pytest.mark.parametrize("tasks", [GLOO, NCCL], ids=["gloo", "nccl"])
+@pytest.mark.parametrize("tasks", TASKS)
 @pytest.mark.parametrize(
     ("parallel", "num_ranks", "without"),
     [({"context": 2}, 2, {"context": 2}), ({"pipeline": 2, "shards": "gradients"}, 4, {})],
