@@ -27,6 +27,10 @@ Lanes = Sequence[LaneBatch]
 Loop = Callable[[Lanes], None]
 
 
+def never() -> bool:
+    return False
+
+
 class Enough(BaseException):
     """Ends a job without its last commit."""
 
@@ -82,8 +86,11 @@ class Watch:
     On a CPU, what the trainer's threads compute beside the other loops is charged to the trainer.
     """
 
-    def __init__(self, device: torch.device, loops: Mapping[str, Loop], num_steps: int) -> None:
-        self._device, self._loops, self._num_steps = device, loops, num_steps
+    def __init__(
+        self, device: torch.device, loops: Mapping[str, Loop], num_steps: int, is_over: Callable[[], bool] = never
+    ) -> None:
+        """Once `is_over`, the steps timed so far are enough if there is one."""
+        self._device, self._loops, self._num_steps, self._is_over = device, loops, num_steps, is_over
         self.times: dict[str, list[float]] = {name: [] for name in ("ours", *loops)}
 
     def between(self, session: Session, steps: Iterator[Lanes]) -> Iterator[Lanes]:
@@ -98,7 +105,8 @@ class Watch:
                 self.times[name].append(now_of(self._device) - began)
                 ours_s += _threads_s() - before_s if self._device.type == "cpu" else 0.0
             self.times["ours"].append(ours_s)
-            if len(self.times["ours"]) == self._num_steps + WARM_TURNS:
+            num_timed = len(self.times["ours"]) - WARM_TURNS
+            if num_timed == self._num_steps or (num_timed > 0 and self._is_over()):
                 raise Enough
             began = now_of(self._device)
 

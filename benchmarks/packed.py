@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from benchmarks.beside import WARM_TURNS, now_of
+from benchmarks.beside import WARM_TURNS, never, now_of
+from elastic_train.parallel.devices.repeats import begin_as_a_trainer
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import DecoderShape
 from elastic_train.tasks.rows.token_rows import ENDS, TokenColumns
 from elastic_train.tasks.task import on_device
 
 
-def packed_over_mask(shape: DecoderShape, num_tokens: int, num_documents: int, device: str, num_passes: int) -> float:
-    """Return the median time of forward and backward passes without a mask over that with one."""
+def packed_over_mask(
+    shape: DecoderShape,
+    num_tokens: int,
+    num_documents: int,
+    device: str,
+    num_passes: int,
+    is_over: Callable[[], bool] = never,
+) -> float:
+    """Return the median time of forward and backward passes without a mask over that with one.
+
+    Once `is_over`, the passes timed so far are enough if there is one.
+    """
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    begin_as_a_trainer()
     where, is_gpu = torch.device(device), device == "cuda"
     sizes = {name: getattr(shape, name) for name in ("dim", "depth", "heads", "vocabulary")}
     task = CausalLM(model=sizes, max_tokens=num_tokens)
@@ -39,5 +50,7 @@ def packed_over_mask(shape: DecoderShape, num_tokens: int, num_documents: int, d
             torch.autograd.backward(loss)
             times.append(now_of(where) - began)
             model.zero_grad()
+        if len(seconds[0]) > WARM_TURNS and is_over():
+            break
     without, with_mask = (statistics.median(times[WARM_TURNS:]) for times in seconds)
     return without / with_mask
