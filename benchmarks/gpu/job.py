@@ -29,6 +29,11 @@ class Size:
             return sum(parameter.numel() for parameter in Decoder(self.shape).parameters())
 
     @property
+    def commits_bytes(self) -> int:
+        """Bytes of three commits."""
+        return 3 * 12 * self.num_parameters
+
+    @property
     def flops_per_token(self) -> float:
         """FLOPs per token, forward and backward.
 

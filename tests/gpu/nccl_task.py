@@ -1,4 +1,4 @@
-"""A task whose import connects ranks that share a device by NCCL, for which a job takes one device a rank.
+"""Tasks whose import connects ranks that share a device by NCCL, for which a job takes one device a rank.
 
 NCCL lets them where they look like ranks of different hosts. Without a device gloo connects them, as ever.
 """
@@ -9,11 +9,12 @@ import os
 
 import torch
 
+from chaos.tasks.paced_classifier import PacedClassifier
 from chaos.tasks.paced_language import PacedLanguage
 from elastic_train.parallel.devices.device import Device, device_of
 from elastic_train.world import forming
 
-__all__ = ["PacedLanguage"]
+__all__ = ["PacedClassifier", "PacedLanguage"]
 
 
 def connected_by_nccl(device: torch.device, transport: str) -> Device:
