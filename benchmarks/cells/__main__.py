@@ -8,8 +8,7 @@
 
 `pp2_vs_torch`: steps a second of two stages of the decoder on eight lanes, over those of a loop of
 `torch.distributed.pipelining`, by schedule (goal at least 0.95), with two chunks each where it is interleaved;
-`pp2_cpu_vs_torch` of processor time.
-`pp_1f1b_peak_lanes`: how many lanes a stage had alive at once (goal: stages - stage).
+`pp2_cpu_vs_torch` of processor time. `pp_1f1b_peak_lanes`: a stage's most lanes alive at once (goal: stages - stage).
 
 `rpo_steps_max`, `model_rebuilt`: over kills of each worker of two cells at each of ten points of a step, the most
 applied steps that one costs (goal: 0), and whether a process that lives on trains another model (goal: false).
@@ -24,20 +23,11 @@ takes to send as many bytes as a place holds).
 `ep2_vs_torch`: steps a second of two ranks over which the decoder's experts are spread, over those of a loop of torch's
 own parts (all-to-all, DistributedDataParallel), on the same four lanes (goal at least 0.95); `ep2_cpu_vs_torch` of
 processor time.
-
-`sim_256_ranks_cpu_s_per_hour`, `sim_1024_ranks_cpu_s_per_hour`: seconds of a core that `elastic-chaos sim --cells`
-takes for a virtual hour of a job of so many ranks, with four faults in it and steps of 30 s (goal: at most 60).
-
-`cp2_kept_ratio`: bytes that a lane's forward pass keeps for its backward pass on a rank that computes half of each
-row, over those of a rank that computes whole rows (goal: at most 0.6).
-
-`sp2_kept_ratio`: bytes that a lane's forward pass keeps of all blocks on one of two tensor ranks that share out tokens,
-over those of a rank that holds the whole model (goal: at most 0.52); `tp2_kept_ratio` where they do not share them out.
 """
 
 from __future__ import annotations
 
-from benchmarks.cells import experts, memory, pipeline, recovery, simulated, tensor
+from benchmarks.cells import experts, pipeline, recovery, tensor
 from benchmarks.figures import Measure, measure_chosen
 
 
@@ -46,14 +36,10 @@ def figures() -> dict[str, Measure]:
     beside = dict.fromkeys(tensor.NAMES, tensor.beside_torch)
     staged = dict.fromkeys((*pipeline.NAMES, "pp_1f1b_peak_lanes"), pipeline.beside_torch)
     at_points = ("rpo_steps_max", "model_rebuilt", "peer_killed_given_up_s", "kills_at_points")
-    lost = {**dict.fromkeys(at_points, recovery.kills_at_points), "live_worker_s": recovery.live_worker}
-    lost["live_worker_s.large"] = recovery.live_worker_large
-    lost["spare_fill_s"] = recovery.spare_fill
-    spread = dict.fromkeys(experts.NAMES, experts.beside_torch)
-    hours = dict.fromkeys(("sim_256_ranks_cpu_s_per_hour", "sim_1024_ranks_cpu_s_per_hour"), simulated.cost_of_an_hour)
-    kept = {"cp2_kept_ratio": memory.of_context}
-    kept |= dict.fromkeys(("sp2_kept_ratio", "tp2_kept_ratio"), memory.of_tensor)
-    return {**beside, **staged, **lost, **spread, **hours, **kept}
+    lost: dict[str, Measure] = dict.fromkeys(at_points, recovery.kills_at_points)
+    live = {"live_worker_s": recovery.live_worker, "spare_fill_s": recovery.spare_fill}
+    live["live_worker_s.large"] = recovery.live_worker_large
+    return {**beside, **staged, **lost, **live, **dict.fromkeys(experts.NAMES, experts.beside_torch)}
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ kills_at_points       how many kills that were, whether the weights are those of
 overlap_wait_ratio    time that two ranks wait for a step's gradient with buckets beside the backward pass, over what
                       they wait if all is exchanged after it, on a wire of 0.25 GB/s, by mode and parallel.bucket_mb
                       (goal: 0.6)
-decoder_gib           memory of all processes of a job that trains a decoder of half a billion parameters for ten steps
-                      on four ranks, and is resumed on three: everything in shares, one copy (goal: 12)
 save_stall_ms_per_gb  what a rank's training waits for a save in the background, for each GB that it writes (goal: 110),
                       and over a bare copy of as many bytes
 load_vs_dcp           time of torch's dcp.load over ours, which checks every block: the same files, written by as many
@@ -47,7 +45,7 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, decoder, moving, overlap, peers, plans, recovery, steps
+from benchmarks.sharding import commits, moving, overlap, peers, plans, recovery, steps
 
 FIGURES: dict[str, Measure] = {
     "live_ratio": steps.beside_whole,
@@ -64,7 +62,6 @@ FIGURES: dict[str, Measure] = {
     "model_rebuilt": recovery.kills_at_points,
     "kills_at_points": recovery.kills_at_points,
     "overlap_wait_ratio": overlap.wait_ratio,
-    "decoder_gib": decoder.half_billion,
     "save_stall_ms_per_gb": commits.save_stall,
     "load_vs_dcp": commits.load_times,
     "dcp_load_equal": commits.dcp_equal,

@@ -42,7 +42,7 @@ from elastic_train.program.schedules import (
 
 UNCUT_OUTPUTS = 6
 """Number of output-sized tensors per block that tensor parallelism does not shard: the inputs, normalized inputs and
-outputs of two norms (`python -m benchmarks.cells --only tp2_kept_ratio`)."""
+outputs of two norms."""
 ROOMS_BYTES = 2 * (32 << 20)
 """Two blocks of offloaded state are on the device at a time."""
 
