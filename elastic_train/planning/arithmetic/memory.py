@@ -382,5 +382,7 @@ def _in_pass(
 
 
 def _has_left(enter: Enter, due: UnitAction) -> bool:
-    """Return True if a pass that enters a unit has left the one whose gradients are due."""
-    return enter.direction == "backward" and isinstance(due, Begin | End) and due.unit > enter.unit
+    """Return True if a pass that enters a unit has left the one whose gradients are due; then it also waits for those
+    on their way."""
+    has_left = isinstance(due, End) or (isinstance(due, Begin) and due.unit > enter.unit)
+    return enter.direction == "backward" and has_left

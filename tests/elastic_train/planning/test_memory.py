@@ -41,8 +41,9 @@ UNITS = [
     [UnitBytes(size, size, kept) for size, kept in zip((2048, 256, 512, 1024), (1024, 128, 3000, 700), strict=True)],
     [UnitBytes(256, 256, 64), UnitBytes(1024, 1024, 0, 512), UnitBytes(1024, 1024, 0, 2048)],
     [UnitBytes(256, 256, 64)],
+    [UnitBytes(512, 512, 8)] * 4,
 ]
-"""The rest of a chunk and its blocks: equal sizes, unequal sizes, some recomputed, none."""
+"""The rest of a chunk and its blocks: equal sizes, unequal sizes, some recomputed, none, and little kept for a pass."""
 
 
 class Meter:

@@ -7,16 +7,20 @@ import random
 
 import pytest
 
+from elastic_train.planning.arithmetic.memory import by_unit
 from elastic_train.program.schedules import (
     REST,
     Begin,
     End,
     Enter,
     Free,
+    Pass,
+    Pipeline,
     UnitAction,
     Walk,
     gathering_turn,
     reducing_turn,
+    step_program,
 )
 
 
@@ -58,6 +62,18 @@ def test_gradients_go_in_the_opposite_order_of_blocks_one_after_the_other(num_bl
         assert [one.unit for one in reduced if isinstance(one, Begin)] == units
         assert [one.unit for one in reduced if isinstance(one, End)] == (before[:-1] if num_blocks else [REST])
         assert list(reducing_turn(num_blocks + 1, is_first=not has_rest)) == reduced
+
+
+def test_units_are_reduced_in_the_pass_that_leaves_them_whichever_turn_it_is() -> None:
+    """What is on its way from the turn before delays none of them."""
+    actions = by_unit(
+        step_program(Pipeline("1f1b", 1, 3), 0), 2, lambda leaf: reducing_turn(3, is_first=leaf.number == 0)
+    )
+    passes = [done for action, done in actions if isinstance(action, Pass) and action.direction == "backward"]
+    for number, done in enumerate(passes):
+        before = [End("reduce", REST)] if number else []
+        left = [Begin("reduce", 1), *before, Enter("backward", 0), Begin("reduce", 0), End("reduce", 1)]
+        assert list(done) == [Enter("backward", 1), *left, Enter("backward", REST)]
 
 
 def test_a_pass_may_leave_blocks_out_and_come_to_them_again() -> None:
