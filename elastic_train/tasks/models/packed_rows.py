@@ -28,7 +28,7 @@ from elastic_train.errors import ConfigError
 from elastic_train.parallel.attention.documents import Documents, documents_of
 from elastic_train.system.wording import first_line
 from elastic_train.tasks.models.folder_weights import stand_ins, weights_to_try
-from elastic_train.tasks.models.hugging_face import FAILURES
+from elastic_train.tasks.models.hugging_face import FAILURES, model_of_transformers
 from elastic_train.tasks.models.own_attention import ATTENTION, DOCUMENTS, attend_by_ours
 from elastic_train.tasks.rows.token_rows import sight_of
 from elastic_train.tasks.task import Batch
@@ -103,6 +103,8 @@ def packed_logits(model: nn.Module, batch: Batch, masks: Masks) -> Tensor:
     named: dict[str, Any] = {"position_ids": batch["positions"]} if _takes_positions(model) else {}
     sight = None if masks == "all" else sight_of(batch)
     if isinstance(sight, Documents):
+        # Models of one configuration share its object, and each one that is built sets torch's attention there.
+        attend_by_ours(model_of_transformers(model)[1], restricted)
         named |= _without_masks(sight, batch["tokens"], masks)
     with documents_apart(batch["documents"], leaves_masks_out=DOCUMENTS in named):
         logits: Tensor = model(input_ids=batch["tokens"], use_cache=False, **named).logits

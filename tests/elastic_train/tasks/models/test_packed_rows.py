@@ -18,6 +18,7 @@ from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.models import own_attention
 from elastic_train.tasks.models.packed_rows import depends_on_length
 from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
+from tests.elastic_train.tasks.models.test_folder_weights import saved
 
 pytestmark = WITH_TRANSFORMERS
 
@@ -132,6 +133,21 @@ def test_full_layers_have_no_mask_where_a_trial_allows_it(
     assert len(calls) == (model.config.num_hidden_layers if MASKS[kind] == "none" else 0)
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_folders_models_keep_documents_apart_whenever_they_are_built(tmp_path: Path) -> None:
+    """Only the first one is tried; the second one is trained, and a third is built while weights are drawn."""
+    folder = saved(tmp_path / "model", "AutoModelForCausalLM", config_of("llama", {}))
+    packed = {"input_ids": lists(A + B), "document_ids": lists([7] * 13 + [5] * 13)}
+    task = CausalLM(hf={"path": str(folder)}, max_tokens=40)
+    task.prepare(described(tmp_path / "rows", packed))
+    task.sketch_model()
+    model: Any = task.sketch_model()
+    model.load_state_dict(dict(task.initial_weights()), assign=True)
+    task.sketch_model()
+    loss = float(task.loss(model.eval(), task.collate(pa.table(packed), np.arange(1))).total)
+    assert loss == pytest.approx(own_loss(model, A) + own_loss(model, B), abs=4e-5)
 
 
 def test_a_model_whose_choice_of_tokens_depends_on_their_place_is_refused(tmp_path: Path) -> None:
