@@ -76,7 +76,7 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute a layer's output; its input and gradients are those of autocast."""
     low = given.to(torch.get_autocast_dtype(given.device.type))
-    made: Tensor = _Scaled.apply(low.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
+    made: Tensor = _Scaled.apply(low.reshape(-1, low.shape[-1]), weight)  # type: ignore[no-untyped-call]
     made = made.view(*given.shape[:-1], len(weight))
     return made if bias is None else made + bias.to(made.dtype)
 

@@ -91,6 +91,16 @@ def test_a_layer_makes_three_products(num_rows: int, inputs: int, outputs: int, 
         near(layer.bias.grad, back.double().sum(0), 2**-7)
 
 
+def test_a_layer_takes_a_vector() -> None:
+    """As `nn.Linear` does."""
+    layer, given = scaled(nn.Linear(32, 48)), drawn(1, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        one, row = layer(given[0]), layer(given)
+    assert one.shape == (48,) and torch.equal(one, row[0])
+    one.sum().backward()
+    assert layer.weight.grad is not None
+
+
 def near(found: Tensor | None, right: Tensor, rtol: float) -> None:
     assert found is not None
     torch.testing.assert_close(found.double(), right.double(), rtol=rtol, atol=float(right.abs().max()) * rtol / 4)
