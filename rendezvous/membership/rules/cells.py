@@ -5,12 +5,12 @@ different nodes, and a node with several has neighbouring stages. A cell of one 
 
 A member whose place changes must receive another part of the state. So a member keeps its place in the last world that
 it was in, in its old group or in one that lost that place; newcomers fill the gaps; and only if there are too few of
-them does a member of a dissolved group change its place. Members of the newest world come first, but others count: if
-that world took no step, an older one's state is as new. `stages` chooses the groups of each node accordingly. Members
-that are left over are spares and wait for room.
+them does a member of a dissolved group change its place. The members of the newest worlds that still have all parts
+come first, but others count: if those worlds took no step, an older one's state is as new. `stages` chooses the groups
+of each node accordingly. Members that are left over are spares and wait for room.
 
 Invariant: cells are complete and disjoint, and each group is on one node; no arrangement of as many cells moves fewer
-members.
+members, of the newest worlds and then of all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Had(NamedTuple):
     place: int
 
 
-_NOWHERE = Had(0, -1, -1)
+_NOWHERE = Had(-1, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
     if num_cells == 0:
         return Arrangement((), tuple(members))
     had = places_had(members, shape, last)
-    seated = [_by_place(of_node, had) for of_node in nodes.values()]
+    since = _since(had, shape)
+    seated = [_by_place(of_node, had, since) for of_node in nodes.values()]
     # A group that is a whole cell is chosen by its members, so all are formed.
     num_each = sum(rooms) if shape.num_stages == 1 else num_cells
     counts = allot(rooms, _keeps(seated, shape), shape.num_stages, num_each)
@@ -99,7 +100,8 @@ def arrange(members: Sequence[Member], shape: CellShape, last: World | None, mos
         for stage, group in _groups_of(of_node, row, shape):
             by_stage[stage].append(group)
     order = {member.id: number for number, member in enumerate(members)}
-    chosen = [_chosen(groups, num_cells, stage * shape.stage_size, had, order) for stage, groups in enumerate(by_stage)]
+    firsts = range(0, shape.size, shape.stage_size)
+    chosen = [_chosen(of, num_cells, first, had, since, order) for first, of in zip(firsts, by_stage, strict=True)]
     cells = tuple(tuple(chain.from_iterable(groups)) for groups in _joined(chosen))
     taken = {member.id for cell in cells for member in cell}
     return Arrangement(cells, tuple(member for member in members if member.id not in taken))
@@ -113,7 +115,8 @@ def is_a_part_left_behind(
     Too few means none or, if each holds a share, so few that as many are missing as hold each share.
     """
     seats = places_had(ready, shape, last)
-    had = {name: shape.part_of(seat.place) for name, seat in seats.items()}
+    since = _since(seats, shape)
+    had = {name: shape.part_of(seat.place) for name, seat in seats.items() if seat.term >= since}
     parts = [shape.part_of(number % shape.size) for number in range(len(chosen))]
     kept = [member.id for part, member in zip(parts, chosen, strict=True) if had.get(member.id) == part]
     if set(had.values()) - {had[name] for name in kept}:
@@ -166,22 +169,44 @@ def places_had(members: Sequence[Member], shape: CellShape, last: World | None) 
     return found
 
 
+def _since(had: Mapping[str, Had], shape: CellShape) -> int:
+    """Return the newest term such that members had all parts in it or later; 0 if there is none."""
+    parts = set[int]()
+    for seat in sorted(had.values(), reverse=True):
+        parts.add(shape.part_of(seat.place))
+        if len(parts) == shape.size // shape.alike:
+            return seat.term
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Seated:
-    """A node's members: by their earlier term and cell, and place; and those without."""
+    """A node's members: by their earlier term and cell, and place; and those without.
+
+    Those from worlds `since` a term come first.
+    """
 
     old: Mapping[tuple[int, int], Mapping[int, Member]]
     newcomers: Sequence[Member]
+    since: int
 
     def of_stage(self, stage: int, shape: CellShape) -> list[dict[int, Member]]:
-        """Return the remaining members of each group of a stage, by place; the largest, then the newest group first."""
+        """Return the remaining members of each group of a stage, by place: the newest worlds' groups first; of these,
+        and of the others, the largest."""
         places = range(stage * shape.stage_size, (stage + 1) * shape.stage_size)
-        newest = sorted(self.old, key=lambda cell: -cell[0])
-        groups = ({place: one for place, one in self.old[cell].items() if place in places} for cell in newest)
-        return sorted((group for group in groups if group), key=lambda group: -len(group))
+        groups = {
+            cell: {place: one for place, one in by_place.items() if place in places}
+            for cell, by_place in self.old.items()
+        }
+        ordered = sorted(groups, key=lambda cell: (cell[0] < self.since, -len(groups[cell]), -cell[0]))
+        return [groups[cell] for cell in ordered if groups[cell]]
+
+    def counts(self, since: int = 0) -> Counter[int]:
+        """Return how many members of worlds since a term had each place."""
+        return Counter(place for (term, _), cell in self.old.items() for place in cell if term >= since)
 
 
-def _by_place(members: Sequence[Member], had: Mapping[str, Had]) -> _Seated:
+def _by_place(members: Sequence[Member], had: Mapping[str, Had], since: int) -> _Seated:
     old: dict[tuple[int, int], dict[int, Member]] = {}
     newcomers: list[Member] = []
     for member in members:
@@ -189,29 +214,30 @@ def _by_place(members: Sequence[Member], had: Mapping[str, Had]) -> _Seated:
         # One process may appear twice, until the lease of its older id ends.
         if seat is None or old.setdefault(seat[:2], {}).setdefault(seat.place, member) is not member:
             newcomers.append(member)
-    return _Seated(old, newcomers)
+    return _Seated(old, newcomers, since)
 
 
 def _keeps(seated: Sequence[_Seated], shape: CellShape) -> list[list[list[int]]]:
-    """Return how many members would keep their places in each node's first, second... group of each stage.
+    """Return the weight of the members that would keep places in each node's first, second... group of each stage.
 
-    Members of the only node with a part outweigh all others, as they may be its only holders.
+    A member of the newest worlds outweighs all others, and those of the only node with a part outweigh all of them, as
+    they may be its only holders.
     """
-    counts = [Counter(place for cell in one.old.values() for place in cell) for one in seated]
-    nodes_with = Counter(part for count in counts for part in {shape.part_of(place) for place in count})
-    alone = sum(count.total() for count in counts) + 1
+    counts, newest = [one.counts() for one in seated], [one.counts(one.since) for one in seated]
+    nodes_with = Counter(part for new in newest for part in {shape.part_of(place) for place in new})
+    most = sum(count.total() for count in counts) + 1
     return [
         [
             [
-                sum(count[place] > number for place in places)
-                + (number == 0) * alone * _sole({shape.part_of(one) for one in places if count[one]}, nodes_with)
+                sum((count[place] > number) + most * (new[place] > number) for place in places)
+                + (number == 0) * most**2 * 2 * _sole({shape.part_of(one) for one in places if new[one]}, nodes_with)
                 for number in range(max(count[place] for place in places))
             ]
             for places in (
                 range(stage * shape.stage_size, (stage + 1) * shape.stage_size) for stage in range(shape.num_stages)
             )
         ]
-        for count in counts
+        for count, new in zip(counts, newest, strict=True)
     ]
 
 
@@ -241,18 +267,18 @@ def _groups_of(seated: _Seated, counts: Sequence[int], shape: CellShape) -> Iter
 
 
 def _chosen(
-    groups: Sequence[Group], most: int, first: int, had: Mapping[str, Had], order: Mapping[str, int]
+    groups: Sequence[Group], most: int, first: int, had: Mapping[str, Had], since: int, order: Mapping[str, int]
 ) -> list[Group]:
     """Return the groups of a stage that are in cells, ordered by their first members; places start at `first`.
 
-    Groups that keep most places are preferred, then those that trained last.
+    Groups that keep most places of the newest worlds are preferred, then of all, then those that trained last.
     """
 
-    def preferred(group: Group) -> tuple[int, int, int, int]:
+    def preferred(group: Group) -> tuple[int, int, int, int, int]:
         seats = [had.get(member.id, _NOWHERE) for member in group]
-        num_kept = sum(seat.place == first + number for number, seat in enumerate(seats))
-        num_trained = sum(seat is not _NOWHERE for seat in seats)
-        return -num_kept, -num_trained, -max(seat.term for seat in seats), order[group[0].id]
+        kept = [seat for place, seat in enumerate(seats, first) if seat.place == place]
+        num_newest, num_trained = (sum(seat.term >= term for seat in of) for term, of in ((since, kept), (0, seats)))
+        return -num_newest, -len(kept), -num_trained, -max(seat.term for seat in seats), order[group[0].id]
 
     return sorted(sorted(groups, key=preferred)[:most], key=lambda group: order[group[0].id])
 

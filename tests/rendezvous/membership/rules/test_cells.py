@@ -136,6 +136,26 @@ def test_who_was_in_the_newest_world_comes_before_who_was_in_an_older_one() -> N
     assert [[member.id for member in cell] for cell in found.cells] == [["a0", "a1"], ["a2", "a3"]]
 
 
+@pytest.mark.parametrize("copies", [None, 2])
+def test_members_of_an_older_world_take_no_place_that_the_newest_state_needs(copies: int | None) -> None:
+    """A frozen pair returns after each of two cells has lost a worker, at different places: what is left of both, on
+    two nodes, has all of the newest state. If it has not, the older pair is as good as any."""
+    shape, last = CellShape(1, 2, copies), world(5, "a0", "a1", "b0", "b1")
+    frozen = [replace(worker(f"a{number}"), rank=number - 4, rank_in=3) for number in (6, 7)]
+    members = [*frozen, worker("a0", after=5), worker("b1", after=5), worker("bn")]
+    assert places_in(arrange(members, shape, last)) == {"a0": 0, "a7": 1, "bn": 0, "b1": 1}
+    lacking = [member for member in members if member.id != "b1"]
+    assert places_in(arrange(lacking, shape, last)) == {"a6": 0, "a7": 1}
+
+
+def test_a_holder_of_the_newest_state_is_waited_for_though_an_older_world_had_its_place() -> None:
+    last, shape = world(5, "a0", "b1"), CellShape(1, 2)
+    frozen = [replace(worker(f"c{number}"), rank=number, rank_in=3) for number in range(2)]
+    newest = [worker("a0", after=5), worker("b1", after=5)]
+    assert is_a_part_left_behind(frozen, [*newest, *frozen], shape, last)
+    assert not is_a_part_left_behind(frozen, [newest[0], *frozen], shape, last), "the other part is gone"
+
+
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
     """One cell continues; the first worker to join completes the other cell, and only then a new world forms."""
     two = world(1, "a0", "a1", "a2", "a3")

@@ -252,3 +252,13 @@ def test_no_more_nodes_are_admitted_than_may_be(most: int, expected: str) -> Non
     five = tuple(worker(f"{node}0") for node in "abcde")
     found = admitted(five, Policy(1, most, cell=PIPELINE), None)
     assert "".join(member.node for member in found) == expected
+
+
+@pytest.mark.parametrize("nodes", ["abab", "aabb"])
+def test_stages_of_the_newest_world_come_before_those_of_an_older_one(nodes: str) -> None:
+    """There is room for one cell, and each node has a member of each world."""
+    new = [worker(f"{nodes[0]}0", after=5), worker(f"{nodes[3]}1", after=5)]
+    old = [replace(worker(f"{nodes[1 + number]}{number + 2}"), rank=1 - number, rank_in=3) for number in range(2)]
+    last, policy = world(5, *(member.id for member in new)), Policy(1, 4, 0.0, max_members=2, cell=PIPELINE)
+    for members in ((*old, *new), (*new, *old)):
+        assert set(admitted(members, policy, last)) == set(new)
