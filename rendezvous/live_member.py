@@ -108,6 +108,10 @@ class LiveMember:
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
+    def note_restored(self) -> None:
+        """Note that this worker has the state of its rank in the current world."""
+        self._participant.note_restored()
+
     def is_broken(self, waited_s: float = 0.0) -> bool:
         """Return True if the current world cannot take another step: a member is gone, or a newer world exists.
         After a wait longer than a lease, the others' nodes are probed: they may be unreachable.

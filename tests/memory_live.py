@@ -61,6 +61,7 @@ class Membership:
         self._policy = Policy(1, 1, 0.0, cell.most_ranks(config.batch.num_lanes), cell=shape)
         self._machine, self._places, self._num_members = machine, places, num_members
         self._waiting: list[int] = []
+        self._held: dict[int, tuple[int, int]] = {}
         self.world: World | None = None
         self.is_done = False
 
@@ -83,6 +84,11 @@ class Membership:
         self._machine.wait("the next world", is_in_one)
         return None if who in self._waiting else self.world
 
+    def note_restored(self, who: int) -> None:
+        """Note that a member has the state of its rank."""
+        assert self.world is not None, "asked by a member of it"
+        self._held[who] = cast(int, self.world.rank_of(str(who))), self.world.term
+
     def can_grow(self) -> bool:
         assert self.world is not None, "asked by a member of it"
         now = [int(seat.member) for seat in self.world.seats]
@@ -94,7 +100,7 @@ class Membership:
         if self.is_done or any(one not in self._waiting and not self._machine.has_ended(one) for one in last):
             return
         chosen = self._chosen(sorted(self._waiting))
-        ready = [_member(who) for who in sorted(self._waiting)]
+        ready = [self._member(who) for who in sorted(self._waiting)]
         if not chosen or (self._is_anybody_to_come() and self._loses_a_part(chosen, ready)):
             return
         term = 1 if self.world is None else self.world.term + 1
@@ -102,20 +108,22 @@ class Membership:
         self._waiting = [who for who in self._waiting if self.world.rank_of(str(who)) is None]
 
     def _chosen(self, there: Sequence[int]) -> tuple[Member, ...]:
-        return admitted(tuple(map(_member, there)), self._policy, self.world)
+        return admitted(tuple(map(self._member, there)), self._policy, self.world)
 
     def _loses_a_part(self, chosen: Sequence[Member], ready: Sequence[Member]) -> bool:
         return self._policy.cell.size > 1 and is_a_part_left_behind(chosen, ready, self._policy.cell, self.world)
+
+    def _member(self, who: int) -> Member:
+        """Return a member's record once it has left the last world."""
+        rank, rank_in = self._held.get(who, (-1, 0))
+        after = 0 if self.world is None else self.world.term
+        return Member(str(who), "node", "", 1, after, node="node", rank=rank, rank_in=rank_in)
 
     def _is_anybody_to_come(self) -> bool:
         return any(
             self._machine.has_ended(self._places[who]) and not self._machine.has_ended(who) and who not in self._waiting
             for who in range(self._num_members, len(self._places))
         )
-
-
-def _member(who: int) -> Member:
-    return Member(str(who), "node", "", 1, 0, node="node")
 
 
 class MemoryWorlds:
@@ -133,6 +141,9 @@ class MemoryWorlds:
         group = group_of(f"live-{world.term}", cast(int, world.rank_of(str(who))), len(world.seats))
         group.is_watched = True
         return Formed(group, None)
+
+    def note_restored(self) -> None:
+        self._membership.note_restored(cast(int, rank_here()))
 
     def wants_to_grow(self) -> bool:
         return self._membership.can_grow()

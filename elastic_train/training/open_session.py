@@ -163,6 +163,7 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
     take_place(state, world.mesh, world.cell, plan.first_weights)
     head = restore(plan, world, state, before)
+    process.worlds.note_restored()
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may crash the rank that inspects it
         inspect_rows(process, world)

@@ -109,6 +109,9 @@ class Worlds(Protocol):
         many consecutive worlds had no step, and ConfigError if another job has just finished under the same run id.
         """
 
+    def note_restored(self) -> None:
+        """Note that this process has the state of its rank in the world that has formed."""
+
     def wants_to_grow(self) -> bool:
         """Return True if the world should end at the next step boundary to let others in."""
 
@@ -144,6 +147,9 @@ class OneWorld:
         return Formed(
             connect(_meeting_place(launched), self._timeout_s, self._device, self._watchdog.resting), launched
         )
+
+    def note_restored(self) -> None:
+        """Do nothing: there is no next world."""
 
     def wants_to_grow(self) -> bool:
         return False
@@ -284,6 +290,10 @@ class LiveWorlds:
                     raise StorageError(str(error)) from error
                 outage.waits(error)
                 time.sleep(ETCD_PAUSE_S)
+
+    def note_restored(self) -> None:
+        assert self._member is not None, "a world has formed"
+        self._member.note_restored()
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()

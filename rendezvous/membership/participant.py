@@ -158,8 +158,6 @@ class Participant:
             if isinstance(decision, Enter):
                 self.world = decision.world
                 self._follow_terms(self._needs_terms(0.0))
-                if self.policy.cell.size > 1:
-                    self._own.note_rank(decision.world)
                 return decision.world
             if isinstance(decision, Refused):
                 raise LimitsDifferError(decision.why)
@@ -195,6 +193,11 @@ class Participant:
             if time.monotonic() > deadline:
                 raise LimitsDifferError(why)
             self._latest.wait(now.snapshot, LOOK_S)
+
+    def note_restored(self) -> None:
+        """Note that this member has the state of its place in its world: from then on others may need it."""
+        if self.policy.cell.size > 1 and self.world is not None:
+            self._own.note_rank(self.world)
 
     def num_waiting(self) -> int:
         """Return the number of changes that require a new round; 0 while the world stands."""

@@ -131,7 +131,7 @@ class Member:
     rank: int = -1
     """Its rank in the world of `rank_in`, for cells of several members; negative if none."""
     rank_in: int = 0
-    """Term of the last world that it was in when this was written."""
+    """Term of the last world in which it got its state."""
 
     @property
     def node_id(self) -> str:

@@ -157,12 +157,12 @@ def _lacks_a_share(part: int, members: Set[tuple[int, int]], num_cells: int, cop
 def places_had(members: Sequence[Member], shape: CellShape, last: World | None) -> dict[str, Had]:
     """Return the places that members had in the last world, or else, by their own records, in an older one.
 
-    Etcd may have lost worlds. Newcomers had none.
+    Etcd may have lost worlds, and who has left the last one without its state there has that of an older one, if any.
     """
     found = dict[str, Had]()
     for member in members:
         rank = None if last is None or member.rank_in > last.term else last.rank_of(member.id)
-        if rank is not None and last is not None:
+        if rank is not None and last is not None and (member.rank_in == last.term or member.after < last.term):
             found[member.id] = Had(last.term, *divmod(rank, shape.size))
         elif member.rank >= 0:
             found[member.id] = Had(member.rank_in, *divmod(member.rank, shape.size))

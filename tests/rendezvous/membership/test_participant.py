@@ -73,7 +73,8 @@ def test_a_leader_can_step_back(store: MemoryStore, pool: ThreadPoolExecutor) ->
 
 
 def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
-    """It may have stepped back repeatedly, its lease may have expired, or etcd may have lost its world."""
+    """It may have stepped back repeatedly, its lease may have expired, or etcd may have lost its world; but it has no
+    rank to speak of before it has that rank's state."""
     policy = Policy(1, 2, 0.0, cell=CellShape(1, 2))
     places = [Place("host", "127.0.0.1", 1, node="a", node_members=2) for _ in range(2)]
     first, second = (Participant(store, "job", policy, place, ttl_s=TTL_S) for place in places)
@@ -81,6 +82,14 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
     second.join(PATIENCE_S)
     world = first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert world is not None and second.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) == world
+    first.join(PATIENCE_S)
+    mine = first.view.member(first.id)
+    assert mine is not None and (mine.rank, mine.rank_in) == (-1, 0), "it never got its state"
+    second.join(PATIENCE_S)
+    world = first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
+    assert world is not None and second.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) == world
+    first.note_restored()
+    second.note_restored()
     first.join(PATIENCE_S)
     mine = first.view.member(first.id)
     assert mine is not None and (mine.rank, mine.rank_in) == (0, world.term), "the world may be overwritten"

@@ -24,8 +24,12 @@ from tests.conftest import PATIENCE_S
 CELLS = Policy(1, 4, 0.0, max_members=4, cell=CellShape(1, 2))
 
 
-def worker(name: str, **fields: int) -> Member:
-    """Return a worker whose name begins with its node's."""
+def worker(name: str, left: World | None = None, **fields: int) -> Member:
+    """Return a worker whose name begins with its node's; it has `left` a world with its state if it had a rank there."""
+    if left is not None:
+        rank = left.rank_of(name)
+        had = {} if rank is None else {"rank": rank, "rank_in": left.term}
+        fields = {"after": left.term, **had, **fields}
     return Member(name, "host", "address", 1, **{"after": 0, **fields}, node=name[0], node_members=1)
 
 
@@ -142,7 +146,7 @@ def test_members_of_an_older_world_take_no_place_that_the_newest_state_needs(cop
     two nodes, has all of the newest state. If it has not, the older pair is as good as any."""
     shape, last = CellShape(1, 2, copies), world(5, "a0", "a1", "b0", "b1")
     frozen = [replace(worker(f"a{number}"), rank=number - 4, rank_in=3) for number in (6, 7)]
-    members = [*frozen, worker("a0", after=5), worker("b1", after=5), worker("bn")]
+    members = [*frozen, worker("a0", last), worker("b1", last), worker("bn")]
     assert places_in(arrange(members, shape, last)) == {"a0": 0, "a7": 1, "bn": 0, "b1": 1}
     lacking = [member for member in members if member.id != "b1"]
     assert places_in(arrange(lacking, shape, last)) == {"a6": 0, "a7": 1}
@@ -151,15 +155,29 @@ def test_members_of_an_older_world_take_no_place_that_the_newest_state_needs(cop
 def test_a_holder_of_the_newest_state_is_waited_for_though_an_older_world_had_its_place() -> None:
     last, shape = world(5, "a0", "b1"), CellShape(1, 2)
     frozen = [replace(worker(f"c{number}"), rank=number, rank_in=3) for number in range(2)]
-    newest = [worker("a0", after=5), worker("b1", after=5)]
+    newest = [worker("a0", last), worker("b1", last)]
     assert is_a_part_left_behind(frozen, [*newest, *frozen], shape, last)
     assert not is_a_part_left_behind(frozen, [newest[0], *frozen], shape, last), "the other part is gone"
+
+
+def test_who_left_the_newest_world_without_its_state_holds_that_of_an_older_one() -> None:
+    """A node of two lost a worker, and in the world that followed, of which nobody got the state, another node took
+    both parts. So the worker that is left alone on the first node still has the only copy of its part."""
+    shape, last = CellShape(1, 2), world(6, "b2", "b3")
+    alone = replace(worker("a1", after=6), rank=1, rank_in=5)
+    newcomers = [worker("b2", after=6), worker("b3", after=6)]
+    assert is_a_part_left_behind(newcomers, [alone, *newcomers], shape, last)
+    restored = [replace(one, rank=number, rank_in=6) for number, one in enumerate(newcomers)]
+    assert not is_a_part_left_behind(restored, [alone, *restored], shape, last)
+    moved = replace(worker("a0", after=6), rank=1, rank_in=5)
+    assert places_in(arrange([moved, newcomers[0]], shape, world(6, "a0", "b2"))) == {}
+    assert places_in(arrange([moved, worker("a9", after=6)], shape, world(6, "a0", "a9"))) == {"a0": 1, "a9": 0}
 
 
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
     """One cell continues; the first worker to join completes the other cell, and only then a new world forms."""
     two = world(1, "a0", "a1", "a2", "a3")
-    left = [worker("a0", after=1), worker("a1", after=1), worker("a3", after=1)]
+    left = [worker(name, two) for name in ("a0", "a1", "a3")]
     view = View(9, tuple(left), two)
     assert decisions.decide(view, "a0", CELLS, 0.0) == Seal(2, (Seat("a0", 1), Seat("a1", 1)), "lost")
     assert decisions.decide(view, "a3", CELLS, 0.0) == Wait("room")
@@ -190,11 +208,11 @@ def test_a_world_has_no_more_cells_than_it_can_use() -> None:
 def test_a_spare_node_takes_the_place_of_one_that_makes_no_cell_any_more() -> None:
     """It keeps the place: a node that is complete again is then the standby, even if it registered earlier."""
     two_nodes, last = Policy(1, 2, 0.0, max_members=4, cell=CellShape(1, 2)), world(1, "a0", "a1", "b0", "b1")
-    left = [worker("a0", after=1), worker("b0", after=1), worker("b1", after=1), worker("c0"), worker("c1")]
+    left = [*(worker(name, last) for name in ("a0", "b0", "b1")), worker("c0"), worker("c1")]
     filled = (Seat("b0", 1), Seat("b1", 1), Seat("c0", 1), Seat("c1", 1))
     assert decisions.decide(View(9, tuple(left), last), "b0", two_nodes, 0.0) == Seal(2, filled, "lost")
-    again = [worker(name, after=2) for name in ("a0", "b0", "b1", "c0", "c1")]
-    back = View(10, (*again, worker("a2")), world(2, "b0", "b1", "c0", "c1"))
+    new = world(2, "b0", "b1", "c0", "c1")
+    back = View(10, (*(worker(name, new) for name in ("a0", "b0", "b1", "c0", "c1")), worker("a2")), new)
     assert decisions.decide(back, "b0", two_nodes, 0.0) == Seal(3, filled, "restart")
 
 
@@ -216,7 +234,7 @@ def test_members_that_may_alone_hold_a_share_are_waited_for(
     """Each of three nodes has a cell; two have lost a worker, at different places: what is left of both has no cell."""
     policy = Policy(1, 4, 0.0, max_members=6, cell=CellShape(1, 2, copies))
     last = world(1, "a0", "a1", "b0", "b1", "c0", "c1")
-    view = View(9, tuple(worker(name, after=1) for name in left), last)
+    view = View(9, tuple(worker(name, last) for name in left), last)
     leader = "c0" if "b1" not in left or "b0" not in left else "b0"
     found = decisions.decide(view, leader, policy, 1.0)
     assert found == Wait("holder", 29.0) if is_waited_for else isinstance(found, Seal)
@@ -248,9 +266,10 @@ def test_neighbours_with_shares_of_one_part_count_by_their_cells(
 ) -> None:
     """Copies are in different cells: dropping a cell drops one copy of each shard, though two members hold shards."""
     shape, names = CellShape(2, 2, copies, alike=2), [f"{cell}{place}" for cell in "abc" for place in range(4)]
-    left = [worker(name, after=1) for name in names if name not in dead.split()]
+    last = world(1, *names)
+    left = [worker(name, last) for name in names if name not in dead.split()]
     trained = [one for one in left if one.id[0] in chosen]
-    assert is_a_part_left_behind(trained, left, shape, world(1, *names)) == is_waited_for
+    assert is_a_part_left_behind(trained, left, shape, last) == is_waited_for
 
 
 @pytest.mark.parametrize(
@@ -266,7 +285,7 @@ def test_nobody_is_waited_for_who_holds_what_a_neighbour_does(
 ) -> None:
     """A cell with every place filled would wait for another's mate only if places held different parts."""
     shape, last = CellShape(stages, 2, alike=alike), world(1, *names)
-    members = [*(worker(name, after=1) for name in left), worker(new, after=1)]
+    members = [worker(name, last) for name in (*left, new)]
     leader = arrange(members, shape, last).members[0].id
     found = decisions.decide(View(9, tuple(members), last), leader, Policy(1, 4, 0.0, cell=shape), 1.0)
     assert isinstance(found, Seal) if alike == 2 else found == Wait("holder", 29.0)
@@ -300,6 +319,7 @@ def _make_worker(store: MemoryStore) -> Participant:
 def _enter(node: Participant) -> World:
     found = node.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert found is not None
+    node.note_restored()
     return found
 
 
@@ -310,7 +330,7 @@ def test_a_world_waits_for_whoever_alone_may_hold_a_part() -> None:
     worker; a member that is not needed is not waited for.
     """
     last = world(2, "a0", "a1")
-    b0, a1, new_b = worker("b0"), worker("a1", after=2), worker("bn")
+    b0, a1, new_b = worker("b0"), worker("a1", last), worker("bn")
     alone = View(1, (b0, a1, new_b), last)
     found = decisions.decide(alone, "b0", CELLS, 1.0)
     assert found == Wait("holder", 29.0)
@@ -318,5 +338,6 @@ def test_a_world_waits_for_whoever_alone_may_hold_a_part() -> None:
     whole = View(1, (b0, a1, new_b, worker("an")), last)
     found = decisions.decide(whole, "b0", CELLS, 1.0)
     assert isinstance(found, Seal) and {seat.member for seat in found.seats} == {"a1", "an", "b0", "bn"}
-    other = View(1, (worker("b0", after=2), a1, worker("b1", after=2)), world(2, "a0", "a1", "b0", "b1"))
+    both = world(2, "a0", "a1", "b0", "b1")
+    other = View(1, tuple(worker(name, both) for name in ("b0", "a1", "b1")), both)
     assert isinstance(decisions.decide(other, "b0", CELLS, 0.0), Seal), "b1 has place 1, too"

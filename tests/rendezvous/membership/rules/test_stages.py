@@ -208,7 +208,7 @@ def test_a_lost_node_is_made_up_for_by_one_of_a_cell_that_is_given_up() -> None:
 def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
     two = replace(CELLS, max_nodes=5)
     last = world(1, "a0", "b0", "c0", "d0")
-    left = [*(worker(name, after=1) for name in ("a0", "c0", "d0")), worker("e0")]
+    left = [*(worker(name, last) for name in ("a0", "c0", "d0")), worker("e0")]
     found = decisions.decide(View(9, tuple(left), last), "a0", two, 0.0)
     assert isinstance(found, Seal) and found.seats == tuple(Seat(name, 1) for name in ("a0", "d0", "c0", "e0"))
 
@@ -216,7 +216,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one() -> None:
 def test_a_node_without_a_cell_waits_and_its_world_goes_on() -> None:
     """Of three nodes two make a cell; the third is on standby until a fourth joins."""
     last = world(1, "a0", "b0", "c0", "d0")
-    left = [worker(name, after=1) for name in ("a0", "c0", "d0")]
+    left = [worker(name, last) for name in ("a0", "c0", "d0")]
     assert decisions.decide(View(9, tuple(left), last), "a0", CELLS, 0.0) == Seal(
         2, (Seat("a0", 1), Seat("d0", 1)), "lost"
     )
@@ -230,12 +230,12 @@ def test_a_node_without_a_cell_waits_and_its_world_goes_on() -> None:
 def test_a_part_that_one_node_alone_holds_is_waited_for() -> None:
     """Two nodes of two workers have lost one each, and have room for one group each: of different stages."""
     shape, last = CellShape(2, 2), world(1, *"abcd")
-    held = [replace(worker(name), node=node) for name, node in (("a", "x"), ("d", "x"), ("c", "y"))]
+    held = [replace(worker(name, last), node=node) for name, node in (("a", "x"), ("d", "x"), ("c", "y"))]
     newcomer = replace(worker("n"), node="y")
     found = arrange([*held, newcomer], shape, last)
     assert is_a_part_left_behind(found.members, held, shape, last), "x has room for one of two parts that it alone has"
     policy = Policy(1, 2, 0.0, cell=shape)
-    view = View(9, tuple(replace(one, after=1) for one in (*held, newcomer)), last)
+    view = View(9, (*held, replace(newcomer, after=1)), last)
     assert decisions.decide(view, found.members[0].id, policy, 1.0) == Wait("holder", 29.0)
 
 
@@ -257,8 +257,9 @@ def test_no_more_nodes_are_admitted_than_may_be(most: int, expected: str) -> Non
 @pytest.mark.parametrize("nodes", ["abab", "aabb"])
 def test_stages_of_the_newest_world_come_before_those_of_an_older_one(nodes: str) -> None:
     """There is room for one cell, and each node has a member of each world."""
-    new = [worker(f"{nodes[0]}0", after=5), worker(f"{nodes[3]}1", after=5)]
+    last = world(5, f"{nodes[0]}0", f"{nodes[3]}1")
+    new = [worker(seat.member, last) for seat in last.seats]
     old = [replace(worker(f"{nodes[1 + number]}{number + 2}"), rank=1 - number, rank_in=3) for number in range(2)]
-    last, policy = world(5, *(member.id for member in new)), Policy(1, 4, 0.0, max_members=2, cell=PIPELINE)
+    policy = Policy(1, 4, 0.0, max_members=2, cell=PIPELINE)
     for members in ((*old, *new), (*new, *old)):
         assert set(admitted(members, policy, last)) == set(new)
