@@ -38,6 +38,8 @@ from rendezvous.torchelastic import standby_process
 
 FORKS_WITHIN_S = 5.0
 """Seconds to wait for a fork, which takes milliseconds; on slower machines, the ordinary way costs little more."""
+AGAIN_AFTER_S = 60.0
+"""Seconds from the start of a standby process that is killed before it is ready to the start of the next."""
 LOOK_EVERY_S = 0.02
 UNKNOWN_CODE = 255
 """Exit code of a process whose status somebody else has read."""
@@ -83,6 +85,7 @@ class Standby:
         with theirs:
             self._process = _forked(self._control, theirs) if forks and may_fork() else _started(theirs, environ)
         self._is_ready = self._has_ended = False
+        self._began_at = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -117,8 +120,14 @@ class Standby:
 
     @property
     def has_ended(self) -> bool:
-        """True if it was ready and is gone, so that it must be replaced."""
-        return self.is_ready and self._process.poll() is not None
+        """True if it is gone and must be replaced, but not if its imports have failed, as the next one's would.
+
+        Whoever kills it during its imports may be short of memory: it is then replaced later.
+        """
+        code = self._process.poll()
+        if code is None:
+            return False
+        return self.is_ready or (code < 0 and time.monotonic() - self._began_at > AGAIN_AFTER_S)
 
     def start(self, program: Program, env: Mapping[str, str], stdout: str | None, stderr: str | None) -> ForkedWorker:
         """Start a worker with exactly this environment.

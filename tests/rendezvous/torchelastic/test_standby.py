@@ -273,6 +273,17 @@ def test_imports_that_fail_leave_no_standby_process(
     with pytest.raises(OSError):
         standby.start(sleeper, {}, os.devnull, None)
     standby.end()
+
+
+def test_a_standby_process_that_is_killed_during_its_imports_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine short of memory would kill the next one as well; it is not asked for at once."""
+    standby = Standby(forks=False)
+    os.kill(standby.pid, signal.SIGKILL)
+    assert not standby.wait_until_ready(PATIENCE_S) and standby._process.wait() == -signal.SIGKILL
+    assert not standby.has_ended
+    monkeypatch.setattr("rendezvous.torchelastic.standby.AGAIN_AFTER_S", 0.0)
+    assert standby.has_ended
+    standby.end()
     standby.preload("json")
     assert not standby.is_ready
 
