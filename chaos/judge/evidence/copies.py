@@ -68,7 +68,7 @@ def holders_gone(run: Evidence, term: int) -> tuple[int, int]:
     since = {pid for other, members in pids.items() if base <= other < term for pid in members}
     unknown = sum(seats[other] - len(pids[other]) for other in pids if base <= other < term)
     lost = since - pids[term]
-    gone = {nodes.get(pid, ("process", pid)) for pid in (lost if lost - _left(run) else ())}
+    gone = {nodes.get(pid, ("process", pid)) for pid in (lost if lost - _left(run, base, term) else ())}
     rank_of = {line["rank"]: line["pid"] for line in run.in_term("form", base)}
     holders = [line for line in run.in_term("restore", base) if not line.get("holds_nothing")]
     held_on = {nodes.get(pid := rank_of.get(line["rank"]), ("process", pid)) for line in holders}
@@ -97,11 +97,11 @@ def _holders_of_a_part(run: Evidence, base: int, term: int) -> tuple[int, int]:
     return most, needed
 
 
-@once
-def _left(run: Evidence) -> set[object]:
-    """Return the processes that left on request after the first step."""
+def _left(run: Evidence, base: int, term: int) -> set[object]:
+    """Return the processes that left on request after the first step, between two terms."""
     pids = {(line["term"], line["rank"]): line["pid"] for line in run.of("form")}
-    return {pids.get((line["term"], line["rank"])) for line in run.of("leave") if whole(line, "step")}
+    leaving = [line for line in run.of("leave") if base <= whole(line, "term") < term and whole(line, "step")]
+    return {pids.get((line["term"], line["rank"])) for line in leaving}
 
 
 def is_told_again(run: Evidence, term: int) -> bool:

@@ -88,6 +88,8 @@ def test_whoever_leaves_when_asked_explains_no_loss() -> None:
     copies(evidence_of(first, left[:1], after, num_copies=1))
     with pytest.raises(Violated, match="term 2 found 3 shards of the state lost, and 0 nodes had left"):
         copies(evidence_of(first, left, after, num_copies=1))
+    later = [{**line, "t": 2.5, "term": 2} for line in left]
+    assert copies(evidence_of(first, a_world(2.0, 2, [9, 11], 0, lost=3), later)), "it left after the loss"
 
 
 @pytest.mark.parametrize("step", [0, 1])
