@@ -25,7 +25,7 @@ CELLS = Policy(1, 4, 0.0, max_members=4, cell=CellShape(1, 2))
 
 
 def worker(name: str, left: World | None = None, **fields: int) -> Member:
-    """Return a worker whose name begins with its node's; it has `left` a world with its state if it had a rank there."""
+    """Return a worker named after its node; it has `left` a world, with its state if it had a rank there."""
     if left is not None:
         rank = left.rank_of(name)
         had = {} if rank is None else {"rank": rank, "rank_in": left.term}
