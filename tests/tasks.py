@@ -175,7 +175,7 @@ class WithBuffer(CausalLM):
     def build_model(self) -> nn.Module:
         model = super().build_model()
         block = model.get_submodule("blocks.1")
-        block.register_buffer("count", torch.zeros((), device="cpu"))
+        block.register_buffer("count", torch.zeros(()))
         if model.get_submodule("dropout").p:
             block.register_forward_hook(lambda module, *_: module.count.add_(module.training) and None)
         return model
@@ -340,3 +340,14 @@ class Miscounts(TextClassifier):
                 yield [first, *lanes[1:]]
 
         Session.steps = steps  # type: ignore[method-assign]
+
+
+class OwnLanguageModel(CausalLM):
+    """A decoder whose user draws its weights anew, and adds a parameter and a buffer."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_parameter("factor", nn.Parameter(torch.ones(2)))
+        model.register_buffer("offset", torch.full((2,), 3.0))
+        nn.init.normal_(model.get_parameter("embed.weight"), std=0.5)
+        return model

@@ -18,7 +18,7 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Opened, open_commit
 from elastic_train.system.files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
-from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome
+from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome, sketch_of
 
 MOST_BYTES = 5 * 10**9
 """Largest total size of a file's tensors, as in Hugging Face's own tools."""
@@ -109,10 +109,10 @@ def _export(opened: Opened, folder: Path, most_bytes: int, track: Track, *, is_m
         task.export(model.cpu().eval(), folder, is_merged=is_merged)
         return
     assert isinstance(task, ExportingByName), "it has given names"
-    sketch = task.sketch_model()
-    assert sketch is not None, "what is not built can be sketched"
-    opened.check_fits(sketch)
-    _check_has(sketch, names, opened.plan.config.task.path)
+    model = sketch_of(task)
+    model = task.build_model() if model is None else model
+    opened.check_fits(model)
+    _check_has(model, names, opened.plan.config.task.path)
     write_weights(folder, opened.weights.renamed(names), most_bytes, track)
 
 

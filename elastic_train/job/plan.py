@@ -57,7 +57,7 @@ from elastic_train.job.units.float8 import check_multiplies, scale_linear_layers
 from elastic_train.parallel.devices.switches import begin_training
 from elastic_train.system.wording import counted, did_you_mean, nearest
 from elastic_train.tasks.preparing import prepare
-from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task
+from elastic_train.tasks.task import OWN_VALUES, Deferring, Grouping, Task, load_task, sketch_of
 from elastic_train.tracking.destinations import event_files, weights_and_biases
 from rendezvous.context import live_context
 
@@ -158,11 +158,11 @@ class Plan:
 
     def _sketch(self) -> nn.Module | None:
         """Return the model without weights if it can be initialized later; a compiler needs a pass with all weights."""
-        config, task = self.config, self.task
+        config = self.config
         shares_weights = config.parallel.shards == "parameters" or config.parallel.pipeline > 1
-        if not shares_weights or config.compile is True or not isinstance(task, Deferring):
+        if not shares_weights or config.compile is True:
             return None
-        sketch = task.sketch_model()
+        sketch = sketch_of(self.task)
         return None if sketch is None else without_memory(sketch, self.device)
 
     def first_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -304,7 +304,7 @@ def make_plan(config: Config) -> Plan:
 def check_placements(task: Task, parallel: ParallelConfig) -> None:
     """Raise ConfigError, with every reason found without a model, if ranks cannot split the task's model."""
     check_fits_cells(task, parallel)
-    if parallel.cell.size > 1 and isinstance(task, Deferring) and (sketch := task.sketch_model()) is not None:
+    if parallel.cell.size > 1 and (sketch := sketch_of(task)) is not None:
         cell_plan_of(task, sketch, parallel)
 
 

@@ -136,7 +136,7 @@ class CausalLM:
         return self.language_model.build()
 
     def sketch_model(self) -> nn.Module | None:
-        sketch = self.language_model.sketch(self.build_model)
+        sketch = self.language_model.sketch()
         if sketch is None:
             return None
         model, self._first_weights = sketch

@@ -244,6 +244,18 @@ class Deferring(Protocol):
         """
 
 
+def sketch_of(task: Task) -> nn.Module | None:
+    """Return a task's model without weights; None if it cannot be made, or if a subclass builds another model."""
+    if not isinstance(task, Deferring) or replaces(type(task), "build_model", but_not="sketch_model"):
+        return None
+    return task.sketch_model()
+
+
+def replaces(kind: type, method: str, *, but_not: str) -> bool:
+    """Return True if a class replaces one method and inherits another, which no longer fits it."""
+    return next((name for one in kind.__mro__ for name in (but_not, method) if name in vars(one)), "") == method
+
+
 @runtime_checkable
 class Exporting(Protocol):
     """A task whose model transformers can load."""

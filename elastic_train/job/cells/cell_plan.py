@@ -19,7 +19,7 @@ from elastic_train.job.units.blocks import unit_names, unit_of
 from elastic_train.placement.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Stream, Use
-from elastic_train.tasks.task import Task
+from elastic_train.tasks.task import Task, replaces
 
 T = TypeVar("T")
 DIMENSIONS: Mapping[str, int] = {"column": 0, "row": 1}
@@ -82,13 +82,8 @@ def traits_of(task: Task, parallel: ParallelConfig, placed: Placements | None = 
             also = " and `run`" if one.methods is Running else ""
             lacks = f"{kind}, which does not say how (`{one.field}` of `placements`{also})"
             yield Found("a task that does not place its modules so", lacks, one.feature)
-    if isinstance(task, Running) and _replaces_loss(type(task)):
+    if isinstance(task, Running) and replaces(type(task), "loss", but_not="run"):
         yield Found("a task that replaces `loss` and not `run`", f"{kind}, which replaces `loss` and not `run`")
-
-
-def _replaces_loss(kind: type) -> bool:
-    """Return True if a class overrides `loss` but inherits `run`."""
-    return [name for one in kind.__mro__ for name in ("run", "loss") if name in vars(one)][:1] == ["loss"]
 
 
 def check_fits_cells(task: Task, parallel: ParallelConfig) -> None:

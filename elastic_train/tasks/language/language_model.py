@@ -60,9 +60,9 @@ class LanguageModel(Protocol):
     def build(self) -> nn.Module:
         """Build the model, as `Task.build_model` does."""
 
-    def sketch(self, build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights] | None:
+    def sketch(self) -> tuple[nn.Module, Weights] | None:
         """Return the model without weights (`Deferring.sketch_model`), and its weights; None if these cannot be made
-        one by one. `build` is the task's `build_model`."""
+        one by one."""
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         """Return the model's placements (`Placing.placements`)."""

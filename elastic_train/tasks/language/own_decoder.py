@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -72,9 +72,9 @@ class OwnDecoder:
     def build(self) -> nn.Module:
         return Decoder(self.shape)
 
-    def sketch(self, build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights] | None:
+    def sketch(self) -> tuple[nn.Module, Weights] | None:
         with torch.device("meta"):
-            return build(), partial(drawn_weights, self.shape)
+            return self.build(), partial(drawn_weights, self.shape)
 
     def placements(self, model: nn.Module, degrees: Degrees) -> Placements:
         if not isinstance(model, Decoder):  # a subclass of the task may build another model

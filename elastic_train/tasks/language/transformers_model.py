@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -98,7 +98,7 @@ class TransformersModel:
     def _kind(self) -> Kind:
         return Kind("AutoModelForCausalLM", self.config)
 
-    def sketch(self, build: Callable[[], nn.Module]) -> tuple[nn.Module, Weights] | None:
+    def sketch(self) -> tuple[nn.Module, Weights] | None:
         opened = None if self._adapter is not None else open_folder(self.source, self._kind)
         if opened is None:
             return None

@@ -50,7 +50,7 @@ from elastic_train.job.warm_up import FIRST_LOSS, unchanged, warm_up
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.preemption import LeaveNow, StepDropped
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.task import Deferring, on_device
+from elastic_train.tasks.task import on_device, sketch_of
 from elastic_train.tracking.delivery import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
@@ -235,7 +235,7 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
 
 def _sketch(plan: Plan) -> nn.Module:
     """Return the task's model on the meta device."""
-    sketch = plan.task.sketch_model() if isinstance(plan.task, Deferring) else None
+    sketch = sketch_of(plan.task)
     assert sketch is not None, "weights are deferred by such a task alone"
     return sketch.to("meta").train()
 

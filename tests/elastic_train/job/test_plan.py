@@ -322,3 +322,15 @@ def test_a_rate_is_shown_with_those_that_are_usual_for_what_is_trained(params: d
     assert describe_rate(Config.model_validate(tree)).startswith(f"0.001 at most; usual for {usual}: ")
     sgd = Config.model_validate({**tree, "optimizer": {"name": "sgd"}})
     assert describe_rate(sgd) == "0.001 at most"
+
+
+@pytest.mark.heavy
+def test_a_model_that_a_subclass_builds_begins_with_its_own_weights(rows: Path) -> None:
+    """Also where ranks make only their own: the inherited sketch is of another model."""
+    params = {"max_tokens": 8, "model": {"dim": 8, "depth": 2, "heads": 2, "vocabulary": 64}}
+    task = {"path": "tests.tasks:OwnLanguageModel", "params": params}
+    built, drawn = (
+        dict(planned(rows, task=task, parallel={"shards": shards}).first_weights()) for shards in ("none", "parameters")
+    )
+    assert built.keys() == drawn.keys() >= {"factor", "offset"}
+    assert all(torch.equal(one, drawn[name]) for name, one in built.items())
