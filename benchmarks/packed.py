@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 
 from benchmarks.beside import WARM_TURNS, never, now_of
+from elastic_train.parallel.attention.kernels import trying_documents
 from elastic_train.parallel.devices.repeats import begin_as_a_trainer
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import DecoderShape
@@ -45,7 +46,7 @@ def packed_over_mask(
     for _ in range(WARM_TURNS + num_passes):
         for given, times in zip((batch, masked), seconds, strict=True):
             began = now_of(where)
-            with torch.autocast(device, torch.bfloat16, enabled=is_gpu):
+            with trying_documents(), torch.autocast(device, torch.bfloat16, enabled=is_gpu):
                 loss = task.loss(model, given).total
             torch.autograd.backward(loss)
             times.append(now_of(where) - began)

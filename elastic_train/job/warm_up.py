@@ -23,11 +23,11 @@ from elastic_train.job.units.compiled import CALLS
 from elastic_train.job.units.float8 import check_repeats
 from elastic_train.job.units.generators import seed_generators
 from elastic_train.parallel.attention.choice import Recorder, choose
-from elastic_train.parallel.attention.kernels import machine_of
+from elastic_train.parallel.attention.kernels import machine_of, trying_documents, why
 from elastic_train.parallel.product_probe import Recorder as ProductRecorder
 from elastic_train.tasks.placements import Running, loss_of
 from elastic_train.tasks.preparing import try_metrics
-from elastic_train.tasks.task import Batch, LaneLoss, Task, on_device, weight_of
+from elastic_train.tasks.task import Batch, LaneLoss, Task, on_device, sketch_of, weight_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -59,13 +59,13 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
             "or set compile to false, on all nodes"
         )
     look(batch)
-    if not state.shards.cut.has_weights:
-        return
     devices = [plan.device] if plan.device.type == "cuda" else []
     is_exact = plan.config.reduction == "canonical"
     if is_exact and devices:
         with torch.random.fork_rng(devices):
             choose_attention(plan, state, batch)
+    if not state.shards.cut.has_weights:
+        return
     with torch.random.fork_rng(devices), _compiling(state):
         began = time.monotonic()
         comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
@@ -83,15 +83,35 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
 def choose_attention(plan: Plan, state: AppliedState, batch: LaneBatch) -> None:
     """Choose the fastest attention kernel with reproducible bits for such micro-batches; check products in float8.
 
-    Blocks to be compiled run uncompiled in this pass without gradients.
+    Blocks to be compiled run uncompiled in this pass without gradients. Without weights the model runs on the meta
+    device, where a model whose pass depends on values fails: then nothing is chosen.
     """
     if batch.tensors is None:
         return
     asked, products = Recorder(plan.compute_type), ProductRecorder()
-    with torch.no_grad(), unchanged(state.model), state.shards.cut.without_peers(), asked, products:
-        _loss_of(plan, state.model, batch, step=0)
+    with torch.no_grad(), trying_documents(), asked, products:
+        if state.shards.cut.has_weights:
+            with unchanged(state.model), state.shards.cut.without_peers():
+                _loss_of(plan, state.model, batch, step=0)
+        else:
+            try:
+                plan.task.loss(meta_model(plan), on_device(batch.tensors, torch.device("meta")))
+            except Exception as error:  # noqa: BLE001 - a model may raise anything
+                log.warning(
+                    "attention is computed by torch, and packed rows with a mask, since the model does not run without "
+                    "weights (%s)",
+                    why(error),
+                )
+                return
     check_repeats(products.calls, plan.device)
     choose(asked.calls, machine_of(plan.device, compiles=state.compiled is not None))
+
+
+def meta_model(plan: Plan) -> nn.Module:
+    """Return the model of a run whose weights are deferred, on the meta device."""
+    sketch = sketch_of(plan.task)
+    assert sketch is not None, "weights are deferred by such a task alone"
+    return sketch.to("meta").train()
 
 
 class FirstLoss:

@@ -17,7 +17,6 @@ from elastic_train.parallel.attention.kernels import (
     KERNELS,
     MASK,
     TORCH,
-    VARLEN,
     Call,
     Kernel,
     Machine,
@@ -210,7 +209,7 @@ def adopt(name: str, machine: Machine, kernels: Sequence[Kernel] = KERNELS) -> b
         return False
     causal, everywhere, packed = named[name]
     try:
-        put_in_place(causal, everywhere, packed or VARLEN, kernels)
+        put_in_place(causal, everywhere, packed or MASK, kernels)
     except Exception as error:  # noqa: BLE001 - a package's kernel may raise anything
         refused = {causal: why(error)}
         put_in_place(TORCH, TORCH, kernels=kernels)

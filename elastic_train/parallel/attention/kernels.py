@@ -10,9 +10,10 @@ bits are reproducible. It takes 1.6 times as long as cuDNN's attention; torch's 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -277,11 +278,11 @@ by this project.
 
 _causal = FLEX
 """Kernel of the decoder's causal attention; FlexAttention applies only to compiled blocks."""
-_packed = VARLEN
-"""Kernel of packed rows on GPUs."""
+_packed = MASK
+"""Kernel of packed rows on GPUs in deterministic mode."""
 
 
-def put_in_place(causal: str, everywhere: str, packed: str = VARLEN, kernels: Sequence[Kernel] = KERNELS) -> None:
+def put_in_place(causal: str, everywhere: str, packed: str = MASK, kernels: Sequence[Kernel] = KERNELS) -> None:
     """Use one kernel for the decoder's causal calls, one for SDPA and one for packed rows in this process."""
     global _causal, _packed
     by_name = {kernel.name: kernel for kernel in kernels}
@@ -291,9 +292,20 @@ def put_in_place(causal: str, everywhere: str, packed: str = VARLEN, kernels: Se
     _causal, _packed = causal, packed
 
 
+@contextlib.contextmanager
+def trying_documents() -> Iterator[None]:
+    """Within this context, packed rows call the kernel's operator, so that the calls can be recorded and probed."""
+    global _packed
+    before, _packed = _packed, VARLEN
+    try:
+        yield
+    finally:
+        _packed = before
+
+
 def masks_documents(device: torch.device) -> bool:
-    """Return True if packed rows on a device are computed with a mask: on a GPU whose kernel is not admitted."""
-    return device.type == "cuda" and _packed == MASK
+    """Return True if packed rows on a device are computed with a mask: if bits must repeat and no kernel is proven."""
+    return device.type == "cuda" and _packed == MASK and torch.are_deterministic_algorithms_enabled()
 
 
 def causal_kernel(query: Tensor) -> Callable[..., Tensor] | None:

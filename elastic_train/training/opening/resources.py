@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from elastic_train.checkpoint import (
     CommitRecord,
@@ -46,11 +46,11 @@ from elastic_train.insight.tracing import Tracer
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.blocks import unit_names
-from elastic_train.job.warm_up import FIRST_LOSS, unchanged, warm_up
+from elastic_train.job.warm_up import FIRST_LOSS, meta_model, unchanged, warm_up
 from elastic_train.parallel.gradient_sum import GradientSum
 from elastic_train.system.preemption import LeaveNow, StepDropped
 from elastic_train.system.wording import first_line
-from elastic_train.tasks.task import on_device, sketch_of
+from elastic_train.tasks.task import on_device
 from elastic_train.tracking.delivery import Destination
 from elastic_train.tracking.destinations.event_files import EventFiles
 from elastic_train.tracking.destinations.weights_and_biases import WeightsAndBiases
@@ -217,7 +217,7 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
     from elastic_train.planning.tracing import REST, Trace  # imported only if a peak is known
 
     model, device = (
-        (state.model, plan.device) if state.shards.cut.has_weights else (_sketch(plan), torch.device("meta"))
+        (state.model, plan.device) if state.shards.cut.has_weights else (meta_model(plan), torch.device("meta"))
     )
     given = on_device(batch, device)
     names = unit_names(model)
@@ -231,13 +231,6 @@ def _forward_flops(plan: Plan, state: AppliedState, batch: dict[str, Tensor]) ->
         plan.task.loss(model, given)
     of_blocks = sum(unit.forward.flops for name, unit in trace.units.items() if name != REST)
     return of_blocks + trace.units[REST].forward.flops, of_blocks
-
-
-def _sketch(plan: Plan) -> nn.Module:
-    """Return the task's model on the meta device."""
-    sketch = sketch_of(plan.task)
-    assert sketch is not None, "weights are deferred by such a task alone"
-    return sketch.to("meta").train()
 
 
 def open_cadence(process: Process, world: World, head: CommitRecord | None) -> Cadence:

@@ -21,7 +21,7 @@ from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks
 from elastic_train.job.warm_up import choose_attention, warm_up
 from elastic_train.parallel import product_probe
-from elastic_train.parallel.attention import choice, probe
+from elastic_train.parallel.attention import choice, kernels, probe
 from elastic_train.parallel.attention.kernels import Machine
 from elastic_train.tasks.task import Batch, LaneLoss
 from tests.conftest import ROOT, write_rows
@@ -91,6 +91,33 @@ def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
     assert found is not None and found.name == "torch" and [one.name for one in found.admitted] == ["torch"]
     assert list(found.refused) == ["FA4", "FA3"], "no call is for a decoder's kernel"
     assert all(torch.equal(value, before[name]) for name, value in state.model.state_dict().items())
+
+
+def test_a_kernel_of_packed_rows_is_proven_before_there_are_weights(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then, and in a run whose first micro-batch has no documents, packed rows have a mask on a GPU."""
+    monkeypatch.setattr(warm_up_module, "machine_of", lambda device, *, compiles: Machine(device, (9, 0), compiles))
+    monkeypatch.setattr(probe, "_of_another_process", lambda kernel, call, device, mine, *, compiles: mine)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(choice, "_current", None)
+    monkeypatch.setattr(kernels, "_packed", kernels.MASK)
+    packed = {"document_ids": "input_ids"}  # equal neighbours are a document
+    for columns, chosen in (({}, ""), (packed, "varlen")):
+        sizes = {"dim": 16, "depth": 2, "heads": 2, "vocabulary": 64}
+        task = {
+            "path": "elastic_train.tasks.causal_lm:CausalLM",
+            "params": {"max_tokens": 16, "model": sizes, **columns},
+        }
+        tree = {**CLASSIFIER, "task": task, "precision": "bf16", "parallel": {"shards": "parameters"}}
+        plan = make_plan(sources.load(Path(config(tmp_path, rows, tree)), environ={}, arguments=[]))
+        state = plan.build_state(may_defer=True)
+        [[batch]] = plan.feed.training(plan.order, range(1), Cursor(), num_steps=1)
+        assert not state.shards.cut.has_weights
+        choose_attention(plan, state, batch)
+        found = choice.current()
+        assert found is not None and found.packed == chosen
+        assert kernels.masks_documents(torch.device("cuda")) == (not chosen)
 
 
 def test_products_of_the_runs_first_micro_batch_are_tried_in_another_process(
