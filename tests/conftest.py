@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -318,24 +318,27 @@ def standby() -> Standby:
     return made
 
 
-def run_ranks(of_rank: Callable[..., None], size: int, *arguments: object, may_fail: bool = False) -> list[int]:
+def run_ranks(
+    of_rank: Callable[..., None], size: int, *arguments: object, codes: Sequence[int | None] | None = None
+) -> None:
     """Run `of_rank(rank, size, *arguments)` for each rank, in processes that are forked as in `start`.
 
-    Return their exit codes, which must be 0 unless `may_fail` is set.
+    Their exit codes must be `codes`, all 0 by default. A rank whose code is None is lost: it is killed when the others
+    have ended, since it may be frozen.
     """
+    expected = codes or [0] * size
     with tempfile.TemporaryDirectory() as folder:
         log, what = Path(folder) / "output", Path(folder) / "what"
         what.write_bytes(pickle.dumps((of_rank, (size, *arguments))))
         ranks = [begin([sys.executable, "-m", "tests.rank_program", str(what), str(rank)], log) for rank in range(size)]
         try:
-            codes = [rank.wait(RANKS_TIMEOUT_S) for rank in ranks]
+            found = [None if code is None else ranks[rank].wait(RANKS_TIMEOUT_S) for rank, code in enumerate(expected)]
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"{error}, codes {[rank.poll() for rank in ranks]}\n{log.read_text()}") from None
         finally:
             for rank in ranks:
                 rank.close(signal.SIGKILL)
-        assert may_fail or not any(codes), f"codes {codes}\n{log.read_text()}"
-        return codes
+        assert found == list(expected), f"codes {found}, not {expected}\n{log.read_text()}"
 
 
 def eventually(

@@ -35,7 +35,7 @@ def test_every_figure_is_explained() -> None:
 
 @pytest.mark.slow
 def test_the_plain_loop_takes_the_trainers_steps(tmp_path: Path) -> None:
-    assert run_ranks(takes_the_same_steps, 1, str(tmp_path)) == [0]
+    run_ranks(takes_the_same_steps, 1, str(tmp_path))
 
 
 def takes_the_same_steps(rank: int, size: int, folder: str) -> None:

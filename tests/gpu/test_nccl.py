@@ -76,9 +76,6 @@ def worlds(rank: int, size: int, folder: str, how: str) -> None:
     is_broken.clear()
     group = Group(rank, size - 1, PrefixStore("2", store), 60, seen, is_broken=lambda _: is_broken.is_set())
     group.all_reduce(again := torch.ones(1 << 20, device=device))
-    group.barrier()
-    if rank == 0 and how == "frozen":
-        os.kill(pid, signal.SIGKILL)
     (Path(folder) / f"{rank}.json").write_text(json.dumps([again.unique().tolist(), took_s < 10.0]))
     group.close()
     os._exit(0)
@@ -86,5 +83,5 @@ def worlds(rank: int, size: int, folder: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_peer_lost_in_an_operation_frees_the_device_for_the_next_world(tmp_path: Path, how: str) -> None:
-    assert run_ranks(worlds, 3, str(tmp_path), how, may_fail=True)[:2] == [0, 0]
+    run_ranks(worlds, 3, str(tmp_path), how, codes=(0, 0, None))
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[2.0], True]] * 2

@@ -317,7 +317,7 @@ def lonely(rank: int, size: int, folder: str, bucket_bytes: float | None) -> Non
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
 def test_a_dead_peer_raises_peer_lost_error(tmp_path: Path, bucket_bytes: float | None) -> None:
     """A rank whose peer was killed gets PeerLostError long before the group's timeout, also during a backward pass."""
-    assert run_ranks(lonely, 2, str(tmp_path), bucket_bytes, may_fail=True) == [0, -signal.SIGKILL]
+    run_ranks(lonely, 2, str(tmp_path), bucket_bytes, codes=(0, None))
     assert "rank 0 of 2: a collective failed" in (tmp_path / "message").read_text()
 
 

@@ -89,9 +89,6 @@ def worlds(rank: int, size: int, folder: str, how: str, is_beside: bool) -> None
     is_broken.clear()
     group = Group(rank, size - 1, PrefixStore("2", store), 60, device.seen(), is_broken=lambda _: is_broken.is_set())
     group.all_reduce(again := torch.ones(1000))
-    group.barrier()
-    if rank == 0 and how == "frozen":
-        os.kill(pid, signal.SIGKILL)
     (Path(folder) / f"{rank}.json").write_text(json.dumps([again.unique().tolist(), device.num_aborts]))
     group.close()
     os._exit(0)
@@ -103,7 +100,7 @@ def test_a_peer_lost_in_an_exchange_frees_the_device_for_the_next_world(
     tmp_path: Path, how: str, is_beside: bool
 ) -> None:
     """The process does not block, the aborted sum is not used, and the next world forms in the same process."""
-    assert run_ranks(worlds, 3, str(tmp_path), how, is_beside, may_fail=True)[:2] == [0, 0]
+    run_ranks(worlds, 3, str(tmp_path), how, is_beside, codes=(0, 0, None))
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[2.0], 1]] * 2
 
 
