@@ -7,11 +7,12 @@ DIST ?= dist
 RUN := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python
 PYTEST := $(RUN) -m pytest
 # A third of the time a slow test waits for processes, leases and sockets, so there are three processes for two cores. The quick
-# tests compute: one process for each core, since each imports torch for itself. Those of deployment wait most of the time. (nproc would say what OMP_NUM_THREADS says.)
+# tests compute: one process for each core, forked when all is imported and collected, which a simulation on another core outlasts.
+# Those of deployment wait most of the time. (nproc would say what OMP_NUM_THREADS says.)
 CORES := $(shell env -u OMP_NUM_THREADS nproc)
 OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 --dist loadgroup
 WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
-ON_EVERY_CORE := -n $(CORES) --maxprocesses 8 --dist loadgroup
+ON_EVERY_CORE := -p no:xdist -p tests.forked --forks $(CORES)
 
 .PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
 

@@ -18,7 +18,6 @@ from elastic_train.system.process_identity import pid_space, process_identity
 from rendezvous.process_table import stat_of
 
 ORIGIN = {"source": "test", "seed": 1, "files": ("a", "b")}
-ME = os.getpid()
 ENDED_PID = 2**22 + 1  # above the largest pid there can be
 
 
@@ -53,8 +52,8 @@ def test_a_full_disk_is_named_by_the_folder(tmp_path: Path) -> None:
 
 def test_leftovers_of_dead_processes_are_removed(tmp_path: Path) -> None:
     """A draft of a process that is gone is deleted, and one whose pid another has now; a living one's is left alone."""
-    born = cast(int, process_identity()["born"])
-    ended, again, mine = (f"{who}-{pid_space()}-0" for who in (f"{ENDED_PID}-7", f"{ME}-{born - 1}", f"{ME}-{born}"))
+    me, born = os.getpid(), cast(int, process_identity()["born"])
+    ended, again, mine = (f"{who}-{pid_space()}-0" for who in (f"{ENDED_PID}-7", f"{me}-{born - 1}", f"{me}-{born}"))
     drafts = [f".out.{who}.partial" for who in (ended, again, mine)] + [f".out.{again}.old.partial"]
     for draft in drafts:
         (tmp_path / draft).mkdir()
