@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.core.mesh import Cell
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.job.cells.cell_plan import cell_plan_of
 from elastic_train.job.cells.cut_model import CutModel
 from elastic_train.job.units.blocks import recompute_blocks
-from elastic_train.parallel.cells.links import CellLinks
+from elastic_train.parallel.cells.links import CellLinks, LoneGroup
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from tests.elastic_train.job.cells.test_context import of_tensor_rank
@@ -156,16 +156,16 @@ def test_a_model_that_has_one_of_transformers_is_cut_there() -> None:
     assert plan is not None and plan.tensor["body.model.layers.1.mlp.down_proj"] == "row"
 
 
+PROMPT = {"type": "prompt_tuning", "num_virtual_tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("adapter", "parallel", "message"),
     [
         ({"type": "ia3"}, {"tensor": 2}, "parallel.tensor: 2 does not work with the type ia3 of task.params.adapter"),
         ({"type": "lora", "use_dora": True}, {"tensor": 2}, "with use_dora of task.params.adapter"),
-        (
-            {"type": "prompt_tuning", "num_virtual_tokens": 2},
-            {"context": 2},
-            "context: 2 does not work with the type prompt_tuning",
-        ),
+        (PROMPT, {"context": 2}, "context: 2 does not work with the type prompt_tuning"),
+        (PROMPT, {"tensor": 2, "sequence": True}, "tensor: 2 does not work with the type prompt_tuning"),
     ],
 )
 def test_adapters_that_are_more_than_layers_of_their_own_are_refused(
@@ -247,6 +247,26 @@ def of_rank_that_drops(rank: int, size: int) -> None:
 def test_ranks_drop_their_own_elements_of_their_parts_and_equal_ones_of_what_all_have() -> None:
     """With dropout of attention's weights, of outputs, and of LoRA's inputs; a recomputed block drops the same."""
     in_memory(of_rank_that_drops, 4)
+
+
+def test_a_peer_lost_within_attention_leaves_the_shared_stream_in_use() -> None:
+    """The rank's own one is in use there, and what comes next is drawn alike on all ranks."""
+    model, links = dropping("llama", attention_dropout=0.2), CellLinks()
+    plan = cell_plan_of(CausalLM(hf={"config": {"model_type": "llama", **SIZES}}), model, ParallelConfig(tensor=2))
+    assert plan is not None
+    CutModel(model, plan, Cell(tensor=2), links).take_place(0)
+    links.bind(LoneGroup(2))
+    within = list[Tensor]()
+
+    def lose(*_: object) -> None:
+        within.append(torch.rand(1))
+        raise PeerLostError("lost")
+
+    model.get_submodule("model.layers.1.self_attn.v_proj").register_forward_hook(lose)
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            run_tokens(model)
+    assert torch.equal(*within), "the second pass switched to the own stream as the first did"
 
 
 class Counted(CellLinks):
