@@ -88,7 +88,7 @@ Trait = Literal[
     "blocks that do not run once each, in one order",
     "weights outside `state_dict`",
     "parameters on several devices",
-    "no linear layer that fits",
+    "unfit linear layers",
     # of the optimizer
     "optimizers like Adafactor",
     "optimizers like Muon",
@@ -248,7 +248,7 @@ RULES = (
     ),
     Rule(
         ("fp8",),
-        ("no linear layer that fits",),
+        ("unfit linear layers",),
         "float8 is for the `nn.Linear`s of blocks, the entries of an nn.ModuleList, with sizes that 16 divides",
     ),
     Rule(("fp8",), ("no float8 kernel",), "all ranks compute the same products of scaled rows"),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.checkpoint import CommitRecord, Retention
-from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import judged_by, parse_best
 from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.accounting import CoverageSums
@@ -34,7 +33,7 @@ from elastic_train.data.dataset.training_sources import (
 )
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.job.build import build_state
-from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, cut_dims_of
+from elastic_train.job.cells.cell_plan import cell_plan_of, check_fits_cells, check_fits_float8, cut_dims_of
 from elastic_train.job.cells.cut_model import all_weights
 from elastic_train.job.model_layout import check_model, make_gradients_dense
 from elastic_train.job.optimizers.choice import choose
@@ -140,6 +139,8 @@ class Plan:
         # Before recomputation, which runs it twice.
         compiled = CompiledBlocks(model) if config.compile is True else None
         cells = cell_plan_of(self.task, model, config.parallel)
+        if config.precision == "fp8" and cells is not None:
+            check_fits_float8(cells, model, config.parallel.tensor)
         dims = cut_dims_of(self.task, model) if cells is None else cells.dims
         gathers = torch.bfloat16 if config.parallel.wire == "bf16" and self.compute_type is torch.bfloat16 else None
         how = config.parallel, cells, dims, gathers
@@ -285,7 +286,7 @@ def make_plan(config: Config) -> Plan:
     choice = choose(config.optimizer, device.type)
     choice.rehearse(config.optimizer.name, device)
     check_can_be_in_cells(config)
-    check_placements(task, config.parallel)
+    check_placements(task, config)
     if config.parallel.has_shares or config.parallel.cell.holds_parts:
         slots_of(choice.tried(), choice.make, device)
     return Plan(
@@ -301,11 +302,15 @@ def make_plan(config: Config) -> Plan:
     )
 
 
-def check_placements(task: Task, parallel: ParallelConfig) -> None:
+def check_placements(task: Task, config: Config) -> None:
     """Raise ConfigError, with every reason found without a model, if ranks cannot split the task's model."""
+    parallel = config.parallel
     check_fits_cells(task, parallel)
     if parallel.cell.size > 1 and (sketch := sketch_of(task)) is not None:
-        cell_plan_of(task, sketch, parallel)
+        cells = cell_plan_of(task, sketch, parallel)
+        if config.precision == "fp8" and cells is not None:
+            scale_linear_layers(sketch)
+            check_fits_float8(cells, sketch, parallel.tensor)
 
 
 def check_same_sources(config: Config, sources: Sequence[Source], record: CommitRecord) -> None:

@@ -7,7 +7,7 @@ of two, so scaling never rounds. A row with a value that is not finite becomes N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +46,12 @@ class ScaledLinear(nn.Linear):
 def products_of(layer: nn.Linear, given: Tensor) -> Products:
     """Return how a layer computes with an input: plainly where the model has switched autocast off, or has no input."""
     scales = type(layer) is ScaledLinear and torch.is_autocast_enabled(given.device.type) and given.numel()
-    return SCALED if scales and fits(layer.weight) else PLAIN
+    return SCALED if scales and fits(layer.weight.shape) else PLAIN
 
 
-def fits(weight: Tensor) -> bool:
+def fits(shape: Iterable[int]) -> bool:
     """Return True if the kernels take a weight of this shape."""
-    return all(size and size % MULTIPLE == 0 for size in weight.shape)
+    return all(size and size % MULTIPLE == 0 for size in shape)
 
 
 def scaled_product(rows: Tensor, others: Tensor) -> Tensor:

@@ -81,13 +81,13 @@ def read_config(config: Config) -> Read:
         bucket_mb=parallel.bucket_mb,
         wire=parallel.wire,
     )
-    refused = _refused(plan.task, parallel)
+    refused = _refused(plan.task, config)
     return Read(facts, layout, Batch(plan.num_lanes, plan.micro_batch), plan.total_steps, plan, refused)
 
 
-def _refused(task: Task, parallel: ParallelConfig) -> Sequence[str]:
+def _refused(task: Task, config: Config) -> Sequence[str]:
     try:
-        check_placements(task, parallel)
+        check_placements(task, config)
     except ConfigError as error:
         return error.problems
     return ()

@@ -12,10 +12,11 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from elastic_train.config.combinations import Feature, Found, check
+from elastic_train.config.combinations import Feature, Found, check, refused
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.errors import ConfigError
 from elastic_train.job.units.blocks import unit_names, unit_of
+from elastic_train.parallel.linear_products import ScaledLinear, fits
 from elastic_train.placement.grains import MOST_DEGREE, CutDims
 from elastic_train.tasks.decoder.experts import Experts, MixtureOfExperts
 from elastic_train.tasks.placements import CUTS, TOKEN_USES, Degrees, Placements, Placing, Running, Stream, Use
@@ -118,6 +119,18 @@ def cell_plan_of(task: Task, model: nn.Module, parallel: ParallelConfig) -> Cell
     dims = cut_dims_of(task, model)
     draws = placed.draws if parallel.tensor > 1 else {}
     return CellPlan(tensor, pieces, parallel.num_chunks, tuple(experts), again, dims, parallel.sequence, draws)
+
+
+def check_fits_float8(plan: CellPlan, model: nn.Module, degree: int) -> None:
+    """Raise ConfigError if a tensor rank's part of a layer in float8 is too narrow, and would be computed otherwise."""
+    for name, use in plan.tensor.items():
+        layer = model.get_submodule(name)
+        if use in DIMENSIONS and isinstance(layer, ScaledLinear):
+            sizes, dim = list(layer.weight.shape), DIMENSIONS[use]
+            sizes[dim] //= degree
+            if not fits(sizes):
+                what = f"the {layer.weight.shape[dim]} {use}s of '{name}' on {degree} tensor ranks"
+                raise refused("unfit linear layers", what)
 
 
 def cut_dims_of(task: Task, model: nn.Module) -> CutDims:

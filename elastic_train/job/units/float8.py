@@ -23,9 +23,11 @@ def scale_linear_layers(model: nn.Module) -> None:
     `nn.Linear` have a `forward` of their own, and keep it.
     """
     blocks = (model.get_submodule(name) for name in unit_names(model))
-    layers = [each for block in blocks for each in block.modules() if type(each) is nn.Linear and fits(each.weight)]
+    layers = [
+        each for block in blocks for each in block.modules() if type(each) is nn.Linear and fits(each.weight.shape)
+    ]
     if not layers:
-        raise refused("no linear layer that fits", f"{type(model).__name__}, which has no layer that fits")
+        raise refused("unfit linear layers", f"{type(model).__name__}, which has no layer that fits")
     for layer in layers:
         layer.__class__ = ScaledLinear
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
+from elastic_train.job.plan import check_placements
 from elastic_train.job.units import float8
 from elastic_train.job.units.float8 import check_multiplies, check_repeats, scale_linear_layers
 from elastic_train.parallel.devices.repeats import NotRepeatableError
 from elastic_train.parallel.linear_products import ScaledLinear
 from elastic_train.parallel.product_probe import Call
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 
 SHAPE = DecoderShape(vocabulary=64, dim=32, depth=2, heads=4, kv_heads=1, experts=16, hidden=32, shared_hidden=32)
@@ -65,6 +69,16 @@ def test_a_model_without_such_layers_is_refused(make: Callable[[], nn.Module]) -
         ConfigError, match=r"precision does not work with Sequential, which has no layer that fits.*bf16"
     ):
         scale_linear_layers(make())
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_parts_of_layers_that_do_not_fit_are_refused_before_a_model_is_built(degree: int) -> None:
+    """Two ranks have 16 of the 32 rows, four have 8: they would be multiplied as bf16, unlike the same on one rank."""
+    task = CausalLM(model={"vocabulary": 64, "dim": 32, "depth": 1, "heads": 4, "hidden": 64})
+    tree = {"data": {"train": "rows"}, "precision": "fp8", "parallel": {"tensor": degree}}
+    message = "precision does not work with the 32 columns of 'blocks.0.attention.q' on 4 tensor ranks, since float8"
+    with pytest.raises(ConfigError, match=message) if degree == 4 else nullcontext():
+        check_placements(task, Config.model_validate(tree))
 
 
 def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,9 +63,12 @@ def flags(keys: Keys) -> list[str]:
 
 
 def sizes(keys: Keys) -> dict[str, object]:
-    """Return the other sizes of a job's model: experts for expert ranks, four blocks for four chunks or stages."""
+    """Return the other sizes of a job's model: experts for expert ranks, four blocks for four chunks or stages, and
+    heads of which a tensor rank's are wide enough for float8."""
     has_four = keys.get("parallel.schedule") == "interleaved" or keys.get("parallel.pipeline") == 4
-    return {**(EXPERTS if "parallel.expert" in keys else {}), **({"depth": 4} if has_four else {})}
+    is_wide = "precision" in keys and "parallel.tensor" in keys
+    own = EXPERTS if "parallel.expert" in keys else {}
+    return {**own, **({"depth": 4} if has_four else {}), **({"dim": 64} if is_wide else {})}
 
 
 @pytest.fixture(autouse=True)
