@@ -197,9 +197,17 @@ def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor])
         input_bytes=float(sum(one.nbytes for one in batch.values())),
         largest_tensor=max((one.numel() for one in parameters), default=0),
         num_tensors=len(parameters),
+        tied=_tied(model, names),
         precision=config.precision,
         cut=cut,
     )
+
+
+def _tied(model: nn.Module, units: list[str]) -> int:
+    """Return the number of elements outside the blocks that have several names."""
+    listed = list(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(one) for name, one in listed if not unit_of(name, units))
+    return sum(one.numel() for one in model.parameters() if uses[id(one)] > 1)
 
 
 def _state_bytes(config: OptimizerConfig) -> float:

@@ -205,9 +205,14 @@ def stage_share(layout: Layout) -> float:
     return 1 / (layout.pipeline * layout.tensor)
 
 
-def rest_share(layout: Layout) -> float:
-    """Return the fraction of the rest of the model on one rank; its ends are on the first and the last stage."""
-    return 1 / (min(2, layout.pipeline) * rest_parts(layout))
+def rest_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float:
+    """Return the elements of the rest of the model on one rank.
+
+    Its ends are on the first and the last stage, of which both have tied weights.
+    """
+    whole = model.rest.trained if trained else model.rest.elements
+    tied = min(model.tied, whole)
+    return ((whole - tied) / min(2, layout.pipeline) + tied) / rest_parts(layout)
 
 
 def rest_parts(layout: Layout) -> int:
@@ -222,6 +227,5 @@ def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float
         size = unit.trained if trained else unit.elements
         experts += unit.experts
         blocks += size - unit.experts
-    rest = model.rest.trained if trained else model.rest.elements
-    share = stage_share(layout)
-    return math.ceil(blocks * share + experts * share / layout.expert + rest * rest_share(layout))
+    share, rest = stage_share(layout), rest_elements(model, layout, trained=trained)
+    return math.ceil(blocks * share + experts * share / layout.expert + rest)

@@ -16,7 +16,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from elastic_train.planning.arithmetic.catalogue import Cluster
-from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_elements, rest_parts
 from elastic_train.planning.arithmetic.model import ModelFacts, Sizes, Unit
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
 from elastic_train.program.schedules import (
@@ -128,8 +128,8 @@ def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float)
     num_chunks = layout.interleave if layout.pipeline > 1 else 1
     if layout.pipeline > 1:
         blocks = [_alike(blocks)] * (len(blocks) // layout.pipeline // num_chunks)
-    whole = elements if layout.gathers_for_steps else model.rest.elements * rest_share(layout)
-    trained = model.rest.trained * rest_share(layout) if layout.deals else 0.0
+    whole = elements if layout.gathers_for_steps else rest_elements(model, layout, trained=False)
+    trained = rest_elements(model, layout, trained=True) if layout.deals else 0.0
     rest = UnitBytes(model.sizes.weight * whole / num_chunks, model.sizes.gradient * trained / num_chunks)
     return RankProgram(
         Pipeline(kind, layout.pipeline, num_lanes, num_chunks),

@@ -76,8 +76,8 @@ class Sizes:
 class ModelFacts:
     """A model, and the work of a micro-batch of `samples` samples with `tokens` tokens (0: not text).
 
-    `transient_bytes` is the peak memory of a pass beyond what its units keep. `cut` splits the model into grains, for
-    exact shares.
+    `transient_bytes` is the peak memory of a pass beyond what its units keep. `tied` elements are shared by the first
+    and the last layer. `cut` splits the model into grains, for exact shares.
     """
 
     name: str
@@ -91,6 +91,7 @@ class ModelFacts:
     input_bytes: float = 0.0
     largest_tensor: int = 0
     num_tensors: int = 0
+    tied: int = 0
     precision: str = "fp32"
     cut: Cut | None = None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from elastic_train.config.combinations import refused
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device
-from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_parts, rest_share
+from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_elements, rest_parts
 from elastic_train.planning.arithmetic.memory import bucket_elements
 from elastic_train.planning.arithmetic.model import ModelFacts, Work
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
@@ -90,7 +90,7 @@ def _dealt(model: ModelFacts, layout: Layout, seated: Seated, trained: float) ->
     if layout.gathers_for_steps:
         whole = weight * place_elements(model, layout, trained=False)
         return [*found, Exchange("weights", whole, 1, ranks=group)]
-    rest = model.rest.elements * rest_share(layout)
+    rest = rest_elements(model, layout, trained=False)
     blocks = place_elements(model, layout, trained=False) - rest
     last = model.largest_block / layout.tensor
     count = max(1, len(model.blocks))

@@ -12,9 +12,13 @@ import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.sources import load_config
+from elastic_train.core.mesh import Cell
 from elastic_train.errors import ConfigError
 from elastic_train.job import plan as job_plan
+from elastic_train.job.cells.cell_plan import cell_plan_of
+from elastic_train.job.cells.cut_model import cuts_of
 from elastic_train.planning import reading
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import place_elements
@@ -161,6 +165,20 @@ def test_what_another_machine_has_is_planned_for_on_any(
     assert found.facts.elements == plain.facts.elements and found.num_steps == plain.num_steps
     asked = changes.get("parallel", {})
     assert isinstance(asked, dict) and all(getattr(found.layout, name) == value for name, value in asked.items())
+
+
+@pytest.mark.heavy
+def test_tied_weights_count_in_both_stages_that_have_them(rows: Path, tmp_path: Path) -> None:
+    model = {"dim": 64, "depth": 2, "heads": 2, "vocabulary": 512}
+    task = {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": {"max_tokens": 16, "model": model}}
+    data, parallel = {"train": str(rows / "train"), "too_long": "truncate"}, {"pipeline": 2}
+    found = read(rows, tmp_path, task=task, data=data, parallel=parallel)
+    built = found.plan.task.build_model()
+    cells = cell_plan_of(found.plan.task, built, ParallelConfig.model_validate(parallel))
+    assert cells is not None
+    cuts = cuts_of(built, cells, Cell(stage=2))
+    held = [sum(cuts[name].part_shape(place).numel() for name, _ in built.named_parameters()) for place in (0, 1)]
+    assert place_elements(found.facts, found.layout, trained=True) == pytest.approx(max(held), rel=0.01)
 
 
 @pytest.mark.heavy
