@@ -80,7 +80,7 @@ def _show(store: Store, commit: str, *, verifies: bool, is_json: bool) -> int:
     """Show the whole record of one commit; if it is verified, say what is wrong with its files."""
     record = find(store, commit)
     fields = json.loads(record.encode())
-    fields["files"] = {name: {"size": file.size, file.algorithm: file.digest} for name, file in record.files.items()}
+    fields["files"] = {name: {"size": file.size, "blake3": file.blake3} for name, file in record.files.items()}
     fields = {"key": record.key, "digest": record.digest, **fields}
     wrong = lookup.wrong_with(store, record) if verifies else None
     if verifies:

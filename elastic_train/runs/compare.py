@@ -19,8 +19,6 @@ from elastic_train.tracking.run_folder import RunFolder, existing_folder
 
 V = TypeVar("V")
 LETTERS = string.ascii_lowercase
-_OLDEST = 2
-"""The last commit format before results named their format; it uses the weights' hash of format 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class Comparison:
 
     def rules_differ(self) -> bool:
         """Return True if the hashes follow the rules of different formats."""
-        return len({max(run.format, _OLDEST) for run in self.runs if run.format is not None}) > 1
+        return len({run.format for run in self.runs if run.format is not None}) > 1
 
     def as_json(self) -> dict[str, object]:
         """Return the comparison by letter; non-finite values become text, as JSON has no such numbers."""
@@ -109,7 +107,7 @@ def _from_folder(folder: Path) -> Finding:
         f"validation/{name}": value for name, value in (measured if isinstance(measured, dict) else {}).items()
     }
     metrics = {**final_metrics(folder), **validation}
-    rule = result.get("format", _OLDEST)
+    rule = result.get("format")
     known = rule if isinstance(rule, int) else None
     digest = None if weights is None else str(weights)
     return Finding(str(folder), flatten(config), metrics, digest, known, _figures(folder))

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "Tensor"]
 _BLOCK = 1 << 20
 """Block size in bytes of a file's checksums in its record."""
-_FILE_DIGESTS = {1: "sha256", 2: "blake3", 3: "blake3", 4: "blake3"}
 _OF_THE_RUN = {"scheduler.recipe"}
 """Values that depend on a run's length: a soak ends with its faults."""
 _GRAIN = 1 << 16
-"""Most elements hashed at once, since format 3."""
+"""Most elements hashed at once."""
 _MOST_DEGREE = 64
 """Largest number of parts of a dimension whose edges no hashed run crosses, since format 4."""
 
@@ -129,21 +128,21 @@ def checked_files(
         if file is None:
             raise Violated(f"{where} is not there, and its commit record lists it")
         with file:
-            size, digest, blocks = _measure(file, kind := _FILE_DIGESTS[cast(int, record["format"])])
-            if (size, digest) != (listed["size"], listed[kind]):
-                told = f"{listed['size']} bytes with {kind} {str(listed[kind])[:16]}"
-                raise Violated(f"{where} holds {size} bytes with {kind} {digest[:16]}, its commit record says {told}")
+            size, digest, blocks = _measure(file)
+            if (size, digest) != (listed["size"], listed["blake3"]):
+                told = f"{listed['size']} bytes with BLAKE3 {str(listed['blake3'])[:16]}"
+                raise Violated(f"{where} holds {size} bytes with BLAKE3 {digest[:16]}, its commit record says {told}")
             if listed["blocks"] != blocks:
                 raise Violated(f"{where}: the checksums of its blocks are not those that its commit record lists")
             file.seek(0, io.SEEK_SET)
             yield name, file
 
 
-def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
+def _measure(file: BinaryIO) -> tuple[int, str, list[int]]:
     """Return a file's size, its digest, and the CRC-32 of each block."""
     from blake3 import blake3
 
-    size, blocks, digest = 0, list[int](), hashlib.sha256() if kind == "sha256" else blake3()
+    size, blocks, digest = 0, list[int](), blake3()
     while block := file.read(_BLOCK):
         size += len(block)
         digest.update(block)
@@ -152,13 +151,9 @@ def _measure(file: BinaryIO, kind: str) -> tuple[int, str, list[int]]:
 
 
 def digest_of(tensors: Tensors, fields: Mapping[str, object]) -> str:
-    """Return the SHA-256 over all tensors, by the rule of the record's format (docs/formats.md, Commits)."""
-    dims, is_by_grains = cast(Mapping[str, int], fields.get("cut_dims") or {}), cast(int, fields.get("format", 2)) >= 3
-
-    def digest(name: str, tensor: Tensor) -> str:
-        return _digest_by_grains(tensor, dims.get(name)) if is_by_grains else _digest_at_once(tensor)
-
-    lines = "".join(f"{name} {digest(name, tensor)}\n" for name, tensor in sorted(tensors.items()))
+    """Return the SHA-256 over all tensors (docs/formats.md, Commits); a record's fields name the tensors' cuts."""
+    dims = cast(Mapping[str, int], fields.get("cut_dims") or {})
+    lines = "".join(f"{name} {_digest_by_grains(tensor, dims.get(name))}\n" for name, tensor in sorted(tensors.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 

@@ -69,7 +69,7 @@ def _check_reference(reference: Evidence | None) -> str:
 
 
 def _check_weights(key: str, tensors: Tensors, claims: Mapping[str, Line]) -> str:
-    """Return the weights' hash; raise Violated if a claim differs under the rule of its own version."""
+    """Return the weights' hash; raise Violated if a claim differs."""
     for whose, fields in claims.items():
         found = digest_of(tensors, fields)
         if (claimed := fields.get("weights_sha256")) != found:

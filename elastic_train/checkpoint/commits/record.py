@@ -79,9 +79,8 @@ def is_exhausted(config: EarlyStoppingConfig | None, known: Improvement | None) 
 
 
 FORMAT = 4
-_FORMATS = (1, 2, 3, FORMAT)
-"""Readable formats. Before 4, tensors have no cuts in the weights' hash; in 1 and 2 the hash is not by grains; in 1
-files have SHA-256 instead of BLAKE3."""
+_FORMATS = (3, FORMAT)
+"""Readable formats. In 3, tensors have no cuts in the weights' hash."""
 
 VOID = b'{"void":true}\n'
 """Tombstone: prevents a record under its key; recognised in listings by its size, which is below any record's."""
@@ -188,8 +187,6 @@ class CommitRecord(CommitFacts):
         for name in _SINCE_THEN:
             if fields[name] is None:
                 del fields[name]
-        for file in fields["files"].values():
-            del file["sha256" if file["sha256"] is None else "blake3"]
         return _dump({**fields, "seal": hashlib.sha256(_dump(fields)).hexdigest()})
 
 
@@ -204,10 +201,8 @@ def decode(content: bytes, key: str) -> CommitRecord:
         fields = json.loads(content)
         if not isinstance(fields, dict):
             raise CommitError(f"{key} is not a commit record")
-        if fields.get("format") not in _FORMATS:
-            raise CommitError(
-                f"{key} has format {fields.get('format')}, but this version reads up to {FORMAT}; update elastic-train"
-            )
+        if (found := fields.get("format")) not in _FORMATS:
+            raise CommitError(f"{key} has format {found}, but this version reads 3 and {FORMAT}; update elastic-train")
         seal = fields.pop("seal", None)
         if seal != hashlib.sha256(_dump(fields)).hexdigest():
             raise CommitError(f"{key} does not match its seal; the record was damaged")

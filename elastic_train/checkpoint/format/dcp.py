@@ -9,8 +9,7 @@ Not used from torch: its writer (it swallows errors of threads, syncs before the
 its loading of pickled objects, and wrappers that raise outside of `Exception`.
 
 One hash for all weights is equal if and only if every weight and buffer is bit-identical. It hashes the tensors'
-hashes, and these hash their grains' hashes, so that ranks with parts can compute theirs separately. In formats 1 and 2
-a tensor's bytes are hashed at once, hence differently.
+hashes, and these hash their grains' hashes, so that ranks with parts can compute theirs separately.
 """
 
 from __future__ import annotations

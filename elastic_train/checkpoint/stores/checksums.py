@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from blake3 import blake3
 from isal.isal_zlib import crc32
 
-from elastic_train.checkpoint.stores.store import BLOCK_BYTES, HASHES, FileRecord, Sink, Store, no_listener
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES, FileRecord, Sink, Store, no_listener
 from elastic_train.errors import CommitError
 from rendezvous.waiting import Bystander, Call
 
@@ -96,7 +96,7 @@ def find_damage(
     Blocks are compared as well: a file that passes must not be refused later by a partial read. `on_progress` is called
     for each block.
     """
-    digest, size, blocks = HASHES[record.algorithm](), 0, []
+    digest, size, blocks = blake3(), 0, []
     with store.open(key) as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
@@ -105,8 +105,8 @@ def find_damage(
             on_progress()
     if size != record.size:
         return f"{key} has {size} bytes, its record says {record.size}"
-    if digest.hexdigest() != record.digest:
-        return f"{key} does not match its digest ({record.algorithm})"
+    if digest.hexdigest() != record.blake3:
+        return f"{key} does not match its digest"
     if tuple(blocks) != record.blocks:
         return f"{key} does not match the checksums of its blocks"
     return None

@@ -13,8 +13,8 @@ Invariant: a key is whole or absent. `create` is durable when it returns and suc
 A commit records a file's checksums.
 
 A file has one digest over the whole, and a CRC-32 per block of 1 MiB, so that parts can be checked alone. The digest is
-BLAKE3, a cryptographic hash in a quarter of SHA-256's time; older commits have SHA-256, as the field's name says. The
-CRC-32 is zlib's, computed by ISA-L in a sixth of the time.
+BLAKE3, a cryptographic hash in a quarter of SHA-256's time. The CRC-32 is zlib's, computed by ISA-L in a sixth of the
+time.
 
 A `DeadlineStore` answers or raises, and reports progress.
 
@@ -26,14 +26,11 @@ every piece: a watchdog sees when progress stops.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self, TypeVar, cast, runtime_checkable
-
-from blake3 import blake3
 
 from elastic_train.errors import StorageError
 from rendezvous.waiting import GivenUp, begin
@@ -41,49 +38,20 @@ from rendezvous.waiting import GivenUp, begin
 BLOCK_BYTES = 1 << 20
 
 
-class Hash(Protocol):
-    """An incremental hash, like hashlib's."""
-
-    def update(self, content: bytes | memoryview, /) -> object: ...
-
-    def hexdigest(self) -> str: ...
-
-
-HASHES: Mapping[str, Callable[[], Hash]] = {"blake3": blake3, "sha256": hashlib.sha256}
-
-
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """Record of one file: size in bytes, digest, and the CRC-32 of every block of `BLOCK_BYTES`.
 
-    The last block may be shorter. The digest is `sha256` in commits of format 1, `blake3` in later ones.
+    The last block may be shorter.
     """
 
     size: int
     blocks: tuple[int, ...]
-    blake3: str | None = None
-    sha256: str | None = None
+    blake3: str
 
     def __post_init__(self) -> None:
         if len(self.blocks) != -(-self.size // BLOCK_BYTES):
             raise ValueError(f"{len(self.blocks)} block checksums for {self.size} bytes")
-        if (self.blake3 is None) == (self.sha256 is None):
-            raise ValueError("a file has one digest")
-
-    @property
-    def algorithm(self) -> str:
-        """Name of the digest's hash, as in HASHES."""
-        return "sha256" if self.blake3 is None else "blake3"
-
-    @property
-    def digest(self) -> str:
-        return str(getattr(self, self.algorithm))
-
-    def is_digest_of(self, content: bytes) -> bool:
-        """Return True if a complete file's bytes have this digest."""
-        digest = HASHES[self.algorithm]()
-        digest.update(content)
-        return digest.hexdigest() == self.digest
 
 
 class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the caller expects

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 import torch
 from torch import nn
 
 from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
-from elastic_train.checkpoint.stores.store import read
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.world.fencing import StoreFence
@@ -67,14 +65,8 @@ def commit_steps(store: Store, *steps: int, parent: CommitRecord | None = None) 
 
 
 def aged(store: Store, record: CommitRecord) -> CommitRecord:
-    """Convert a commit to format 1, whose files have SHA-256 digests; return its record."""
-    files = {
-        name: dataclasses.replace(
-            file, blake3=None, sha256=hashlib.sha256(read(store, f"{record.attempt}/{name}")).hexdigest()
-        )
-        for name, file in record.files.items()
-    }
-    old = dataclasses.replace(record, format=1, files=files)
+    """Convert a commit to format 3; return its record."""
+    old = dataclasses.replace(record, format=3)
     store.delete(old.key)
     store.create(old.key, old.encode())
     return old

@@ -1,6 +1,6 @@
 """A run made before the modules had their present names is found, verified and resumed to the same bits.
 
-It has format 2, so its hashes are not per grain, and its first half was clipped by torch's norm. No step of its second
+It has format 3, so its first half was clipped by torch's norm. No step of its second
 half clips a gradient. Weight decay applied to norms and biases, as its configuration says.
 """
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import elastic_train as et
-from chaos.judge.evidence.stored_weights import digest_of, load_weights
 from elastic_train.checkpoint import verify
 from tests.conftest import run_source
 from tests.elastic_train.training.whole_runs.stored import STORED, copy_stored_run
@@ -57,10 +56,7 @@ def test_the_names_that_the_run_kept_still_resolve(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
-    """One process applies the second half of a two-rank run; the weights equal those that two ranks ended with.
-
-    Those were hashed by the rule of format 2.
-    """
+    """One process applies the second half of a two-rank run; the weights equal those that two ranks ended with."""
     folder, end = copy_stored_run(tmp_path), EXPECTED["result"]
     done = run_source(RESUME, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -74,6 +70,5 @@ def test_the_stored_run_is_resumed_to_its_end(tmp_path: Path) -> None:
     assert head is not None and [(each.term, each.lo, each.hi) for each in head.intervals] == [(1, 0, 14), (2, 14, 28)]
     if not rounds_alike():
         pytest.skip("the stored weights were computed with another torch or other instructions")
-    tensors = load_weights(folder / "run", json.loads((folder / "run" / head.key).read_text()))
-    assert (weights, end["weights_sha256"]) == (digest_of(tensors, {"format": 4}), digest_of(tensors, {"format": 2}))
-    assert result["metrics"] == end["metrics"]
+    assert weights == end["weights_sha256"]
+    assert result["metrics"].items() >= end["metrics"].items()
