@@ -166,15 +166,6 @@ def check(folder: Path, *, json_: Json = False) -> int:
 
 
 @app.command
-def report(folder: Path) -> int:
-    """Make verdict.json and report.html in FOLDER again, from the run's files alone, and print the page's path."""
-    from chaos.report import write
-
-    console.print(write(folder, examine(folder)))
-    return 0
-
-
-@app.command
 def sim(
     *,
     seeds: str = "200",
@@ -182,7 +173,6 @@ def sim(
     case: Path | None = None,
     scenario: str | None = None,
     plant: str | None = None,
-    minutes: float | None = None,
     nodes: str | None = None,
     hours: float | None = None,
     faults_per_hour: float = 120.0,
@@ -198,7 +188,7 @@ def sim(
 
     --seed runs one of them and shows what was found, --case one that was written down, --scenario (with --seed) one
     that `run` does to real nodes. --plant canary breaks a promise that the product relies on, other names (a wrong one
-    lists them) the product itself: such a run has to be found bad, with exit code 1. --minutes ends earlier, --nodes
+    lists them) the product itself: such a run has to be found bad, with exit code 1. --nodes
     takes so many nodes (or 16..64: drawn from these) in place of the drawn ones. --hours makes each seed a job of so
     many virtual hours, with --faults-per-hour, whose steps take --step-s and whose leases half of that or as long.
     --shards lets every job train a real, tiny model in shards, else one in eight short ones does. --cells makes each a
@@ -231,7 +221,7 @@ def sim(
     if seed is not None:
         again = " ".join(["elastic-chaos sim", *([draw.options] if draw.options else []), f"--seed {seed}"])
         return command.run_one(draw.case(seed), json_, again)
-    campaign = command.Campaign(command.seeds_of(seeds), draw, minutes, processes or num_cores(), ledger)
+    campaign = command.Campaign(command.seeds_of(seeds), draw, processes or num_cores(), ledger)
     return command.report(command.run_campaign(campaign, is_quiet=json_), campaign, json_)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -37,8 +36,6 @@ def plan(
     mtbf_h: float = 6300.0,
     recovery: Literal["live", "restart"] = "live",
     spares: int = 0,
-    pp: int | None = None,
-    ep: int | None = None,
     cells: Flag = False,
     json_: Json = False,
 ) -> int:
@@ -62,12 +59,8 @@ def plan(
         live (survivors go on) or restart.
     spares
         Nodes that wait to take a lost one's place; they cost what others do.
-    pp
-        Stages of a pipeline, parallel.pipeline by default; with parallel.tensor and --ep they make a cell.
-    ep
-        Ranks over which experts are spread, parallel.expert by default.
     cells
-        Compare cells, too.
+        Compare cells, too: ranks that tensor, pipeline and expert parallelism make one replica.
     """
     from elastic_train.planning.arithmetic.catalogue import parse_cluster
     from elastic_train.planning.arithmetic.goodput import Reliability
@@ -75,32 +68,25 @@ def plan(
     from elastic_train.planning.search import Job, wrong_figure
 
     cluster = parse_cluster(on)
-    wrong = _wrong_numbers({"pp": (pp, 1), "ep": (ep, 1), "spares": (spares, 0), "price": (price, 0)}, mtbf_h)
+    given = {"spares": spares, "price": price}
+    wrong = [f"--{name} must be at least 0, not {value}" for name, value in given.items() if value < 0]
+    wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
     if wrong := [*wrong, *wrong_figure(by)]:
         raise ConfigError(*wrong)
     resolved = sources.load(config, environ=os.environ, arguments=overrides)
     from elastic_train.planning.reading import read_config  # torch: once all that needs no model is known to be right
 
     read = read_config(resolved)
-    own = read.layout
-    layout = replace(own, pipeline=own.pipeline if pp is None else pp, expert=own.expert if ep is None else ep)
     reliability = Reliability(mtbf_h=mtbf_h, recovery=recovery, spares=spares)
     threads = resolved.threads_per_rank
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)
-    report = make_report(job, layout, by, with_cells=cells or layout.cell > 1)
+    report = make_report(job, read.layout, by, with_cells=cells or read.layout.cell > 1)
     if json_:
         return print_json({**report.as_json(), "refused": list(read.refused)})
     show(report)
     for reason in read.refused:
         print_text(f"The trainer refuses this: {reason}")
     return 0
-
-
-def _wrong_numbers(least: Mapping[str, tuple[float | None, int]], mtbf_h: float) -> list[str]:
-    """Return a line for each option below its least value; None is not given."""
-    given = [(name, value, low) for name, (value, low) in least.items() if value is not None]
-    wrong = [f"--{name} must be at least {low}, not {value}" for name, value, low in given if value < low]
-    return wrong + ([] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"])
 
 
 @app.command

@@ -218,40 +218,21 @@ def _walk(
 def went_on_from(run: Evidence) -> dict[int, int | None]:
     """Return, for each term, the term that it continued; None if there is none."""
     before: dict[int, int | None] = {}
-    stood: dict[int, int] = {}
     for term in sorted(restored_at(run)):
-        before[term] = _continued_from(run, term, before, stood)
-        stood |= dict.fromkeys(pids_of(run)[term], term)
+        before[term] = _continued_from(run, term, before)
     return before
 
 
-def _continued_from(run: Evidence, term: int, before: Mapping[int, int | None], stood: Mapping[int, int]) -> int | None:
-    """Return the term that a term continued: the source of its first state, a process or a commit.
+def _continued_from(run: Evidence, term: int, before: Mapping[int, int | None]) -> int | None:
+    """Return the term that applied the last step of a term's first state, which its restore records.
 
-    A restore records which term applied its last step. For older histories it is derived: a process that was frozen may
-    bring steps of an earlier term. Of two branches of equal length the newest is followed: processes on the older may
-    have received the newer in a world that broke before recording it. Without any record, as of a commit that a process
-    made alone before its death, it is a term of that length: the one that commits name, or the last. `stood` maps each
-    process to its last term.
+    If no process of that term left a record, as of a commit that a process made alone before its death, it is a term of
+    that length: the one that commits name, or the last.
     """
-    restored = restored_at(run)
+    restored, newest = restored_at(run), furthest_of(run)
     step, applied_by = whole(restored[term], "step"), restored[term].get("applied_by")
     if isinstance(applied_by, int) and applied_by in before and whole(restored[applied_by], "step") < step:
         return applied_by
-    key = str(restored[term]["commit"]).removeprefix("commits/").removesuffix(".json")
-    place = [int(number_) for number_ in key.split("-")] if key[:1].isdecimal() else []
-    if place and place[1] == step and place[0] in before:
-        return place[0]
-    reached = reached_by(run)
-    brought = {
-        at
-        for pid in _bringers(run, term)
-        if (at := stood.get(pid)) is not None and reached.get((at, pid), whole(restored[at], "step")) == step
-    }
-    if brought:
-        applied = {at: branch[-1][0] if (branch := _walk(restored, before, at, step)) else 0 for at in brought}
-        return max(brought, key=lambda at: (applied[at], at))
-    newest = furthest_of(run)
     came_so_far = [at for at in before if (lo := whole(restored[at], "step")) <= step <= newest.get(at, lo)]
     named = _named_by_commits(run, step)
     return named if named in came_so_far else max(came_so_far or before, default=None)
@@ -266,16 +247,6 @@ def _named_by_commits(run: Evidence, step: int) -> int | None:
         if interval["lo"] < step <= interval["hi"]:
             return int(interval["term"])
     return None
-
-
-def _bringers(run: Evidence, term: int) -> set[int]:
-    """Return the processes whose state a term continued with: the sender's, or if there was none, of those that had it.
-
-    Others may be at the same step by chance, on an abandoned branch, or were about to receive it when the world broke.
-    """
-    restores = run.in_term("restore", term)
-    ranks = {line.get("given_by") for line in restores} - {None} or {line["rank"] for line in restores}
-    return {whole(line, "pid") for line in run.in_term("form", term) if line["rank"] in ranks} or pids_of(run)[term]
 
 
 @once

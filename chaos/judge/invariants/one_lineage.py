@@ -11,22 +11,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import pairwise
 
-from chaos.judge.evidence.applied import (
-    formed_at,
-    lineage_of,
-    restored_at,
-    result_of,
-    shape_of,
-)
-from chaos.judge.evidence.run_files import (
-    Commit,
-    Evidence,
-    Line,
-    items,
-    number,
-    once,
-    whole,
-)
+from chaos.judge.evidence.applied import formed_at, lineage_of, restored_at, result_of, shape_of
+from chaos.judge.evidence.run_files import Commit, Evidence, Line, items, number, once, whole
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.written.records import is_disturbed
 from chaos.scenario.kinds import kind_of

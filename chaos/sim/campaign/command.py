@@ -105,22 +105,20 @@ def seeds_of(text: str) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """A set of runs: seeds, how cases are drawn from them, a time limit and the number of processes.
+    """A set of runs: seeds, how cases are drawn from them, and the number of processes.
 
     `ledger` is the file that records each seed's outcome; seeds already in it with the same options are skipped.
     """
 
     seeds: range
     draw: Draw = field(default_factory=Draw)
-    minutes: float | None = None
     processes: int = 1
     ledger: Path | None = None
 
 
 def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
-    """Run every seed until they, or the minutes, are used up; with a ledger, Ctrl-C also ends the campaign."""
+    """Run every seed; with a ledger, Ctrl-C also ends the campaign."""
     tally, shown_at = Tally(), time.monotonic()
-    until = None if campaign.minutes is None else time.monotonic() + 60 * campaign.minutes
     ledger = None if campaign.ledger is None else open_ledger(campaign.ledger)
     options, code = campaign.draw.options, code_version()
     if ledger is not None:
@@ -139,8 +137,6 @@ def run_campaign(campaign: Campaign, *, is_quiet: bool) -> Tally:
             if not is_quiet and time.monotonic() - shown_at > SHOW_EVERY_S:
                 shown_at = time.monotonic()
                 console.print(str(tally))
-            if until is not None and time.monotonic() > until:
-                break
     return tally
 
 

@@ -235,7 +235,8 @@ def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Bat
     size, num_rows = max(1, path.stat().st_size), 0
     try:
         reader = _open_csv(file, path, types)
-        guessed = [each.name for each in reader.schema if each.name not in given and _is_number(each.type)]
+        kinds = {each.name: each.type for each in reader.schema if each.name not in given}
+        guessed = [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
         with path.open("rb") as again:
             texts = _open_csv(again, path, dict.fromkeys(guessed, pa.string()), guessed) if guessed else None
             for rows in reader:
@@ -259,10 +260,6 @@ def _open_csv(file: BinaryIO, path: Path, types: Types, columns: Sequence[str] =
         arrow_csv.ParseOptions(delimiter="\t" if _kind_of(path) == ".tsv" else ",", newlines_in_values=True),
         arrow_csv.ConvertOptions(column_types=dict(types), include_columns=list(columns)),
     )
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
 def _share(file: BinaryIO, size: int) -> float:
@@ -350,9 +347,9 @@ def changed_text(texts: pa.RecordBatch, kinds: pa.Schema) -> tuple[int, str] | N
         is_changed = pc.match_substring_regex(column, _PADDED).fill_null(False)
         if pa.types.is_floating(kind):
             is_long = pc.match_substring_regex(column, _MANY_DIGITS).fill_null(False)
-            is_changed = pc.or_(
-                is_changed, pa.array([each and not _is_float(text) for each, text in _both(is_long, column)])
-            )
+            if is_long.true_count:
+                texts_of = zip(is_long.to_pylist(), column.to_pylist(), strict=True)
+                is_changed = pc.or_(is_changed, pa.array([each and not _is_float(text) for each, text in texts_of]))
         if (row := pc.index(is_changed, True).as_py()) >= 0:
             found.append((row, _said(name, column[row].as_py().strip(), kind)))
     return min(found, default=None)
@@ -387,11 +384,6 @@ class JsonNumbers:
         self._next = number + 1
         found = json.loads(line)
         return found if isinstance(found, dict) else {}
-
-
-def _both(flags: pa.Array, column: pa.Array) -> Iterator[tuple[bool, str]]:
-    texts = column.to_pylist() if flags.true_count else itertools.repeat("", len(column))
-    return zip(flags.to_pylist(), texts, strict=True)
 
 
 def _is_float(text: str) -> bool:

@@ -47,7 +47,6 @@ class Goodput:
     share: float
     save_every_s: float
     mtbf_s: float
-    lost_steps_s: float
 
 
 def goodput_of(layout: Layout, memory: Memory, step_s: float, cluster: Cluster, reliability: Reliability) -> Goodput:
@@ -62,7 +61,7 @@ def goodput_of(layout: Layout, memory: Memory, step_s: float, cluster: Cluster, 
     if is_live:
         fault_s = reliability.form_s + step_s / 2
         lost = (1 - cost.stall_s / (interval_s + cost.stall_s)) / (1 + fault_s / mtbf_s)
-        return Goodput(lost * (1 - shrunk), interval_s, mtbf_s, 0.0)
+        return Goodput(lost * (1 - shrunk), interval_s, mtbf_s)
     down_s = reliability.restart_s + (reliability.repair_s if cluster.nodes == 1 and not reliability.spares else 0.0)
     share = 1 - waste(interval_s, cost, mtbf_s, down_s)
-    return Goodput(max(0.0, share) * (1 - shrunk), interval_s, mtbf_s, interval_s / 2)
+    return Goodput(max(0.0, share) * (1 - shrunk), interval_s, mtbf_s)

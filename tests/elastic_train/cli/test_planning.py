@@ -63,7 +63,7 @@ def test_a_layout_to_copy_is_whole_on_a_narrow_terminal(
     ("words", "said"),
     [
         (("--on", "8xH10"), "did you mean 'H100'"),
-        (("--pp", "0", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
+        (("--spares", "-1", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
         (("--on", "nowhere.yaml"), "cannot be read"),
     ],
 )
