@@ -125,6 +125,19 @@ class Stroke:
     title: str
 
 
+def value_axis(lo: float, hi: float, bottom: float, top: float) -> Axis:
+    """Return a vertical axis with a margin around the values [lo, hi]."""
+    margin = 0.05 * (hi - lo) or 0.05 * abs(hi) or 0.5
+    return Axis(lo - margin, hi + margin, bottom, top)
+
+
+def curve(values: Iterable[tuple[float, float]], axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
+    """Draw values over steps as strokes, interrupted where a value is not a number."""
+    groups = groupby(values, key=lambda value: math.isfinite(value[1]))
+    drawn = [[(axis(x), height(y)) for x, y in group] for is_finite, group in groups if is_finite]
+    return [Stroke(class_, path(points), title) for points in drawn]
+
+
 def paths(strokes: Sequence[Stroke]) -> list[Markup]:
     """Return a path per stroke; for very many, one per class without titles, which keeps a page small."""
     if len(strokes) <= MOST_TITLED:
@@ -136,8 +149,11 @@ def paths(strokes: Sequence[Stroke]) -> list[Markup]:
 
 
 def path(points: Sequence[Point]) -> str:
-    """Format a curve as a path, with the first, lowest, highest and last point per unit of width."""
-    kept: list[Point] = []
+    """Format a curve as a path, with the first, lowest, highest and last point per unit of width.
+
+    A curve of one point is drawn as a dash.
+    """
+    kept: list[Point] = [(points[0][0] - 1.0, points[0][1])] if len(points) == 1 else []
     for _, group in groupby(points, key=lambda point: math.floor(point[0])):
         column = list(group)
         places = range(len(column))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from markupsafe import Markup
 
@@ -25,6 +24,7 @@ from elastic_train.drawing.svg import (
     Stroke,
     along_x,
     along_y,
+    curve,
     figure,
     num,
     path,
@@ -35,6 +35,7 @@ from elastic_train.drawing.svg import (
     text,
     time_axis,
     titled,
+    value_axis,
 )
 from elastic_train.insight.phases import PHASES
 from elastic_train.runs.goodput import KINDS, MEANINGS
@@ -97,7 +98,6 @@ def _over_time(
                 parts.append(rect(*corners, what, class_="band"))
     for place, report in reversed(known):
         points: list[Point] = [(axis(at / unit_s), height(rate)) for at, rate in rates[place]]
-        points = points if len(points) > 1 else [points[0], (points[0][0] + 2.0, points[0][1])]
         parts += paths([Stroke(f"curve s{place % 8}", path(points), report.name)])
     return figure(_BOTTOM + 34, f"{what_it_is} over time of {len(known)} runs", parts)
 
@@ -167,18 +167,18 @@ def curve_figure(reports: Sequence[RunReport], metric: str) -> Markup:
     """Draw a metric of all runs that have it; raises NothingToDraw if none has a number."""
     curves = [(place, report, report.curves[metric]) for place, report in enumerate(reports) if metric in report.curves]
     gone = [losses for _, report, _ in curves for losses in _given_up(report)] if metric == LOSS else []
-    values = [value for _, _, curve in curves for _, value in curve if math.isfinite(value)]
+    values = [value for _, _, points in curves for _, value in points if math.isfinite(value)]
     values += [value for losses in gone for _, value in losses]
     if not values:
         raise NothingToDraw(f"no step has a number for {metric}")
-    last = max(step for curve in [*(curve for _, _, curve in curves), *gone] for step, _ in curve)
-    axis, height = Axis(0.0, float(last), apart=1.0), _height(min(values), max(values))
+    last = max(step for points in [*(points for _, _, points in curves), *gone] for step, _ in points)
+    axis, height = Axis(0.0, float(last), apart=1.0), value_axis(min(values), max(values), _BOTTOM, _TOP)
     parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, metric)]
     for _, report, _ in curves:
         parts += paths(_rules(report, axis))
-    parts += paths([stroke for losses in gone for stroke in _drawn(losses, axis, height, "given up", "curve gone")])
-    for place, report, curve in reversed(curves):
-        parts += paths(_drawn(curve, axis, height, f"{report.name}: {metric}", f"curve s{place % 8}"))
+    parts += paths([stroke for losses in gone for stroke in curve(losses, axis, height, "given up", "curve gone")])
+    for place, report, points in reversed(curves):
+        parts += paths(curve(points, axis, height, f"{report.name}: {metric}", f"curve s{place % 8}"))
     return figure(_BOTTOM + 34, f"{metric} over steps of {len(curves)} runs", parts)
 
 
@@ -199,21 +199,6 @@ def _rules(report: RunReport, axis: Axis) -> list[Stroke]:
         )
         for change in report.changes
     ]
-
-
-def _drawn(curve: Curve, axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
-    strokes = []
-    for is_finite, group in groupby(curve, key=lambda point: math.isfinite(point[1])):
-        points: list[Point] = [(axis(step), height(value)) for step, value in group] if is_finite else []
-        if points:
-            points = points if len(points) > 1 else [points[0], (points[0][0] + 2.0, points[0][1])]
-            strokes.append(Stroke(class_, path(points), title))
-    return strokes
-
-
-def _height(lo: float, hi: float) -> Axis:
-    margin = 0.05 * (hi - lo) or 0.05 * abs(hi) or 0.5
-    return Axis(lo - margin, hi + margin, _BOTTOM, _TOP)
 
 
 def phases_figure(story: Story) -> Markup:

@@ -74,15 +74,11 @@ def _curves(branch: Branch, axis: Axis, unit_s: float, height: Axis) -> list[Str
     kept: list[Point] = [(x, y) for x, y, step in points if step <= branch.cut]
     gone: list[Point] = [*kept[-1:], *((x, y) for x, y, step in points if step > branch.cut)]
     title = f"term {branch.term}, {branch.world} ranks: steps {branch.lo + 1} to {branch.hi}"
-    parts = [Stroke(f"curve s{branch.term % 8}", path(_visible(kept)), title)] if kept else []
+    parts = [Stroke(f"curve s{branch.term % 8}", path(kept), title)] if kept else []
     if branch.hi > branch.cut:
         lost = f"{title}; those after {branch.cut} were lost"
-        parts.append(Stroke("curve gone", path(_visible(gone)), lost))
+        parts.append(Stroke("curve gone", path(gone), lost))
     return parts
-
-
-def _visible(points: list[Point]) -> list[Point]:
-    return points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
 
 
 def _prices(story: Story, restored: dict[int, int], axis: Axis, unit_s: float, height: Axis) -> list[Markup]:

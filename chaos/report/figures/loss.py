@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from itertools import groupby
 
 from markupsafe import Markup
 
 from chaos.report.story import Story
-from elastic_train.drawing.svg import Axis, Point, Stroke, along_x, along_y, figure, path, paths, tag
+from elastic_train.drawing.svg import Axis, along_x, along_y, curve, figure, paths, tag, value_axis
 
 _TOP, _BOTTOM = 30.0, 250.0
 _MOST_MARKS = 300
@@ -21,11 +20,13 @@ def loss_figure(story: Story, reference: Story | None) -> Markup:
     shown = [loss for losses in (kept, expected) for loss in losses.values() if math.isfinite(loss)]
     if not shown:
         raise ValueError("no step has a loss that is a number")
-    axis, height = Axis(0.0, float(story.furthest), apart=1.0), _height(min(shown), max(shown))
+    axis, height = Axis(0.0, float(story.furthest), apart=1.0), value_axis(min(shown), max(shown), _BOTTOM, _TOP)
     parts = [*along_x(axis, _TOP, _BOTTOM, "step"), *along_y(height, "loss")]
-    parts += paths(_curve(expected, axis, height, "without faults", "reference"))
-    parts += paths([piece for losses in gone for piece in _curve(losses, axis, height, "given up", "curve gone")])
-    parts += paths(_curve(kept, axis, height, "with faults", "curve ink"))
+    parts += paths(curve(expected.items(), axis, height, "without faults", "reference"))
+    parts += paths(
+        [piece for losses in gone for piece in curve(losses.items(), axis, height, "given up", "curve gone")]
+    )
+    parts += paths(curve(kept.items(), axis, height, "with faults", "curve ink"))
     differing = [step for step, loss in kept.items() if step in expected and not _equal(loss, expected[step])]
     for step in differing[:: -(-len(differing) // _MOST_MARKS) or 1]:
         y = height(kept[step]) if math.isfinite(kept[step]) else _TOP
@@ -60,22 +61,6 @@ def _given_up(story: Story) -> list[dict[int, float]]:
         for branch in story.branches
         if branch.hi > branch.cut
     ]
-
-
-def _curve(losses: dict[int, float], axis: Axis, height: Axis, title: str, class_: str) -> list[Stroke]:
-    """Draw a curve, interrupted where a loss is not a number."""
-    parts = []
-    for is_finite, group in groupby(losses.items(), key=lambda item: math.isfinite(item[1])):
-        points: list[Point] = [(axis(step), height(loss)) for step, loss in group] if is_finite else []
-        if points:
-            points = points if len(points) > 1 else [points[0], (points[0][0] + 1.0, points[0][1])]
-            parts.append(Stroke(class_, path(points), title))
-    return parts
-
-
-def _height(lo: float, hi: float) -> Axis:
-    margin = 0.05 * (hi - lo) or 0.5
-    return Axis(lo - margin, hi + margin, _BOTTOM, _TOP)
 
 
 def _equal(loss: float, other: float) -> bool:

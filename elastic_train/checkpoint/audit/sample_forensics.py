@@ -43,8 +43,8 @@ class Read:
     step: int
     epoch: int
     ids: Ranges
-    world: int | None
-    """Number of ranks that contributed samples to the step; None in older histories."""
+    world: int
+    """Number of ranks that contributed samples to the step."""
 
 
 def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Sequence[Manifest]) -> None:
@@ -71,7 +71,7 @@ def look_closely(found: Audit, run_dir: Path, head: CommitRecord, manifests: Seq
 
 def _told_steps(reads: Sequence[Read]) -> set[int]:
     num_ranks = Counter(read.step for read in reads)
-    return {read.step for read in reads if num_ranks[read.step] >= (read.world or 1)}
+    return {read.step for read in reads if num_ranks[read.step] >= read.world}
 
 
 def _applied_reads(run_dir: Path, head: CommitRecord) -> list[Read]:
@@ -91,7 +91,7 @@ def _reads(run_dir: Path) -> Iterator[Read]:
                 continue  # torn when its process died
             if isinstance(line, dict) and line.get("op") == "read":
                 ids = tuple((lo, hi) for lo, hi in line["ids"])
-                yield Read(line["term"], line["rank"], line["step"], line["epoch"], ids, line.get("world"))
+                yield Read(line["term"], line["rank"], line["step"], line["epoch"], ids, line["world"])
 
 
 def _compare(
