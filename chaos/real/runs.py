@@ -52,8 +52,6 @@ from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 from elastic_train.tracking.run_folder import RunFolder
 
 Say = Callable[[str], None]
-_WHOLE = ("--run.history-terms=null", f"--run.history-bytes={1 << 40}")
-"""Keep all history: the judge needs every line."""
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
@@ -97,7 +95,7 @@ def run_once(
                 copy_manifests(config, each)
             say = Console(markup=False, quiet=is_quiet).print
             own = own_of_second(config)
-            run_on_slurm(scenario, folder, due, seed, [*_WHOLE, *changes], replay, say, beside=own)
+            run_on_slurm(scenario, folder, due, seed, changes, replay, say, beside=own)
             for each in [folder, folder_beside(folder)][: scenario.slurm.jobs]:
                 record_causes(each)
             return
@@ -288,7 +286,7 @@ def _run(
     copy_manifests(config, folder)
     progress = Progress(Console(markup=False, soft_wrap=True, quiet=is_quiet))
     own = ["--run.dir", str(folder), "--run.name", around.run_id, *around.settings]
-    nodes = launch(scenario, "", folder, [*_WHOLE, *changes, *own], around.run_id, around)
+    nodes = launch(scenario, "", folder, [*changes, *own], around.run_id, around)
     look = _shown(progress, total_steps)
     job = Job(folder, nodes, scenario, (), seed, look, progress.event, replay, around, landing)
     job.cell_size, job.stage_size = config.parallel.cell.size, config.parallel.cell.stage_size

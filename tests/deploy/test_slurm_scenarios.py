@@ -61,10 +61,8 @@ def play(
 
         (folder / FAULTED).mkdir(parents=True)
         second = own_of_second(load_config(config))
-        whole_history = ["--grace-s", "100", "--run.history-terms=null"]
-        run_on_slurm(
-            scenario, folder / FAULTED, due, 1, whole_history, "", say, beside=second, shared=[tmp_path.parent]
-        )
+        options = ["--grace-s", "100"]
+        run_on_slurm(scenario, folder / FAULTED, due, 1, options, "", say, beside=second, shared=[tmp_path.parent])
         of_jobs = [(folder, []), (folder / BESIDE, second)][: scenario.slurm.jobs]
         for each, own in of_jobs:
             assert start([config, "--run.dir", str(each / REFERENCE), *own]).code == 0

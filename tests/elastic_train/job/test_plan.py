@@ -130,7 +130,7 @@ def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: 
         ({"early_stopping": {"metric": "loss"}}, "does not say which commit is best"),
         ({"early_stopping": {}, "every": None}, "needs validations to judge by"),
         ({"weights": "ema"}, "validation.weights: ema needs an average"),
-        ({"every_epochs": 1, "every_steps": 9}, "'9 steps, 1 epochs' is two periods: write '100 steps', '2 epochs'"),
+        ({"every": "9 steps, 1 epoch"}, "'9 steps, 1 epoch' is two periods: write '100 steps', '2 epochs'"),
     ):
         with pytest.raises(ValidationError, match=message):
             planned(rows, validation=wrong)

@@ -292,7 +292,7 @@ def test_one_rank_has_no_other_to_be_compared_with_and_that_is_no_problem() -> N
 @pytest.mark.slow
 def test_a_real_run_has_a_whole_report(tmp_path: Path, rows: Path) -> None:
     """Its time tiles, all of its figures are drawn, and its commits prove the coverage."""
-    succeed(start([config(tmp_path, rows, CLASSIFIER), "--monitoring.phases-every-steps", "2"], num_ranks=2))
+    succeed(start([config(tmp_path, rows, CLASSIFIER)], num_ranks=2))
     report = report_on(str(tmp_path / "run"))
     assert (report.state, report.step, report.changes) == ("done", report.result["step"], [])
     assert report.seconds == pytest.approx(report.story.ended - report.story.began)

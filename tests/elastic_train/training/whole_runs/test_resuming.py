@@ -83,7 +83,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path, rows: Path) -> None:
 
 def test_a_disk_that_stays_full_ends_training(tmp_path: Path, rows: Path) -> None:
     """After too many failed saves in a row the run ends early and says what to do."""
-    options = ["--checkpoint.every-steps", "1"]
+    options = ["--checkpoint.every", "1 step, 15 min"]
     options += ["--give-up-after", "20 worlds, 0.001 s"]
     done = start_on_a_full_disk(config(tmp_path, rows, CLASSIFIER, epochs=1), *options)
     assert done.code == 1, done.output
