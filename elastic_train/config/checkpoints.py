@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import ByteSize, PositiveInt, ValidationInfo, field_serializer, field_validator
 
 from elastic_train.config.recipe import checked_best
-from elastic_train.config.section import Forms, Section, folder, has_unit, home, periods_of, whole
+from elastic_train.config.section import Forms, Old, Section, folder, has_unit, home, periods_of, whole, written
 
 _EVERY = "50 steps, 15 min"
 _CAP_S = 900.0
@@ -19,6 +20,23 @@ _EVERY_FORMS = Forms(
 )
 _LIMIT_FORMS = Forms(("s",), "auto takes a limit in time: write auto, or 'auto, 1 h' (s, min, h or day)")
 _KEEP_FORMS = Forms(("steps", "s"), f"write '10000 steps', {_TIMES}, '10000 steps, 1 day', or null (none)")
+_PATIENCE = "is ignored: give_up_after, a key of the top level, sets for how long commits may fail"
+
+
+def _keep_every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the periods of a section that has a key for steps, and one for seconds."""
+    return {"keep_every": written(steps=old.get("keep_every_steps"), s=old.get("keep_every_s"))}
+
+
+def _every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the interval of a section that has keys for steps, for seconds, and for the limit of auto."""
+    today = old.get("every", _EVERY)
+    steps: Any = "auto" if old.get("interval") == "auto" else old.get("every_steps", _steps_of(today))
+    seconds = old.get("every_s", _seconds_of(today))
+    if steps == "auto":
+        seconds = old.get("rpo_s", seconds)
+        return {"every": "auto" if seconds == _CAP_S else f"auto, {written(s=seconds or 1e9)}"}
+    return {"every": written(steps=steps, s=seconds)}
 
 
 def _steps_of(every: str | None) -> int | Literal["auto"] | None:
@@ -33,6 +51,12 @@ def _seconds_of(every: str | None) -> float | None:
         return periods_of(every, _EVERY_FORMS).get("s")
     _, _, cap = (every or "").partition(",")
     return periods_of(cap, _LIMIT_FORMS)["s"] if cap else _CAP_S
+
+
+def _keep_bytes(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the size of a section that has a key for it, which a resolved configuration has as bytes."""
+    budget = old["storage_budget"]
+    return {"keep_last": f"{budget}B" if isinstance(budget, int) else budget}
 
 
 class CheckpointConfig(Section):
@@ -57,6 +81,18 @@ class CheckpointConfig(Section):
     keep_best: str | None = None
     """Also commit and keep the state with the best validation: 'min loss', 'max macro_f1'."""
 
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "every_steps": Old(int | Literal["auto"] | None, 50, "is now every: 'N steps'", _every),
+        "every_s": Old(float | None, 900.0, "is now every: 'N s'", _every),
+        "rpo_s": Old(float, 900.0, "is now every: 'auto, N s'", _every),
+        "interval": Old(str | None, None, "is now every: auto", _every),
+        "when_busy": Old(str, "skip", "is ignored: training waits for commits with every: '1 step' only"),
+        "give_up_after": Old(int | None, 10, f"{_PATIENCE}, and at least ten must fail"),
+        "give_up_after_s": Old(float | None, 600.0, _PATIENCE),
+        "storage_budget": Old(ByteSize | None, None, "is now keep_last, which takes a size", _keep_bytes),
+        "keep_every_steps": Old(int | None, None, "is now keep_every: 'N steps'", _keep_every),
+        "keep_every_s": Old(float | None, None, "is now keep_every: 'N s'", _keep_every),
+    }
     _is_folder = field_validator("near_dir")(folder)
     _expands = field_validator("url")(home)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from elastic_train.config.section import Section, folder
+from elastic_train.config.section import Old, Section, folder
 
 _UNNAMEABLE = re.compile(r"[^\w\-./ ]", re.ASCII)
 """Characters that MLflow refuses in the name of a metric."""
@@ -31,6 +31,11 @@ class SourceConfig(Section):
         if name is not None and (not name or _UNNAMEABLE.search(name)):
             raise ValueError("must be of letters, digits, spaces and _ - . / only")
         return name
+
+
+def _quarantine(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return what is left out by a section that has a key for each kind of sample."""
+    return {"quarantine": [kind for kind in ("unreadable", "deadly") if old.get(kind, "fail") != "fail"]}
 
 
 class DataConfig(Section):
@@ -58,6 +63,11 @@ class DataConfig(Section):
     """Local folder on every node for decoded row groups, shared by ranks, epochs and restarts. It takes up to half of
     its disk; the least recently used row groups are deleted first. null: no cache."""
 
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "unreadable": Old(str, "fail", "is now quarantine: [unreadable]", _quarantine),
+        "deadly": Old(str, "fail", "is now quarantine: [deadly]", _quarantine),
+        "cache_bytes": Old(int, 64 << 30, "is ignored: the cache takes up to half of its disk"),
+    }
     _is_folder = field_validator("cache_dir")(folder)
 
     @field_validator("mixture", mode="before")

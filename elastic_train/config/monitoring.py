@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Section, checked_name
+from elastic_train.config.section import MOST_CHARS_OF_A_NAME, Old, Section, checked_name
 
 EventKind = Literal[
     "slow_compute",
@@ -32,10 +33,25 @@ OF_RANKS: tuple[EventKind, ...] = ("slow_compute", "slow_data", "slow_link", "wr
 LOOPBACK = "127.0.0.1"
 
 
+def _port(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the address of a section that has a key for the host, and one for the port."""
+    return {"port": f"{old['host']}:{old['port']}"} if isinstance(old.get("port"), int) else {}
+
+
 class MonitoringConfig(Section):
     port: int | str | None = None
     """Serve Prometheus metrics at this port of every node, for this machine only, or with an address such as
     0.0.0.0:9100 for everybody: the page has no password. null: no page. 0: a free port, which the log names."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "host": Old(str, LOOPBACK, "is now port: HOST:PORT", _port),
+        "phases_every_steps": Old(int, 50, "is ignored, and is 50"),
+        "flops_per_sample": Old(
+            float | None, None, "is ignored: each process counts the FLOPs of a sample at its start"
+        ),
+        "peak_tflops": Old(float | None, None, "is ignored: MFU is shown for GPUs that `elastic-train plan` knows"),
+        "otlp": Old(str | None, None, "is ignored: `elastic-train report` shows every recovery and its parts"),
+        "recomputed_flops_per_sample": Old(float, 0.0, "is ignored: each process counts it at its start"),
+    }
     on_event: dict[EventKind, Action] = Field(default_factory=dict)
     """Action for each kind of event, such as {slow_link: drop}. tell (default): log it. snapshot: also commit at
     the next step. drop (events of one rank): ask the rank's node to leave if enough nodes stay. stop: commit and
@@ -67,6 +83,11 @@ class MonitoringConfig(Section):
         return on_event
 
 
+def _at_steps(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the steps of a section that has a key for the length of a trace."""
+    return {"at_steps": sorted({at + step for at in old.get("at_steps", ()) for step in range(old["num_steps"])})}
+
+
 class ProfileConfig(Section):
     at_steps: tuple[PositiveInt, ...] = ()
     """Trace these steps; consecutive ones make one trace: [10, 11, 1000] makes two. A step of a large model takes tens
@@ -75,6 +96,17 @@ class ProfileConfig(Section):
     """Ranks to trace, such as [0, 3], or all."""
     memory: bool = False
     """Also trace allocations. On a GPU they are recorded all the time, for a snapshot when memory runs out."""
+    OLD: ClassVar[Mapping[str, Old]] = {"num_steps": Old(PositiveInt, 2, "is now at_steps, with every step", _at_steps)}
+
+
+def _experiment(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the experiment of a section that names a Weights & Biases project; ValueError if it names two."""
+    project = old["wandb_project"]
+    if old.get("wandb") is None:
+        return {}
+    if old.get("mlflow_uri") is not None and old.get("experiment", "elastic-train") != project:
+        raise ValueError(f"experiment names the project, too: set it to {project!r}, and leave out wandb_project")
+    return {"experiment": project}
 
 
 class TrackingConfig(Section):
@@ -86,6 +118,9 @@ class TrackingConfig(Section):
     """Also write TensorBoard event files to run.dir/tensorboard. Needs the extra [tensorboard]."""
     wandb: Literal["online", "offline"] | None = None
     """Also log to Weights & Biases. offline: write to run.dir/wandb, for `wandb sync`. Needs the extra [wandb]."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "wandb_project": Old(str, "elastic-train", "is now experiment, for all trackers", _experiment)
+    }
 
     @field_validator("experiment")
     @classmethod

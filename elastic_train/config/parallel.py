@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from elastic_train.config.combinations import FEATURES, Feature, Found
-from elastic_train.config.section import Section
+from elastic_train.config.section import Old, Section
 from elastic_train.core.mesh import Cell
 
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
@@ -65,6 +65,16 @@ class ParallelConfig(Section):
     transport: Literal["auto", "gloo"] = "auto"
     """Transport between GPUs. auto: NCCL, which needs one GPU for each rank. gloo: through host memory, also for
     ranks that share a GPU. CPUs always use gloo."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "domain": Old(str | None, None, "is ignored: set the environment variable ELASTIC_TRAIN_DOMAIN on each node"),
+        "virtual_stages": Old(
+            int,
+            2,
+            "is now parallel.schedule: interleaved:N",
+            lambda old: {"schedule": f"interleaved:{old['virtual_stages']}"} if "interleaved" in old.values() else {},
+        ),
+    }
 
     @field_validator("wire", mode="before")
     @classmethod

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from elastic_train.config.section import Forms, Section, Value, has_unit, periods_of, whole
+from elastic_train.config.section import Forms, Old, Section, Value, has_unit, periods_of, whole, written
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -21,6 +21,18 @@ def _named(value: str, known: Sequence[str], what: str) -> str:
         meant = did_you_mean(nearest(value, known), "")
         raise ValueError(f"must be {', '.join(known)}, or {what} of your own, as module:name{meant}")
     return value
+
+
+def _ema_decay(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the decay of a section that has a mapping for the average."""
+    ema = old["ema"]
+    return {"ema_decay": ema.get("decay", 0.999) if isinstance(ema, Mapping) else ema}
+
+
+def _betas(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the options of a section that has a key for AdamW's decay rates; others have none."""
+    options = old.get("options") or {}
+    return {"options": {**options, "betas": old["betas"]}} if old.get("name", "adamw") in ("adamw", "muon") else {}
 
 
 class OptimizerConfig(Section):
@@ -58,6 +70,18 @@ class OptimizerConfig(Section):
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Keep an exponential moving average of the weights: the share of the old average that a step keeps, such as
     0.999, which spans about 1 / (1 - 0.999) steps. null: none."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "betas": Old(tuple[float, float], [0.9, 0.999], "is now options: {betas: [B1, B2]}", _betas),
+        "nonfinite_limit": Old(int, 10, "is ignored: ten steps in a row end training"),
+        "cooldown_share": Old(
+            float,
+            0.2,
+            "is now schedule: wsd:SHARE",
+            lambda old: {"schedule": f"wsd:{old['cooldown_share']}"} if old.get("schedule") == "wsd" else {},
+        ),
+        "ema": Old(dict[str, float] | None, None, "is now ema_decay", _ema_decay),
+    }
 
     @field_validator("name")
     @classmethod
@@ -130,6 +154,13 @@ def judged_by(stopping: EarlyStoppingConfig | None, keep_best: str | None) -> Ea
 _EVERY_FORMS = Forms(("steps", "epochs"), "write '100 steps', '2 epochs', or null (only at the end)")
 
 
+def _validation_every(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the interval of a section that has a key for steps, and one for epochs."""
+    epochs = old.get("every_epochs")
+    today = periods_of(old.get("every", "100 steps"), _EVERY_FORMS).get("steps")
+    return {"every": written(steps=old.get("every_steps", today if epochs is None else None), epochs=epochs)}
+
+
 class ValidationConfig(Section):
     every: str | None = "100 steps"
     """Validate after so many steps or epochs, such as '100 steps' or '2 epochs'. null: only at the end."""
@@ -139,6 +170,11 @@ class ValidationConfig(Section):
     """Validate the trained weights, or their average (optimizer.ema_decay)."""
     early_stopping: EarlyStoppingConfig | None = None
     """End training when validations stop improving, such as {metric: min loss, patience: 5}. null: never."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "every_steps": Old(int | None, 100, "is now every: 'N steps'", _validation_every),
+        "every_epochs": Old(int | None, None, "is now every: 'N epochs'", _validation_every),
+    }
 
     @field_validator("every", mode="before")
     @classmethod

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -32,6 +32,7 @@ from elastic_train.config.recipe import OptimizerConfig, ValidationConfig
 from elastic_train.config.section import (
     MOST_CHARS_OF_A_NAME,
     Forms,
+    Old,
     Section,
     Value,
     checked_name,
@@ -40,6 +41,7 @@ from elastic_train.config.section import (
     keys_of,
     periods_of,
     whole,
+    written,
 )
 from elastic_train.errors import ConfigError
 from elastic_train.system.file_systems import STARTED_IN, absolute, working_folder
@@ -53,6 +55,11 @@ IDENTITY = ("run.seed", "task", "batch", "data.block_row_groups", "data.length_b
 
 LEAST_MB_PER_S = 0.1
 """Bandwidth of a node's best link, below which `run.health_check: true` rejects the node."""
+
+
+def _health_check(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the check of a section that has a key for the bandwidth of links."""
+    return {"health_check": old.get("health_check", True) and (old["min_link_mb_per_s"] or 0.0)}
 
 
 class RunConfig(Section):
@@ -71,6 +78,11 @@ class RunConfig(Section):
     """Test each worker's machine before it joins a live job: matrix products, memory, disk, clock and links, within
     ten seconds (longer for a link that seems slow). A machine that corrupts bits is rejected with exit code 71; so is
     a node whose best link has less than 0.1 MB/s, or less than the number that is given (0: only report it)."""
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "history_bytes": Old(int, 256 << 20, "is ignored: a process's history of a term has at most 256 MiB"),
+        "min_link_mb_per_s": Old(float | None, 0.1, "is now health_check: N", _health_check),
+        "history_terms": Old(int | None, 100, "is ignored: the histories of 100 terms are kept"),
+    }
 
     _is_folder = field_validator("dir")(folder)
 
@@ -123,6 +135,14 @@ _GIVE_UP_AFTER = "20 worlds, 30 min"
 _PATIENCE = Forms(("worlds", "s"), "write '20 worlds', '20 worlds, 30 min' (s, min, h or day), or null (never)")
 
 
+def _give_up_after(old: Mapping[str, Any]) -> Mapping[str, object]:
+    """Return the patience of a configuration that has a key for worlds, and one for seconds."""
+    today = periods_of(old.get("give_up_after", _GIVE_UP_AFTER), _PATIENCE)
+    worlds = old.get("give_up_after_worlds", today.get("worlds"))
+    seconds = old.get("give_up_after_s", today.get("s"))
+    return {"give_up_after": None if worlds is None else written(worlds=worlds, s=seconds)}
+
+
 class Config(Section):
     """A checked configuration, frozen; `elastic-train keys` lists every key with its type, default and meaning.
 
@@ -169,6 +189,11 @@ class Config(Section):
     """Dump stacks and exit when a rank has made no progress for this many seconds. null: learn the limit from the
     rank's steps. The warm-up before the first world may take ten times as long (null: ten minutes); before it, a rank
     may be idle for ten times as long, at least ten minutes (null: half an hour)."""
+
+    OLD: ClassVar[Mapping[str, Old]] = {
+        "give_up_after_worlds": Old(int | None, 20, "is now give_up_after: 'N worlds'", _give_up_after),
+        "give_up_after_s": Old(float, 1800.0, "is now give_up_after: 'N worlds, N s'", _give_up_after),
+    }
 
     @field_validator("give_up_after", mode="before")
     @classmethod

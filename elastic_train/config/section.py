@@ -9,22 +9,27 @@ Periods are text: '100 steps', '15 min', '2 epochs', or several with commas betw
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import types
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
+    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from elastic_train.config import yaml12
 
+log = logging.getLogger(__name__)
 Value = object
 MOST_BYTES_OF_A_NAME = 255
 """Length limit of one component of a path on common file systems."""
@@ -37,13 +42,54 @@ SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}
 """Units of time, and their lengths in seconds."""
 
 
+class Old(NamedTuple):
+    """A key of earlier versions: its type, its default, and the keys of today that say the same in a section.
+
+    Without `now` its value is ignored. `why` completes a warning that begins with the key.
+    """
+
+    kind: object
+    default: object
+    why: str
+    now: Callable[[Mapping[str, Any]], Mapping[str, object]] | None = None
+
+
+def _check_old(name: str, old: Old, value: object) -> None:
+    """Raise ValueError unless an old key's value is of its type."""
+    try:
+        TypeAdapter[object](cast(Any, old.kind)).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name} {old.why}, and its value is wrong: {error.errors()[0]['msg']}") from None
+
+
 class Section(BaseModel):
-    """Frozen, with no other keys than its fields; a field's docstring is its key's meaning."""
+    """Frozen, with no other keys than its fields; a field's docstring is its key's meaning.
+
+    `OLD` has the keys of earlier versions, which are still taken. A value other than the default is warned of once.
+    """
+
+    OLD: ClassVar[Mapping[str, Old]] = {}
 
     # What pydantic says of a mistake has no values in it, which may be secrets; `sources` says it better in any case.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_keys_of_today(cls, section: object) -> object:
+        """Put the keys of today in place of old ones."""
+        if not isinstance(section, Mapping) or cls.OLD.keys().isdisjoint(section):
+            return section
+        today = {name: value for name, value in section.items() if name not in cls.OLD}
+        given = {name: old for name, old in cls.OLD.items() if name in section}
+        for name, old in given.items():
+            _check_old(name, old, section[name])
+        for name, old in given.items():
+            if section[name] != old.default:
+                _warn(f"configuration: {name} {old.why}")
+                today |= old.now(section) if old.now is not None else {}
+        return today
 
     @field_validator("*", mode="before")
     @classmethod
@@ -59,6 +105,16 @@ class Section(BaseModel):
                 raise ValueError("has a character that no file can hold: it must be Unicode text without NUL")
         _check(kind, value)
         return value
+
+
+_warned = set[str]()
+
+
+def _warn(text: str) -> None:
+    """Warn once of what each process reads several times."""
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)
 
 
 def scalars_of(kind: object) -> frozenset[type]:
@@ -89,8 +145,8 @@ def below(kind: object, name: str) -> object:
     if kind is object:
         return object
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        field = kind.model_fields.get(name)
-        return field.annotation if field is not None else None
+        field, old = kind.model_fields.get(name), kind.OLD.get(name) if issubclass(kind, Section) else None
+        return field.annotation if field is not None else old.kind if old is not None else None
     if get_origin(kind) is dict:
         return get_args(kind)[1]
     if get_origin(kind) is tuple and name.isdecimal():
@@ -261,6 +317,11 @@ def _period(text: str, forms: Forms) -> tuple[str, float]:
     if found is None or unit not in forms.units or not float(found[1]) or (unit != "s" and not found[1].isdecimal()):
         raise ValueError(f"'{text}' is not a period: {forms.advice}")
     return unit, float(found[1]) * (SECONDS[name.removesuffix("s") or "s"] if unit == "s" else 1.0)
+
+
+def written(**periods: float | None) -> str | None:
+    """Return periods as a text, such as '50 steps, 900 s'; None for none."""
+    return ", ".join(f"{number:.15g} {unit}" for unit, number in periods.items() if number is not None) or None
 
 
 def whole(number: float | None) -> int | None:

@@ -356,7 +356,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch"),
     **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "batch.micro_batch"),
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optimizer.clip_norm"),
-    **dict.fromkeys(("betas", "momentum"), "optimizer.options"),
     "gradient_checkpointing": "parallel.recompute",
     **dict.fromkeys(("num_train_epochs", "num_epochs", "max_epochs"), "epochs"),
     **dict.fromkeys(("eval_steps", "val_check_interval", "check_val_every_n_epoch"), "validation.every"),

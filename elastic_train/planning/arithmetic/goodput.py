@@ -1,6 +1,6 @@
 """The cost of faults: the share of time spent on new steps, and the best interval between saves.
 
-Follows Young (1974) and Daly (2006), as the trainer's `checkpoint.every: auto` does. In live mode, while another
+Follows Young (1974) and Daly (2006), as the trainer's `checkpoint.every_steps: auto` does. In live mode, while another
 replica holds every grain, a fault costs the step in flight and the time to form the next world; otherwise steps since
 the newest commit are recomputed.
 """
@@ -17,7 +17,7 @@ from elastic_train.planning.arithmetic.memory import Memory
 
 Recovery = Literal["live", "restart"]
 RPO_S = 900.0
-"""Default limit of `checkpoint.every`, in seconds."""
+"""Default of `checkpoint.every_s`."""
 STALL_S_PER_GB = 0.11
 """Seconds that training stalls for a background save, per GB that a rank writes; docs/benchmarks.md."""
 

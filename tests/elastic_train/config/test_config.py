@@ -10,9 +10,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from elastic_train.config import schema as configuration
-from elastic_train.config import sources
+from elastic_train.config import section, sources, yaml12
+from elastic_train.config.checkpoints import CheckpointConfig
+from elastic_train.config.monitoring import MonitoringConfig
+from elastic_train.config.recipe import ValidationConfig
 from elastic_train.config.schema import Config
 from elastic_train.config.sources import nearest_key
 from elastic_train.errors import ConfigError
@@ -390,6 +394,98 @@ def test_a_name_is_one_that_all_trackers_take(tmp_path: Path) -> None:
     tracking = {"experiment": "team/project", "wandb": "offline"}
     with pytest.raises(ConfigError, match="experiment must be 128 characters at most, without /"):
         load(tmp_path, {**GOOD, "tracking": tracking})
+    old = {"wandb_project": "p", "wandb": "offline", "mlflow_uri": "mlruns"}
+    with pytest.raises(ConfigError, match="experiment names the project, too: set it to 'p'"):
+        load(tmp_path, {**GOOD, "tracking": old})
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("old", "key", "value", "warning"),
+    [
+        ({"checkpoint.interval": "auto"}, "every", "auto", "interval is now every"),
+        ({"checkpoint.interval": None, "checkpoint.every_steps": 50}, "every_steps", 50, ""),
+        ({"checkpoint.every_steps": 40}, "every", "40 steps, 900 s", "every_steps is now every: 'N steps'"),
+        ({"checkpoint.every_s": None}, "every", "50 steps", "every_s is now every"),
+        ({"checkpoint.every_steps": None, "checkpoint.every_s": None}, "every", None, "every_steps is now every"),
+        ({"checkpoint.every_steps": "auto"}, "every", "auto", "every_steps is now every"),
+        ({"checkpoint.every_steps": "auto", "checkpoint.every_s": 60}, "every_s", 60.0, "every_s is now every"),
+        ({"validation.every_steps": 9}, "every", "9 steps", "every_steps is now every: 'N steps'"),
+        ({"validation.every_steps": None}, "every", None, "every_steps is now every"),
+        ({"validation.every_epochs": 2}, "every", "2 epochs", "every_epochs is now every: 'N epochs'"),
+        ({"run.min_link_mb_per_s": 5.0}, "health_check", 5.0, "min_link_mb_per_s is now health_check: N"),
+        ({"run.min_link_mb_per_s": None}, "min_link_mb_per_s", 0.0, "min_link_mb_per_s is now health_check: N"),
+        ({"run.health_check": False, "run.min_link_mb_per_s": 5.0}, "health_check", False, "is now health_check"),
+        ({"monitoring.port": 9, "monitoring.host": "::"}, "address", ("::", 9), "host is now port: HOST:PORT"),
+        ({"monitoring.phases_every_steps": 7}, "address", None, "phases_every_steps is ignored"),
+        ({"checkpoint.give_up_after": 3}, "every_steps", 50, "give_up_after is ignored: give_up_after, a key of the"),
+        ({"checkpoint.give_up_after_s": None}, "every_steps", 50, "give_up_after_s is ignored: give_up_after, a key"),
+        ({"checkpoint.when_busy": "wait"}, "every_steps", 50, "when_busy is ignored: training waits"),
+        ({"data.cache_bytes": 1 << 30}, "cache_dir", None, "cache_bytes is ignored: the cache takes"),
+        ({"parallel.domain": "r1"}, "copies", 2, "domain is ignored: set the environment variable"),
+        ({"monitoring.otlp": "http://c:4318"}, "address", None, "otlp is ignored"),
+        ({"monitoring.peak_tflops": 7.5}, "address", None, "peak_tflops is ignored: MFU is shown"),
+        ({"profile.at_steps": [3], "profile.num_steps": 3}, "at_steps", (3, 4, 5), "num_steps is now at_steps"),
+        ({"checkpoint.keep_every_steps": 9}, "keep_every_steps", 9, "keep_every_steps is now keep_every"),
+        (
+            {"checkpoint.keep_every_steps": 9, "checkpoint.keep_every_s": 2.5},
+            "keep_every",
+            "9 steps, 2.5 s",
+            "now keep_every",
+        ),
+        ({"run.history_bytes": 1 << 20}, "dir", "runs/default", "history_bytes is ignored"),
+        ({"run.history_terms": None}, "dir", "runs/default", "history_terms is ignored"),
+        (
+            {"parallel.schedule": "interleaved", "parallel.virtual_stages": 3},
+            "schedule",
+            "interleaved:3",
+            "is now parallel.sch",
+        ),
+        ({"parallel.schedule": "interleaved", "parallel.virtual_stages": 2}, "virtual_stages", 2, ""),
+        ({"parallel.schedule": "1f1b", "parallel.virtual_stages": 3}, "virtual_stages", 1, "is now parallel.schedule"),
+        ({"data.unreadable": "quarantine"}, "quarantine", ("unreadable",), "unreadable is now quarantine"),
+        (
+            {"data.unreadable": "quarantine", "data.deadly": "quarantine"},
+            "quarantine",
+            ("unreadable", "deadly"),
+            "deadly is now quarantine",
+        ),
+        ({"checkpoint.every_steps": "auto", "checkpoint.rpo_s": 60}, "every_s", 60.0, "rpo_s is now every"),
+        ({"checkpoint.every_steps": 5, "checkpoint.rpo_s": 60}, "every_s", 900.0, "rpo_s is now every"),
+        ({"checkpoint.storage_budget": "4kB"}, "budget", 4000, "storage_budget is now keep_last"),
+        ({"monitoring.flops_per_sample": 1e9}, "address", None, "flops_per_sample is ignored"),
+        ({"tracking.wandb_project": "p", "tracking.wandb": "offline"}, "experiment", "p", "wandb_project is now exp"),
+        ({"tracking.wandb_project": "p"}, "experiment", "elastic-train", "wandb_project is now experiment"),
+        ({"optimizer.nonfinite_limit": 3}, "on_nonfinite", "fail", "nonfinite_limit is ignored"),
+        (
+            {"optimizer.schedule": "wsd", "optimizer.cooldown_share": 0.1},
+            "schedule",
+            "wsd:0.1",
+            "cooldown_share is now schedule",
+        ),
+        ({"optimizer.cooldown_share": 0.1}, "schedule", "cosine", "cooldown_share is now schedule"),
+        ({"optimizer.ema": {"decay": 0.9}}, "ema_decay", 0.9, "ema is now ema_decay"),
+        ({"optimizer.betas": [0.9, 0.95]}, "options", {"betas": [0.9, 0.95]}, "betas is now options"),
+        ({"optimizer.name": "sgd", "optimizer.betas": [0.9, 0.95]}, "options", {}, "betas is now options"),
+        ({"optimizer.ema": {}}, "ema_decay", 0.999, "ema is now ema_decay"),
+    ],
+)
+def test_old_keys_are_taken_with_a_warning_that_names_the_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    old: dict[str, object], key: str, value: object, warning: str,
+) -> None:  # fmt: skip
+    """From a file, as runs have recorded them, and from the command line; a default is no news."""
+    monkeypatch.setattr(section, "_warned", set())
+    tree: dict[str, dict[str, object]] = {"data": {"train": "rows"}}
+    for name, was in old.items():
+        tree.setdefault(name.split(".")[0], {})[name.split(".")[1]] = was
+    arguments = [part for name, was in old.items() for part in (f"--{name}", "null" if was is None else str(was))]
+    for config in (load(tmp_path, tree), load(tmp_path, GOOD, arguments=arguments)):
+        assert getattr(getattr(config, next(iter(old)).split(".")[0]), key) == value
+    obsolete = [name for name in old if nearest_key(name) != name]
+    assert len(caplog.records) == (len(obsolete) if warning else 0)
+    assert warning in caplog.text
+    assert not set(yaml12.parse(config.to_yaml())["checkpoint"]) & set(CheckpointConfig.OLD)  # type: ignore[index, call-overload]
 
 
 @pytest.mark.parametrize("text", ["10", "steps", "0 steps", "1.5 steps", "3 weeks", "1 h, 2 h", "9 steps, 8 steps", ""])
@@ -422,10 +518,33 @@ def test_a_number_without_its_unit_is_refused(tmp_path: Path, key: str, value: o
 
 
 def test_the_patience_with_worlds_is_one_key(tmp_path: Path) -> None:
-    patience = load(tmp_path, {**GOOD, "give_up_after": "3 worlds, 1 min"})
-    assert (patience.give_up_after_worlds, patience.give_up_after_s) == (3, 60.0)
-    assert load(tmp_path, {**GOOD, "give_up_after": None}).give_up_after_worlds is None
+    """The two old keys are still read, one of them over a file that has the new one as well."""
+    new = load(tmp_path, {**GOOD, "give_up_after": "3 worlds, 1 min"})
+    assert (new.give_up_after_worlds, new.give_up_after_s) == (3, 60.0)
+    both = load(tmp_path, {**GOOD, "give_up_after_worlds": 5, "give_up_after_s": 7})
+    assert (both.give_up_after_worlds, both.give_up_after_s) == (5, 7.0)
+    over = load(tmp_path, {**GOOD, "give_up_after": "3 worlds, 1 min"}, arguments=("--give_up_after_worlds", "4"))
+    assert (over.give_up_after_worlds, over.give_up_after_s) == (4, 60.0)
+    assert load(tmp_path, {**GOOD, "give_up_after_worlds": None}).give_up_after_worlds is None
     assert load(tmp_path, GOOD).give_up_after_s == 1800.0
+
+
+@pytest.mark.parametrize("wrong", ["x", [1], {"a": 1}, 1.5])
+@pytest.mark.parametrize("kind", [CheckpointConfig, ValidationConfig, MonitoringConfig], ids=lambda one: one.__name__)
+def test_an_old_key_with_a_wrong_value_is_refused_by_its_name(kind: type[section.Section], wrong: object) -> None:
+    """No conversion to the new key sees a value that is not of the old key's type."""
+    for name, old in kind.OLD.items():
+        try:
+            TypeAdapter(old.kind).validate_python(wrong)
+        except ValidationError:
+            with pytest.raises(ValidationError, match=f"{name} {re.escape(old.why)}, and its value is wrong"):
+                kind.model_validate({name: wrong})
+
+
+def test_an_old_key_counts_over_the_new_one_of_a_file(tmp_path: Path) -> None:
+    tree = {**GOOD, "checkpoint": {"every": "20 steps, 1 h"}, "validation": {"every": "7 steps"}}
+    found = load(tmp_path, tree, arguments=("--checkpoint.every_steps", "5", "--validation.every_epochs", "2"))
+    assert (found.checkpoint.every, found.validation.every) == ("5 steps, 3600 s", "2 epochs")
 
 
 def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
@@ -443,7 +562,6 @@ def test_periods_are_of_steps_and_of_time(tmp_path: Path) -> None:
         ("lr", "optimizer.lr"),
         ("check_val_every_n_epoch", "validation.every"),
         ("train", "data.train"),
-        ("optimizer.betas", "optimizer.options"),
         ("warmup", "optimizer.warmup_steps"),
         ("nonsense", None),
         ("checkpoint.interval", None),
