@@ -90,8 +90,7 @@ Trait = Literal[
     "parameters on several devices",
     "unfit linear layers",
     # of the optimizer
-    "optimizers like Adafactor",
-    "optimizers like Muon",
+    "optimizers that need whole parameters",
     # of the machine
     "no compiler for the model",
     "no float8 kernel",
@@ -229,14 +228,8 @@ RULES = (
     ),
     Rule((*_SHARDS, *_OFFLOAD), ("parameters on several devices",), "shares are of one device", "put all on one"),
     Rule(
-        (*_SHARDS, *_OFFLOAD, "tensor", "pipeline", "expert"),
-        ("optimizers like Adafactor",),
-        "its state cannot be cut as the parameters are",
-        "optimizer.name to adamw",
-    ),
-    Rule(
         ("tensor", "expert"),
-        ("optimizers like Muon",),
+        ("optimizers that need whole parameters",),
         "each rank has a part of the parameter (parallel.shards and pipeline keep it whole)",
         "optimizer.name to adamw",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,13 +81,14 @@ def build_state(
     if parallel.has_shares or parallel.cell.holds_parts:
         slots = slots_of(optimizer, choice.make, next(model.parameters()).device)
     cut = CutModel(model, cell_plan, parallel.cell, CellLinks())
-    parts = _parts_of(made, cut, parallel, numbers_of_atomic(slots), config.name)
+    atomic = numbers_of_atomic(slots)
+    parts = _parts_of(made, cut, parallel, atomic, config.name)
     outline = {
         "the parameters": describe_layout(parts.layout),
         "the list of parameter groups": describe_groups(model, optimizer),
     }
     first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
-    if parallel.has_shares:
+    if _is_in_seats(parallel, atomic):
         if config.ema_decay is not None:
             slots = [replace(one, moments=(*one.moments, AVERAGE)) for one in slots]
         make = _by_seat(made, parallel, first, slots, least_bytes, gathers)
@@ -126,17 +127,17 @@ def _optimizer_of(
 
 
 def _parts_of(
-    made: Made, cut: CutModel, parallel: ParallelConfig, atomic: Container[int], optimizer_name: str
+    made: Made, cut: CutModel, parallel: ParallelConfig, atomic: Collection[int], optimizer_name: str
 ) -> Parts:
     """Return the model's parts; refuse to cut a parameter that the optimizer updates as a whole (group in `atomic`)."""
     model, optimizer, *_ = made
-    units = unit_names(model) if parallel.has_shares else []
+    units = unit_names(model) if _is_in_seats(parallel, atomic) else []
     layout = layout_of(model, optimizer, cut.plan.dims, lambda name: unit_of(name, units), atomic=atomic)
     for tensor in layout.tensors:
         name = tensor.names[0]
         if tensor.is_atomic and name in cut.cuts and cut.cuts[name].is_in_parts:
             what = f"optimizer.name: {optimizer_name}, which updates '{name}' as a whole"
-            raise refused("optimizers like Muon", what)
+            raise refused("optimizers that need whole parameters", what)
     places = range(0, parallel.cell.size, parallel.cell.context)
     starts = {name: [one.run(place)[0] for place in places] for name, one in cut.cuts.items()}
     return Parts(layout, columns_of(model, optimizer, cut, parallel, units, atomic), starts, cut.outline.keys())
@@ -148,7 +149,7 @@ def columns_of(
     cut: CutModel,
     parallel: ParallelConfig,
     units: list[str],
-    atomic: Container[int] = (),
+    atomic: Collection[int] = (),
 ) -> list[Column]:
     """Return the column (shard group) of each model part; the model is whole, or on the meta device.
 
@@ -170,7 +171,16 @@ def columns_of(
 
     places = range(0, parallel.cell.size, parallel.cell.context)
     layouts = [layout_of(model, optimizer, cut.plan.dims, unit_at(place), part_at(place), atomic) for place in places]
-    return [column_of(one) if parallel.has_shares else Column(one) for one in layouts]
+    return [column_of(one) if _is_in_seats(parallel, atomic) else Column(one) for one in layouts]
+
+
+def _is_in_seats(parallel: ParallelConfig, atomic: Collection[int]) -> bool:
+    """Return True if ranks hold what their seats give them, be it all of their parts.
+
+    They then have no optimizer state of other stages' parameters, which have no elements and cannot be updated if the
+    optimizer needs whole parameters: their groups are in `atomic`.
+    """
+    return parallel.has_shares or bool(atomic)
 
 
 def _by_seat(

@@ -192,7 +192,7 @@ def _move(
                 weights = on_huge_pages(torch.empty_like(weights))
                 arrived.append((held.weights, weights))
             yield weights
-            yield from (moment for _, moment in sorted(held.moments.items()))
+            yield from (moment for _, moment in sorted(held.moments.items()) if moment.numel())
 
     own = [one for one in plan.transfers if group.rank in one[:2]]
     moves = [Move(giver, taker, table.seating().runs_at(taker, grains)) for giver, taker, grains in own]

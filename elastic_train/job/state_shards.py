@@ -224,8 +224,12 @@ class CommitPieces:
             return in_whole(leaf, cut, shards.table.place, written_by_turns(cut, places, next(turns)))
         held, made = self._made.get(path, (None, leaf))
         if held is not leaf:
-            cut = cut_at(path, leaf, shards.cut.cuts, shards.table.place)
-            written = self._written_of(shards.table.parts.columns[0].layout.numbers[weight_of(path) or ""], cut)
+            name, cuts = weight_of(path) or "", shards.cut.cuts
+            cut = cuts.get(name) if leaf.is_whole else cut_at(path, leaf, cuts, shards.table.place)
+            written = self._written_of(shards.table.parts.columns[0].layout.numbers[name], cut)
+            if leaf.is_whole:
+                cut, every = None, (0, leaf.shape.numel())
+                written = [[every] if any(lo == 0 < hi for lo, hi in spans) else [] for spans in written]
             made = replace(leaf, written=written) if cut is None else in_whole(leaf, cut, shards.table.place, written)
             self._made[path] = leaf, made
         return made

@@ -6,7 +6,7 @@ dimension they are split within it. Gradients are element-wise, so every rank co
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -92,6 +92,6 @@ class SameColumns:
         cut: CutModel,
         parallel: ParallelConfig,
         units: list[str],
-        atomic: Container[int],
+        atomic: Collection[int],
     ) -> list[Column]:
         return self._known(parallel.cell, lambda: columns_of(model, optimizer, cut, parallel, units, atomic))

@@ -36,7 +36,9 @@ class Pieces:
     * `dtype`, `shape`: of the whole tensor; `cut` defines its memory order and grains;
     * `held`: this rank's live memory: 1-D, contiguous, hi - lo elements each; spans ascending and disjoint;
     * `written`: spans by writer, each within one that it holds; together they cover the tensor once. Those of weights
-      (leaves below "model") are cut at grains.
+      (leaves below "model") are cut at grains;
+    * `is_whole`: True for a moment of another shape than its weight's, of which a rank holds all or nothing; whoever
+      writes the weight's first element writes it.
     """
 
     dtype: torch.dtype
@@ -44,6 +46,7 @@ class Pieces:
     held: Mapping[Span, Tensor]
     written: Sequence[Sequence[Span]]
     cut: Cut | None = None
+    is_whole: bool = False
 
     def memory(self, span: Span) -> Tensor:
         """Return this rank's live memory of a span, as a view of the held span that contains it."""

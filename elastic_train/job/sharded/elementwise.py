@@ -1,21 +1,21 @@
 """An optimizer's state per element of a parameter, and if its update allows parameters to be cut.
 
 Most of torch's optimizers update elementwise, so a shard may begin and end anywhere. Others, such as Muon, need whole
-parameters and keep tensors of their shape: a rank then holds all of a parameter or none.
+parameters: a rank then holds all of a parameter or none. They may keep tensors of other shapes, as Adafactor keeps one
+number per row and per column.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from elastic_train.config.combinations import refused
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer, Twin, shows_no_cut
@@ -23,24 +23,45 @@ from elastic_train.placement.grains import ALIGN
 
 T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3
-_MATRIX = (6, 10)
+_SIZES = (6, 10, 3, 5, 7, 4)
+"""Sizes of the dimensions of a parameter that is tried; no two are equal, so a moment's shape says which it has."""
 Kept = dict[str, Any]
 """A parameter's weights under "", and its optimizer state."""
 Settings = Mapping[str, Any]
 """Settings of a parameter group."""
+Shape = tuple[int, ...]
+Rule = tuple[int | None, ...]
+"""A moment's shape: for each dimension the parameter's dimension whose size it has, None for a size of 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """An optimizer's state per parameter: named tensors with one number per element, and an update count.
+    """An optimizer's state per parameter: named tensors, and an update count.
 
-    `count` is the prototype of torch's "step", None if updates are not counted. A parameter that `is_atomic` must be
-    whole for its update.
+    `moments` have one number per element. `count` is the prototype of torch's "step", None if updates are not counted.
+    A parameter that `is_atomic` must be whole for its update; `others` then has its other moments, by the parameter's
+    number of dimensions.
     """
 
     moments: tuple[str, ...]
     count: Tensor | None = None
     is_atomic: bool = False
+    others: Mapping[int, Mapping[str, Rule]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """All names in the optimizer's state of a parameter."""
+        others = {name for rules in self.others.values() for name in rules}
+        return {*self.moments, *others, *(() if self.count is None else (_STEP,))}
+
+    def shapes_of(self, shape: Sequence[int]) -> dict[str, Shape]:
+        """Return the shape of each moment of a parameter of some shape."""
+        return {**dict.fromkeys(self.moments, tuple(shape)), **self.others_of(shape)}
+
+    def others_of(self, shape: Sequence[int]) -> dict[str, Shape]:
+        """Return the shapes of the moments that do not have one number per element of every parameter."""
+        rules = self.others.get(len(shape), {})
+        return {name: tuple(1 if dim is None else shape[dim] for dim in rule) for name, rule in rules.items()}
 
     def filled(self, moments: Mapping[str, T], num_updates: float) -> dict[str, T | Tensor]:
         """Return the optimizer's state of a parameter, or a part of one, after `num_updates` updates."""
@@ -51,18 +72,20 @@ class Slots:
 def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> list[Slots]:
     """Return the slots of each parameter group, found by trying the optimizer.
 
-    It is tried on a parameter, on two parts of it, and on nothing; or on whole parameters if it needs them. Raises
-    ConfigError if the optimizer updates or keeps anything else, since its updates would then depend on the sharding, or
-    if its state does not start from zeros, as a new shard's does.
+    It is tried on a parameter, on two parts of it, and on nothing; or, if it needs whole parameters, on some of each
+    number of dimensions that a group has. Raises ConfigError if the optimizer updates or keeps anything else, since its
+    updates would then depend on the sharding, or if its state does not start from zeros, as a new shard's does.
     """
-    tried: list[tuple[Settings, Slots]] = []
+    tried: list[tuple[Settings, Set[int], Slots]] = []
     found: list[Slots] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
-        slots = next((known for others, known in tried if _are_alike(settings, others)), None)
+        dims = {one.dim() for one in group["params"]} or {2}
+        fit = (known for others, of, known in tried if dims <= of and _are_alike(settings, others))
+        slots = next(fit, None)
         if slots is None:  # groups often differ in their rates only
-            slots = _known_slots(type(optimizer), settings, make, device)
-            tried.append((settings, slots))
+            slots = _known_slots(type(optimizer), settings, dims, make, device)
+            tried.append((settings, dims, slots))
         found.append(slots)
     return found
 
@@ -90,21 +113,27 @@ def _are_alike(settings: Settings, others: Settings) -> bool:
     )
 
 
-_KNOWN: list[tuple[type[Optimizer], torch.device | None, Settings, Slots]] = []
+_KNOWN: list[tuple[type[Optimizer], torch.device | None, Settings, Set[int], Slots]] = []
 """Results for torch's own optimizers in this process: the plan and then the state ask for them."""
 
 
-def _known_slots(kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None) -> Slots:
-    """Return the known slots of a group, or try the optimizer; torch's own depend on nothing but their groups."""
-    for known_kind, known_device, others, slots in _KNOWN:
-        if (kind, device) == (known_kind, known_device) and _are_alike(settings, others):
+def _known_slots(
+    kind: type[Optimizer], settings: Settings, dims: Set[int], make: MakeOptimizer, device: torch.device | None
+) -> Slots:
+    """Return the known slots of a group, or try the optimizer; torch's own depend on nothing but their groups.
+
+    `dims` are the numbers of dimensions of the group's parameters, which matter only if these must be whole.
+    """
+    for known_kind, known_device, others, of, slots in _KNOWN:
+        is_known = (kind, device) == (known_kind, known_device) and (dims <= of or not slots.is_atomic)
+        if is_known and _are_alike(settings, others):
             return slots
     try:
         slots = _slots_of_group(kind, settings, make, device)
     except ConfigError as error:
-        slots = _slots_of_whole(kind, settings, make, device, error)
+        slots = _slots_of_whole(kind, settings, dims, make, device, error)
     if kind.__module__.startswith("torch.optim."):
-        _KNOWN.append((kind, device, settings, slots))
+        _KNOWN.append((kind, device, settings, dims, slots))
     return slots
 
 
@@ -122,47 +151,77 @@ def _slots_of_group(
         slots = _read(kind, whole.kept)
         begun, nothing = tried(slice(None), begun=slots), tried(slice(0, 0))
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise _not_elementwise(kind, f"it does not update a part of one: {error}") from error
+        raise depends_on_more(kind, f"it does not update a part of one: {error}") from error
     for name in ("", *slots.moments):
         if not _are_equal(whole.kept[name], torch.stack([half.kept[name] for half in halves])):
-            raise _not_elementwise(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
+            raise depends_on_more(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
         if not _are_equal(whole.kept[name], begun.kept[name]):
-            raise _not_elementwise(kind, "its first update is not that of one that has kept zeros")
+            raise depends_on_more(kind, "its first update is not that of one that has kept zeros")
     for other in (*halves, begun, nothing):
         if other.own != whole.own:
-            raise _not_elementwise(kind, "what it keeps of a parameter group depends on the part that it updates")
+            raise depends_on_more(kind, "what it keeps of a parameter group depends on the part that it updates")
     if not shows_no_cut(make, settings, device):
-        raise _not_elementwise(kind, "it rounds the last elements of a tensor otherwise than the others")
+        raise depends_on_more(kind, "it rounds the last elements of a tensor otherwise than the others")
     return slots
 
 
 def _slots_of_whole(
-    kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None, reason: ConfigError
+    kind: type[Optimizer],
+    settings: Settings,
+    dims: Set[int],
+    make: MakeOptimizer,
+    device: torch.device | None,
+    reason: ConfigError,
 ) -> Slots:
     """Return the slots of an optimizer that updates each parameter as a whole, independently of others.
 
     Raises `reason`, why a parameter cannot be cut, for other optimizers.
     """
+    try:
+        each = {num: _rules_of_whole(kind, settings, _SIZES[:num], make, device) for num in sorted(dims)}
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ConfigError) as error:
+        raise reason from error
+    counts = [count for _, count in each.values()]
+    if len({count is None for count in counts}) > 1:
+        raise reason
+    names = [name for rules, _ in each.values() for name in rules]
+    same = {name for name in names if all(rules.get(name) == tuple(range(num)) for num, (rules, _) in each.items())}
+    moments = tuple(name for name in dict.fromkeys(names) if name in same)
+    others = {num: {name: rule for name, rule in rules.items() if name not in same} for num, (rules, _) in each.items()}
+    return Slots(moments, counts[0], is_atomic=True, others=others if any(others.values()) else {})
+
+
+def _rules_of_whole(
+    kind: type[Optimizer], settings: Settings, shape: Shape, make: MakeOptimizer, device: torch.device | None
+) -> tuple[dict[str, Rule], Tensor | None]:
+    """Return the shapes of the moments of parameters with some number of dimensions, and the update count.
+
+    Raises ConfigError if the update of one parameter depends on others.
+    """
     generator = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(1 + _STEPS, 2, *_MATRIX, generator=generator).to(device)
+    values, *gradients = torch.randn(1 + _STEPS, 2, *shape, generator=generator).to(device)
 
     def tried(number: int, begun: Slots | None = None) -> _Tried:
         steps = [list(gradient[:number]) for gradient in gradients]
         return _tried(kind, make, settings, list(values[:number]), steps, begun)
 
-    try:
-        one = tried(1)
-        slots = replace(_read(kind, one.kept), is_atomic=True)
-        begun, both, nothing = tried(1, slots), tried(2, slots), tried(0, slots)
-    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ConfigError) as error:
-        raise reason from error
-    is_apart = all(
-        other.own == one.own and all(_are_equal(one.kept[name], other.kept[name]) for name in ("", *slots.moments))
-        for other in (begun, both)
-    )
-    if slots.count is not None or not is_apart or nothing.own != one.own:  # an empty shard must not count updates
-        raise reason
-    return slots
+    one = tried(1)
+    rules, count = _rules(kind, one.kept)
+    slots = Slots((), count, is_atomic=True, others={len(shape): rules})
+    begun, both = tried(1, slots), tried(2, slots)
+    for other in (begun, both):
+        if other.own != one.own or not all(_are_equal(one.kept[name], other.kept[name]) for name in ("", *rules)):
+            raise depends_on_more(kind, "the updates of two parameters depend on each other")
+    nothing = tried(0, slots)
+    if count is not None:  # a shard without a parameter of the group counts its updates on a stand-in
+        zero = torch.zeros((1,) * len(shape), device=device)
+        nothing = _tried(kind, make, settings, [zero], [[zero]] * _STEPS, slots)
+        shapes = {name: nothing.kept[name].shape for name in rules}
+        if shapes != slots.shapes_of(zero.shape) or not torch.equal(nothing.kept[_STEP], one.kept[_STEP]):
+            raise depends_on_more(kind, "the shapes of what it keeps do not follow from the parameter's")
+    if nothing.own != one.own:
+        raise depends_on_more(kind, "what it keeps of a parameter group depends on the parameters that it updates")
+    return rules, count
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
@@ -170,14 +229,33 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _read(kind: type[Optimizer], kept: Kept) -> Slots:
-    shape, names = kept[""].shape, [name for name in kept if name not in ("", _STEP)]
-    for name in names:
-        if not isinstance(kept[name], Tensor) or kept[name].shape != shape:
-            raise _not_elementwise(kind, f"the '{name}' that it keeps has no number for each element")
+    rules, count = _rules(kind, kept)
+    for name, rule in rules.items():
+        if rule != tuple(range(kept[""].dim())):
+            raise depends_on_more(kind, f"the '{name}' that it keeps has no number for each element")
+    return Slots(tuple(rules), count)
+
+
+def _rules(kind: type[Optimizer], kept: Kept) -> tuple[dict[str, Rule], Tensor | None]:
+    """Return the rules of the moments' shapes, and the prototype of the update count."""
+    weights, rules = kept[""], dict[str, Rule]()
+    for name in [name for name in kept if name not in ("", _STEP)]:
+        moment = kept[name]
+        if (
+            not isinstance(moment, Tensor)
+            or moment.dtype != weights.dtype
+            or not set(moment.shape) <= {1, *weights.shape}
+        ):
+            raise depends_on_more(kind, f"the '{name}' that it keeps has no number for each element, row or column")
+        if moment.shape == weights.shape:
+            rules[name] = tuple(range(weights.dim()))
+        else:
+            sizes = list(weights.shape)
+            rules[name] = tuple(None if size == 1 else sizes.index(size) for size in moment.shape)
     count = kept.get(_STEP)
     if count is not None and not isinstance(count, Tensor):
-        raise _not_elementwise(kind, "it counts its updates otherwise than torch's own")
-    return Slots(tuple(names), None if count is None else torch.zeros_like(count))
+        raise depends_on_more(kind, "it counts its updates otherwise than torch's own")
+    return rules, None if count is None else torch.zeros_like(count)
 
 
 class _Tried(NamedTuple):
@@ -200,14 +278,15 @@ def _tried(
     memory = OptimizerMemory(twin.optimizer, {})
     if begun is not None:
         for one in twin.parameters:
-            twin.optimizer.state[one] = begun.filled({name: torch.zeros_like(one) for name in begun.moments}, 0.0)
+            zeros = {name: one.new_zeros(shape) for name, shape in begun.shapes_of(one.shape).items()}
+            twin.optimizer.state[one] = begun.filled(zeros, 0.0)
     for number, gradients in enumerate(steps):
         if begun is not None and number == _RESUMED_AT:
             twin, memory = _resumed(make, settings, twin, memory, begun, number)
         twin.update(gradients)
     own = memory.own({})
     if places := [place for place in places_of(own) if place[0] != "group"]:
-        raise _not_elementwise(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
+        raise depends_on_more(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
     values_of = {name: one.tolist() for name, one in own.get(TENSORS, {}).items()}  # type: ignore[attr-defined]
     said = f"{own.get(TEXT)} {values_of}"
     if not twin.parameters:
@@ -225,12 +304,16 @@ def _resumed(
     remembered = OptimizerMemory(other.optimizer, {})
     for one, before in zip(other.parameters, twin.parameters, strict=True):
         kept = twin.optimizer.state.get(before, {})
-        if state := slots.filled({name: kept[name].clone() for name in slots.moments}, num_updates):
+        if state := slots.filled({name: kept[name].clone() for name in slots.shapes_of(one.shape)}, num_updates):
             other.optimizer.state[one] = state
     remembered.take_own(copy.deepcopy(memory.own({})), {})
     return other, remembered
 
 
-def _not_elementwise(kind: type[Optimizer], why: str) -> ConfigError:
-    what = f"{kind.__name__}, which does not update a parameter element by element: {why}"
-    return refused("optimizers like Adafactor", what)
+def depends_on_more(kind: type[Optimizer], why: str) -> ConfigError:
+    """Return the error for an optimizer that can update neither parts of a parameter nor a parameter by itself."""
+    return ConfigError(
+        f"optimizer.name: {kind.__name__} can update neither a part of a parameter nor a parameter without the others "
+        f"({why}), so its results would depend on what each rank holds: set parallel.shards to none, parallel.offload "
+        "to none, parallel.tensor to 1, parallel.pipeline to 1 and parallel.expert to 1, or optimizer.name to adamw"
+    )

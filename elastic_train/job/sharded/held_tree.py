@@ -8,6 +8,7 @@ under ZeRO-3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,27 +24,34 @@ from elastic_train.checkpoint.format.state_tree import Pieces, Span, StatePath
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.cells.cut_model import Cut
+from elastic_train.job.sharded.elementwise import Shape
+from elastic_train.job.sharded.moment_positions import ELEMENTWISE, Positions
 from elastic_train.placement.arcs import Arc
 from elastic_train.placement.grains import Layout, strides_of
 from elastic_train.placement.grains import Tensor as Place
 from elastic_train.placement.holdings import Run, stretches
 
 Moments = Mapping[str, Tensor]
-"""An optimizer's tensors of one shard with one number per element, by torch's names; 1-D."""
+"""An optimizer's tensors of one shard, by torch's names; 1-D."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRun:
-    """A run of a flat vector that this rank holds: its weights, and its moments, empty if it is not trained."""
+    """A run of a flat vector that this rank holds: its weights, and its moments, empty if it is not trained.
+
+    `positions` are those of the flat vector's moments.
+    """
 
     run: Run
     weights: Tensor
     moments: Moments
+    positions: Positions = ELEMENTWISE
 
     def cut(self, run: Run) -> HeldRun:
         """Return the part of this run that lies in `run`."""
         part = slice(run.lo - self.run.lo, run.hi - self.run.lo)
-        return HeldRun(run, self.weights[part], {name: moment[part] for name, moment in self.moments.items()})
+        moments = {name: one[self.positions.part(name, run, self.run)] for name, one in self.moments.items()}
+        return HeldRun(run, self.weights[part], moments, self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +111,9 @@ Cuts = Mapping[str, Cut]
 def cut_at(path: StatePath, leaf: Tensor | Pieces, cuts: Cuts, place: int) -> Cut | None:
     """Return how a leaf of a place's state is cut; None if it is not.
 
-    Moments are cut as their weights are; an update count is not cut.
+    Moments are cut as their weights are; an update count, and what is whole or absent, is not cut.
     """
-    cut = cuts.get(weight_of(path) or "")
+    cut = None if isinstance(leaf, Pieces) and leaf.is_whole else cuts.get(weight_of(path) or "")
     return cut if cut is not None and leaf.shape == cut.part_shape(place) else None
 
 
@@ -153,10 +161,14 @@ def pieces_of(
     layout: Layout,
     place: Place,
     names: Sequence[str],
+    others: Mapping[str, Shape],
     spans: Sequence[Span],
     runs: Sequence[HeldRun],
 ) -> TensorPieces:
-    """Return one tensor's pieces, with the named moments; `spans` must be held."""
+    """Return one tensor's pieces; `spans` must be held.
+
+    `names` are the moments with one number per element; `others` has the shapes of the other ones.
+    """
     dtype = getattr(torch, layout.flats[place.flat].dtype.removeprefix("torch."))
     parts = {span: _held_at(runs, place, span) for span in spans}
 
@@ -164,7 +176,13 @@ def pieces_of(
         held = {span: memory(part) for span, part in parts.items()}
         return Pieces(dtype, torch.Size(place.shape), held, (), place.cut)
 
-    return TensorPieces(pieces(lambda part: part.weights), {name: pieces(partial(_moment, name)) for name in names})
+    def whole(name: str, shape: Shape) -> Pieces:
+        size, memory = math.prod(shape), [part.moments[name] for part in parts.values()]
+        return Pieces(dtype, torch.Size(shape), {(0, size): memory[0][:size]} if memory else {}, (), is_whole=True)
+
+    moments = {name: pieces(partial(_moment, name)) for name in names}
+    moments |= {name: whole(name, shape) for name, shape in others.items()}
+    return TensorPieces(pieces(lambda part: part.weights), moments)
 
 
 def _moment(name: str, part: HeldRun) -> Tensor:
@@ -200,9 +218,16 @@ def keep(new: HeldRun, old: Sequence[HeldRun]) -> None:
                 moment.copy_(there.moments[name])
 
 
-def shaped(memory: Tensor, whole: Place | None) -> Tensor:
-    """Return a whole tensor's elements, in memory order, in its shape; other memory unchanged."""
-    return memory if whole is None else memory.as_strided(whole.shape, strides_of(whole.shape, whole.cut))
+def shaped(memory: Tensor, whole: Place | None, shape: Shape | None = None) -> Tensor:
+    """Return a whole tensor's elements, in memory order, in its shape; other memory unchanged.
+
+    `shape` is that of the memory's contents if these are a moment.
+    """
+    if whole is None:
+        return memory
+    if shape in (None, whole.shape):
+        return memory.as_strided(whole.shape, strides_of(whole.shape, whole.cut))
+    return memory[: math.prod(shape)].view(shape)
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:

@@ -9,13 +9,14 @@ which do not change them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_train.job.sharded.elementwise import Shape
 from elastic_train.job.sharded.held_tree import HeldRun, shaped
 from elastic_train.parallel.devices.host_memory import Event, HostMemory
 from elastic_train.placement.grains import ALIGN
@@ -38,25 +39,33 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """One of the optimizer's parameters: its group's number, the held run, and, if it must be whole, its tensor."""
+    """One of the optimizer's parameters: its group's number, the held run, and, if it must be whole, its tensor.
+
+    `shapes` has the shapes of a whole tensor's moments.
+    """
 
     group: int
     parameter: nn.Parameter
     held: HeldRun
     whole: Place | None = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def state_in(self, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return moments in memory as the optimizer has them."""
+        return {name: shaped(one, self.whole, self.shapes.get(name)) for name, one in memory.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Elements [lo, hi) of a parameter, with the byte range of each of its tensors in a buffer.
 
-    `starts` has the first byte of each tensor, and `end` the byte after the last one.
+    `tensors` has the host memory of each tensor and its first byte in the buffer, and `end` is the byte after the last.
     """
 
     of: Updated
     lo: int
     hi: int
-    starts: dict[str, int]
+    tensors: Mapping[str, tuple[Tensor, int]]
     end: int
 
 
@@ -138,12 +147,10 @@ class StreamedUpdate:
 
     def _views(self, part: _Part, room: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the host and device views of a part's tensors, by name."""
-        found = {}
-        for name, start in part.starts.items():
-            held = part.of.held.weights if name == _WEIGHTS else part.of.held.moments[name]
-            here = held[part.lo : part.hi]
-            found[name] = here, room[start : start + here.nbytes].view(here.dtype)
-        return found
+        return {
+            name: (here, room[start : start + here.nbytes].view(here.dtype))
+            for name, (here, start) in part.tensors.items()
+        }
 
     def _pairs(self, views: dict[str, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         return list(views.values())
@@ -159,7 +166,7 @@ class StreamedUpdate:
             updated = [self._parameter(part, pairs) for part, pairs in zip(block, views, strict=True)]
             for one, part, pairs in zip(updated, block, views, strict=True):
                 groups[part.of.group]["params"].append(one)
-                optimizer.state[one] = self._state_of(state.get(part.of.parameter, {}), pairs, part.of.whole)
+                optimizer.state[one] = self._state_of(state.get(part.of.parameter, {}), pairs, part.of)
             self._update()
             counts = [optimizer.state[one].get(_STEP) for one in updated]
         finally:
@@ -179,11 +186,9 @@ class StreamedUpdate:
         one.grad = gradient if part.of.whole is not None else gradient[part.lo : part.hi]
         return one
 
-    def _state_of(
-        self, state: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]], whole: Place | None
-    ) -> dict[str, Any]:
-        moments = {name: shaped(there, whole) for name, (_, there) in pairs.items() if name != _WEIGHTS}
-        return {**({_STEP: state[_STEP].clone()} if _STEP in state else {}), **moments}
+    def _state_of(self, state: dict[str, Any], pairs: dict[str, tuple[Tensor, Tensor]], of: Updated) -> dict[str, Any]:
+        moments = {name: there for name, (_, there) in pairs.items() if name != _WEIGHTS}
+        return {**({_STEP: state[_STEP].clone()} if _STEP in state else {}), **of.state_in(moments)}
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -200,24 +205,26 @@ def _blocks_of(updated: Sequence[Updated], offload: Offload) -> Iterator[list[_P
     block: list[_Part] = []
     end = 0
     for one in updated:
-        names = [*([_WEIGHTS] if offload.with_weights else []), *one.held.moments]
+        tensors = {**({_WEIGHTS: one.held.weights} if offload.with_weights else {}), **one.held.moments}
         size = one.held.weights.element_size()
-        each = max(1, len(names)) * size * ALIGN
+        each = max(1, len(tensors)) * size * ALIGN
         lo, numel, is_cut = 0, one.held.weights.numel(), False
         while not is_cut:  # also for a parameter without elements: it counts its group's updates
-            fit = (offload.memory.room_bytes - end) // each * ALIGN
-            if one.whole is not None and fit < numel:
-                fit = 0 if block else numel
+            fit = max(0, offload.memory.room_bytes - end) // each * ALIGN
+            if one.whole is not None:
+                needed = sum(-(-tensor.numel() // ALIGN) for tensor in tensors.values()) * size * ALIGN
+                fit = numel if not block or end + needed <= offload.memory.room_bytes else 0
             if fit == 0 and block:
                 yield block
                 block, end = [], 0
                 continue
             assert fit, f"no {each} bytes fit into a room of {offload.memory.room_bytes}"
             hi = min(lo + fit, numel)
-            span = -(-(hi - lo) // ALIGN) * ALIGN * size
-            starts = {name: end + place * span for place, name in enumerate(names)}
-            end += len(names) * span
-            block.append(_Part(one, lo, hi, starts, end))
+            parts = dict[str, tuple[Tensor, int]]()
+            for name, tensor in tensors.items():
+                parts[name] = (tensor if one.whole is not None else tensor[lo:hi]), end
+                end += -(-parts[name][0].numel() // ALIGN) * ALIGN * size
+            block.append(_Part(one, lo, hi, parts, end))
             lo, is_cut = hi, hi == numel
     if block:
         yield block

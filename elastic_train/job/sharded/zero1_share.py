@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_train.checkpoint.format.layout import AVERAGE, State
-from elastic_train.config.combinations import refused
 from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates
-from elastic_train.job.sharded.elementwise import Slots
+from elastic_train.job.sharded.elementwise import Slots, depends_on_more
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import (
     Cuts,
@@ -43,12 +43,13 @@ from elastic_train.job.sharded.held_tree import (
     spans_of,
     tree_to_fill,
 )
+from elastic_train.job.sharded.moment_positions import positions_of
 from elastic_train.job.sharded.share import Offloaded, Share, SharedScaler, Summed
 from elastic_train.job.sharded.streamed_update import Offload, StreamedUpdate, Updated
 from elastic_train.parallel.buckets import Wire
 from elastic_train.parallel.devices.squares import squares_of_vectors
 from elastic_train.parallel.exchange import AtOwners, Reduction, move
-from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum
+from elastic_train.parallel.gradient_sum import GradientSum, OfPart, Tree, TreeSum, reduce_of
 from elastic_train.parallel.group import Group
 from elastic_train.placement.grain_tables import Lengths
 from elastic_train.placement.grains import Tensor as Place
@@ -85,6 +86,8 @@ class Zero1Share(Share):
         self._pieces: Mapping[str, TensorPieces] | None = None
         self._names, self._slots = names_of(model, optimizer), slots
         """Per parameter group: the names of its parameters, and the optimizer's slots."""
+        self._positions = positions_of(self.layout, slots)
+        """Positions of the moments of each flat vector."""
         self._gradients: list[tuple[Tensor, Lengths]] = []
         """Gradients for the norm: adjacent grains of a tensor, and their lengths."""
         self._updated: list[Updated] = []
@@ -124,17 +127,21 @@ class Zero1Share(Share):
         return joined
 
     def _new_run(self, run: Run) -> HeldRun:
-        weights, moments = self.memory_of(run), self._moments_of(run.flat)
-        begun = {name: self.kept_zeros(run, weights.dtype) for name in moments}
+        weights, positions = self.memory_of(run), self._positions[run.flat]
+        names = (*self._moments_of(run.flat), *positions.ends)
+        begun = {name: self.kept_zeros(run.flat, positions.size(name, run), weights.dtype) for name in names}
         if AVERAGE in begun:
             begun[AVERAGE].copy_(weights)
-        return HeldRun(run, weights, begun)
+        return HeldRun(run, weights, begun, positions)
 
-    def kept_zeros(self, run: Run, dtype: torch.dtype) -> Tensor:
-        """Return zeros for a run, in the memory that holds the optimizer's state."""
-        if self.offload is None:
-            return self.flat.zeros(run.flat, run.hi - run.lo)
-        return self.offload.memory.zeros(run.hi - run.lo, dtype)
+    def kept_zeros(self, flat: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros of a flat vector, in the memory that holds the optimizer's state."""
+        return self.flat.zeros(flat, numel) if self.offload is None else self.offload.memory.zeros(numel, dtype)
+
+    def zero_weights(self, flat: int, numel: int) -> Tensor:
+        """Return zeros for weights of a flat vector, in the memory that holds weights of which a rank has a share."""
+        keeps = self.offload is not None and self.offload.with_weights
+        return self.kept_zeros(flat, numel, self.flat.weights[flat].dtype) if keeps else self.flat.zeros(flat, numel)
 
     def memory_of(self, run: Run) -> Tensor:
         """Return memory for the weights of a run of this rank."""
@@ -155,11 +162,9 @@ class Zero1Share(Share):
         self._updated = []
         for number, group in enumerate(self.optimizer.param_groups):
             mine = [one for one in self.runs if self.layout.flats[one.run.flat].group == number]
-            if self._slots[number].is_atomic:
-                group["params"] = [self._parameter(number, one, 0.0, place) for one, place in self._whole(mine)]
-            else:
-                held = [self._parameter(number, one, counts[number]) for one in mine]
-                group["params"] = held or [self._nothing(number, counts[number])]
+            whole = self._whole(mine) if self._slots[number].is_atomic else ((one, None) for one in mine)
+            group["params"] = [self._parameter(number, one, counts[number], place) for one, place in whole]
+            group["params"] += [] if group["params"] else self._nothing(number, counts[number])
         self.bind_gradients()
         if self._stream is not None:
             self._stream.take(self._updated)
@@ -167,7 +172,9 @@ class Zero1Share(Share):
     def bind_gradients(self) -> None:
         """Bind the held runs' gradients to the optimizer's parameters and to the norm."""
         for one in self._updated:
-            one.parameter.grad = shaped(self.gradients_at(one.held.run), one.whole)
+            run = one.held.run
+            empty = torch.zeros_like(one.parameter) if run.lo == run.hi else None
+            one.parameter.grad = shaped(self.gradients_at(run), one.whole) if empty is None else empty
         trained = self.seating.trained[self.seating.rank]
         runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
         self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
@@ -205,17 +212,18 @@ class Zero1Share(Share):
         return [self.gradients_at(run) for run, _ in runs]
 
     def sum_over(self, trees: Sequence[Summed], column: Group, kind: Reduction) -> GradientSum:
-        assert kind == "canonical", "copies have to have the same bits"
+        assert kind == "canonical" or self.table.num_copies == column.size, "copies have to have the same bits"
         self.flat.bind()
-        return TreeSum([self._tree_of(one) for one in trees], self._bucket_bytes)
+        return TreeSum([self._tree_of(one, kind) for one in trees], self._bucket_bytes)
 
-    def _tree_of(self, one: Summed) -> Tree:
+    def _tree_of(self, one: Summed, kind: Reduction) -> Tree:
         numbers, seating = self.flats_of(one.parameters), self.seating_of_all(one.ranks, one.repeats)
         owned = [[run for run in runs if run.flat in numbers] for runs in seating.owned_runs()]
         [deliveries] = by_flats(seating.deliveries(), [numbers])
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
         placed = [each for each in self.flat.placed() if each.flat in numbers] if self.is_beside(one) else []
-        return Tree(flats, one.ranks, one.leaves, AtOwners(owned, deliveries), placed)
+        reduce = AtOwners(owned, deliveries) if kind == "canonical" else reduce_of(kind)
+        return Tree(flats, one.ranks, one.leaves, reduce, placed)
 
     def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:
         """Return the numbers of the flat vectors that contain some parameters."""
@@ -269,12 +277,10 @@ class Zero1Share(Share):
 
     def _check_slots(self) -> None:
         """Refuse state that the optimizer began to keep after its first steps: commits would lack it."""
-        counts = any(slots.count is not None for slots in self._slots)
-        known = {name for slots in self._slots for name in slots.moments} | ({"step"} if counts else set())
+        known = {name for slots in self._slots for name in slots.names}
         for kept in self.optimizer.state.values():
             if late := [key for key, value in kept.items() if key not in known and value is not None]:
-                what = f"{type(self.optimizer).__name__}, which began to keep '{late[0]}' after its first steps"
-                raise refused("optimizers like Adafactor", what)
+                raise depends_on_more(type(self.optimizer), f"it began to keep '{late[0]}' after its first steps")
 
     def held_weights(self) -> State:
         """Return weights and buffers as a commit has them."""
@@ -309,9 +315,10 @@ class Zero1Share(Share):
             for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.table.shares_weights:
-                    moments = self._moments_of(place.flat)
-                    mine = spans.get(number, ())
-                    pieces = pieces_of(self.layout, place, moments, mine, self.runs)
+                    group, whole = self.layout.flats[place.flat].group, self.table.parts.layout.tensors[number].shape
+                    others = {} if group is None else self._slots[group].others_of(whole)
+                    moments, mine = self._moments_of(place.flat), spans.get(number, ())
+                    pieces = pieces_of(self.layout, place, moments, others, mine, self.runs)
                     self._pieces.update(dict.fromkeys(place.names, pieces))
         return self._pieces
 
@@ -334,20 +341,33 @@ class Zero1Share(Share):
                     yield one.cut(run), place
 
     def _parameter(self, group: int, one: HeldRun, num_updates: float, whole: Place | None = None) -> nn.Parameter:
+        """Return an optimizer's parameter, of a run or a `whole` tensor, with its state."""
         parameter = nn.Parameter(self.flat.standing_for(shaped(one.weights, whole)))
-        self._updated.append(Updated(group, parameter, one, whole))
-        moments = {name: shaped(moment, whole) for name, moment in one.moments.items()}
-        if kept := self._slots[group].filled(moments, num_updates):
+        shapes = self._slots[group].shapes_of(parameter.shape)
+        held = replace(one, moments={name: one.moments[name] for name in shapes})
+        self._updated.append(updated := Updated(group, parameter, held, whole, shapes))
+        if kept := self._slots[group].filled(updated.state_in(held.moments), num_updates):
             self.optimizer.state[parameter] = kept
         return parameter
 
     def _moments_of(self, flat: int) -> Sequence[str]:
-        """Return the names of a flat vector's moments; empty if it is not trained."""
+        """Return the names of a flat vector's elementwise moments; empty if it is not trained."""
         group = self.layout.flats[flat].group
         return () if group is None else self._slots[group].moments
 
-    def _nothing(self, number: int, num_updates: float) -> nn.Parameter:
-        """Return an empty stand-in for a parameter group without held runs, so that its updates are counted."""
-        flat = next(place for place, flat in enumerate(self.layout.flats) if flat.group == number)
-        run = Run(flat, 0, 0)
-        return self._parameter(number, self._new_run(run), num_updates)
+    def _nothing(self, number: int, num_updates: float) -> list[nn.Parameter]:
+        """Return a stand-in for a parameter group without held runs, so that its updates are counted.
+
+        It is empty, or has one element if parameters must be whole.
+        """
+        slots = self._slots[number]
+        place = next(one for one in self.layout.tensors if self.layout.flats[one.flat].group == number)
+        run = Run(place.flat, 0, 0)
+        if not slots.is_atomic:
+            return [self._parameter(number, self._new_run(run), num_updates)]
+        if slots.count is None:
+            return []
+        one = replace(place, shape=(1,) * len(place.shape), cut=None)
+        weights = self.zero_weights(run.flat, 1)
+        moments = {name: self.kept_zeros(run.flat, 1, weights.dtype) for name in slots.shapes_of(one.shape)}
+        return [self._parameter(number, HeldRun(run, weights, moments), num_updates, one)]

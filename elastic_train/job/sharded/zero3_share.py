@@ -114,9 +114,7 @@ class Zero3Share(Zero2Share):
 
     def memory_of(self, run: Run) -> Tensor:
         """Return new memory, filled with the weights while these are whole."""
-        dtype = self.flat.weights[run.flat].dtype
-        keeps = self.offload is not None and self.offload.with_weights
-        memory = self.kept_zeros(run, dtype) if keeps else self.flat.zeros(run.flat, run.hi - run.lo)
+        memory = self.zero_weights(run.flat, run.hi - run.lo)
         return memory.copy_(self.flat.weights_at(run)) if self.flat.is_whole else memory
 
     def make_room(self) -> None:

@@ -166,6 +166,7 @@ def has_fma() -> bool:
 
 
 @pytest.mark.parametrize("shards", ["optimizer", "gradients", "parameters"])
-def test_what_keeps_something_else_of_a_parameter_is_refused_in_shards(shards: str) -> None:
-    with pytest.raises(ConfigError, match=r"does not update a parameter element by element: .*set parallel\.shards to"):
-        built(shards, name="adafactor")
+def test_an_update_that_does_not_start_from_zeros_is_refused_in_shards(shards: str) -> None:
+    options = {"momentum": 0.9, "dampening": 0.5}
+    with pytest.raises(ConfigError, match=r"SGD can update neither a part of .* set parallel\.shards to none"):
+        built(shards, name="sgd", options=options)

@@ -32,7 +32,8 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
     ),
     "sgd": ({**MOMENTUM, **EMA}, ["none", "optimizer", "parameters"]),
     "plain sgd": ({"name": "sgd", "schedule": "linear", **EMA}, ["none", "gradients"]),
-    "adafactor": ({"name": "adafactor", **EMA}, ["none"]),
+    "adafactor": ({"name": "adafactor", **EMA}, ["none", "optimizer", "gradients", "parameters"]),
+    "fused": ({"options": {"fused": True}}, ["none", "gradients"]),
     "muon": ({"name": "muon", **EMA}, ["none", "optimizer", "gradients", "parameters"]),
     "torch's own": ({"name": "torch.optim:NAdam"}, ["none"]),
 }

@@ -285,6 +285,8 @@ def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
         (torch.optim.SGD, (), False, False),
         (partial(torch.optim.SGD, momentum=0.9, nesterov=True), ("momentum_buffer",), False, False),
         (torch.optim.Muon, ("momentum_buffer",), False, True),
+        (torch.optim.Adafactor, (), True, True),
+        (partial(torch.optim.AdamW, fused=True), ("exp_avg", "exp_avg_sq"), True, True),
         (NormedSteps, (), False, True),
     ],
 )
@@ -293,6 +295,31 @@ def test_an_optimizers_moments_are_found_by_trying_it(
 ) -> None:
     found = slots(kind)
     assert (found.moments, found.count is not None, found.is_atomic) == (moments, counts, is_atomic)
+
+
+def test_moments_may_have_shapes_that_follow_from_a_parameters() -> None:
+    """They are found for each number of dimensions that a group's parameters have."""
+    parameters = [nn.Parameter(torch.ones(2 + dims, *[2] * dims)) for dims in range(3)]
+    [found] = slots_of(torch.optim.Adafactor(parameters), torch.optim.Adafactor)
+    assert found.shapes_of((7,)) == {"variance": (7,)}
+    assert found.shapes_of((8, 9)) == {"row_var": (8, 1), "col_var": (1, 9)}
+    assert found.shapes_of((4, 8, 9)) == {"row_var": (4, 8, 1), "col_var": (4, 1, 9)}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("shards", "offload"), [("optimizer", "none"), ("parameters", "none"), ("none", "optimizer")])
+def test_moments_of_a_size_of_their_own_take_no_more_memory(shards: Shards, offload: Offloads) -> None:
+    """Adafactor keeps a number per row and per column in shards, too: a fortieth of the weights."""
+    group, recipe = Group(0, 1, None, 60), {"name": "adafactor"}
+    whole, state = build("none", recipe=recipe), build(shards, recipe=recipe, offload=offload)
+    take_first_seat(group, state.shards, newcomers(1))
+    for one in (whole, state):
+        train(group, one, 1)
+    share = shards_of(state)
+    needed = [tensor for kept in whole.optimizer.state.values() for name, tensor in kept.items() if name != "step"]
+    held = sum(moment.numel() for one in share.runs for moment in one.moments.values())
+    assert 0 <= held - sum(map(Tensor.numel, needed)) < 64 * len(needed)
+    assert 40 * held < sum(one.weights.numel() for one in share.trained_runs)
 
 
 def test_each_parameter_group_has_moments_of_its_own() -> None:
@@ -309,17 +336,15 @@ def test_each_parameter_group_has_moments_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (torch.optim.Adafactor, "no number for each element"),
         (NormOfAll, "weights' of a part"),
         (GroupScale, "depends on the part"),
         (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "that has kept zeros"),
-        (partial(torch.optim.AdamW, fused=True), "rounds the last elements"),
     ],
 )
 def test_an_optimizer_whose_update_needs_more_than_an_element_is_refused(
     kind: Callable[..., torch.optim.Optimizer], why: str
 ) -> None:
-    """Adafactor keeps row and column means; some scale by all parameters; damped momentum starts with a gradient."""
+    """Some scale by all parameters; damped momentum starts with a gradient."""
     with pytest.raises(ConfigError, match=f"{why}.*set parallel.shards to none"):
         slots(kind)
 

@@ -156,23 +156,24 @@ def fill_from(tensors: dict[str, object], tree: dict[str, object]) -> None:
 
 def test_an_update_that_needs_more_than_a_parameter_is_not_offloaded() -> None:
     with pytest.raises(ConfigError, match=r"set parallel.shards to none, parallel.offload to none"):
-        build("none", offload="optimizer", recipe={"name": "adafactor"})
+        build("none", offload="optimizer", recipe={"name": "sgd", "options": {"momentum": 0.9, "dampening": 0.5}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES[::4])
-def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, offload: Offloads) -> None:
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, offload: Offloads, name: str) -> None:
     """Blocks grow to the largest matrix; for any order of copies the bits equal those of a state on the device."""
-    recipe, group = {"name": "muon"}, Group(0, 1, None, 60)
+    recipe, group = {"name": name}, Group(0, 1, None, 60)
     for seed in range(3):
         state = seated(group, shards, offload, seed, recipe)
         train(group, state, STEPS)
         assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
         held = state.shards.share.held()["optimizer"]
         assert OWN not in held, "nor does Muon within it keep what a block was updated in"
-        largest = -(-301 * 250 // 64) * 64 * 4 * (1 + (offload == "all"))
+        largest = -(-301 * 250 // 64) * 64 * 4 * ((name == "muon") + (offload == "all"))
         offloaded = shards_of(state).offloaded
-        assert offloaded is not None and FakeMemory.room_bytes < largest <= offloaded.room_bytes // 2
+        assert offloaded is not None and max(FakeMemory.room_bytes, largest) <= offloaded.room_bytes // 2
 
 
 def test_a_rank_that_holds_nothing_of_a_parameter_group_has_host_memory_for_it() -> None:

@@ -51,6 +51,7 @@ UNITS = {"parallel.recompute": "units"}
 AUDITED = {"run.audit_lanes": 2}
 COMPILED = {"compile": True, "task.params.fixed_width": True}
 FP8 = {"precision": "fp8"}
+ADAFACTOR = {"optimizer.name": "adafactor"}
 SMALL, ALL_AT_ONCE = {"parallel.bucket_mb": 0.001}, {"parallel.bucket_mb": None}
 OWN_BITS = ("parallel.tensor", "parallel.sequence", "parallel.context", "precision", "epochs")
 OWN_BITS += ("optimizer.name", "optimizer.options.fused", *COMPILED)
@@ -159,6 +160,10 @@ ROWS = [
     pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
     pytest.param(3, {"precision": "fp16", "epochs": 2, "optimizer.options.fused": True}, {}),
     pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
+    pytest.param(3, {**ADAFACTOR, **PARAMETERS, **ONCE, "parallel.offload": "all"}, {}),
+    pytest.param(2, {**ADAFACTOR, **GRADIENTS, "parallel.offload": "optimizer"}, {}),
+    pytest.param(4, {**ADAFACTOR, **CHUNKS, **OPTIMIZER, **ONCE}, {}),
+    pytest.param(4, {**ADAFACTOR, **STAGES, **AUDITED}, {}),
     # float8, whose scales are of rows: of tokens, of outputs, and of what a rank sums over
     pytest.param(3, {**FP8, "parallel.recompute": "selective", **AUDITED}, {}),
     pytest.param(2, {**FP8, **GRADIENTS, **UNITS}, {}),
@@ -196,6 +201,12 @@ STRETCHES: dict[str, list[tuple[int, Keys]]] = {
     "sequence": [(2, SEQUENCE), (4, {**SEQUENCE, **STAGES}), (4, SEQUENCE)],
     "context": [(4, {**CONTEXT, **CHUNKS, **PARAMETERS}), (2, {**CONTEXT, **GRADIENTS}), (4, {**CONTEXT, **STAGES})],
     "float8": [(2, {**FP8, **PARAMETERS}), (3, {**FP8, **OPTIMIZER}), (4, {**FP8, **STAGES})],
+    "adafactor": [
+        (3, {**ADAFACTOR, **PARAMETERS, **ONCE}),
+        (1, ADAFACTOR),
+        (4, {**ADAFACTOR, **STAGES}),
+        (2, {**ADAFACTOR, **OPTIMIZER, "parallel.offload": "optimizer"}),
+    ],
     "experts": [(4, {**EXPERT, **STAGES}), (4, {"parallel.expert": 4}), (4, {**EXPERT, **PARAMETERS})],
 }
 
@@ -235,7 +246,9 @@ def test_commits_continue_in_layouts_that_round_otherwise(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "keys"), [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL})], ids=str
+    ("num_ranks", "keys"),
+    [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL}), (4, {**ADAFACTOR, **STAGES})],
+    ids=str,
 )
 def test_fast_sums_differ_by_rounding_alone(
     tmp_path: Path, fewer_rows: Path, reference: Reference, num_ranks: int, keys: Keys

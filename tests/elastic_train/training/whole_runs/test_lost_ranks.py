@@ -30,11 +30,11 @@ from tests.memory_machine import rank_here
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("lost ranks")]  # reference runs
 
 Parallel = Mapping[str, object]
-OF_JOBS = ("precision", "compile", "on_devices", "fused", "tied")
+OF_JOBS = ("precision", "compile", "on_devices", "fused", "tied", "optimizer")
 """The keys of a layout that are not of the section `parallel`."""
 STEPS = 8
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}
-ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile", "fused", "tied")
+ALONE = ("tensor", "sequence", "context", "precision", "wire", "compile", "fused", "tied", "optimizer")
 """The keys that change the bits; no other degree and no sharding does."""
 TENSOR, CONTEXT, STAGES, EXPERTS = {"tensor": 2}, {"context": 2}, {"pipeline": 2}, {"expert": 2}
 CHUNKS = {**STAGES, "schedule": "interleaved"}
@@ -43,6 +43,7 @@ COPIES = {"copies": 3}
 ALL_IN_ALL = {**TENSOR, **STAGES, **CONTEXT, **OPTIMIZER}
 OFFLOADED, ALL_OFFLOADED = {"offload": "optimizer"}, {**PARAMETERS, "offload": "all"}
 COMPILED = {"compile": True}
+ADAFACTOR = {"optimizer": "adafactor"}
 FP16, FP8, DEVICES, ROUNDED = (
     {"precision": "fp16"},
     {"precision": "fp8"},
@@ -62,7 +63,8 @@ def write(folder: Path, rows: Path, layout: Parallel) -> str:
         "task": {"path": "elastic_train.tasks.causal_lm:CausalLM", "params": params},
         "batch": {"global_batch": 24, "micro_batch": 6},
         "optimizer": {"lr": 0.01, "warmup_steps": 3, "schedule": "constant", "ema_decay": 0.9}
-        | ({"options": {"fused": True}} if "fused" in layout else {}),
+        | ({"options": {"fused": True}} if "fused" in layout else {})
+        | ({"name": layout["optimizer"]} if "optimizer" in layout else {}),
         "checkpoint": {"every": "3 steps", "keep_last": 2},
         "parallel": parallel,
         "precision": layout.get("precision", "fp32"),
@@ -111,6 +113,8 @@ ROWS = [
     ({**FP16, "fused": True}, 3, [Loss(1, 6, "apply"), Loss(0, 2, "applied")]),
     ({**PARAMETERS, "wire": "bf16", "precision": "bf16"}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
     ({**PARAMETERS, "wire": "bf16", **FP8}, 3, [Loss(1, 9, "forward"), Loss(2, 4, "apply")]),
+    ({**ADAFACTOR, **PARAMETERS}, 3, [Loss(1, 9, "forward"), Loss(3, 1, "hand-over")]),
+    ({**ADAFACTOR, **STAGES}, 2, [Loss(3, 7, "backward"), Loss(1, 6, "applied")]),
     (FP8, 3, [Loss(1, 2, "backward"), Loss(0, 5, "apply"), Loss(3, 1, "restore")]),
     (TENSOR, 2, [Loss(3, 8, "backward"), Loss(0, 4, "apply"), Loss(4, 1, "commit")]),
     ({**TENSOR, **OFFLOADED}, 3, [Loss(5, 6, "forward"), Loss(0, 1, "hand-over")]),
