@@ -151,17 +151,17 @@ def _slots_of_group(
         slots = _read(kind, whole.kept)
         begun, nothing = tried(slice(None), begun=slots), tried(slice(0, 0))
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise depends_on_more(kind, f"it does not update a part of one: {error}") from error
+        raise depends_on_parts(kind, f"it does not update a part of a parameter: {error}") from error
     for name in ("", *slots.moments):
         if not _are_equal(whole.kept[name], torch.stack([half.kept[name] for half in halves])):
-            raise depends_on_more(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
+            raise depends_on_parts(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
         if not _are_equal(whole.kept[name], begun.kept[name]):
-            raise depends_on_more(kind, "its first update is not that of one that has kept zeros")
+            raise depends_on_parts(kind, "its first update is not that of one that has kept zeros")
     for other in (*halves, begun, nothing):
         if other.own != whole.own:
-            raise depends_on_more(kind, "what it keeps of a parameter group depends on the part that it updates")
+            raise depends_on_parts(kind, "what it keeps of a parameter group depends on the part that it updates")
     if not shows_no_cut(make, settings, device):
-        raise depends_on_more(kind, "it rounds the last elements of a tensor otherwise than the others")
+        raise depends_on_parts(kind, "it rounds the last elements of a tensor otherwise than the others")
     return slots
 
 
@@ -211,16 +211,16 @@ def _rules_of_whole(
     begun, both = tried(1, slots), tried(2, slots)
     for other in (begun, both):
         if other.own != one.own or not all(_are_equal(one.kept[name], other.kept[name]) for name in ("", *rules)):
-            raise depends_on_more(kind, "the updates of two parameters depend on each other")
+            raise depends_on_parts(kind, "the updates of two parameters depend on each other")
     nothing = tried(0, slots)
     if count is not None:  # a shard without a parameter of the group counts its updates on a stand-in
         zero = torch.zeros((1,) * len(shape), device=device)
         nothing = _tried(kind, make, settings, [zero], [[zero]] * _STEPS, slots)
         shapes = {name: nothing.kept[name].shape for name in rules}
         if shapes != slots.shapes_of(zero.shape) or not torch.equal(nothing.kept[_STEP], one.kept[_STEP]):
-            raise depends_on_more(kind, "the shapes of what it keeps do not follow from the parameter's")
+            raise depends_on_parts(kind, "the shapes of what it keeps do not follow from the parameter's")
     if nothing.own != one.own:
-        raise depends_on_more(kind, "what it keeps of a parameter group depends on the parameters that it updates")
+        raise depends_on_parts(kind, "what it keeps of a parameter group depends on the parameters that it updates")
     return rules, count
 
 
@@ -232,7 +232,7 @@ def _read(kind: type[Optimizer], kept: Kept) -> Slots:
     rules, count = _rules(kind, kept)
     for name, rule in rules.items():
         if rule != tuple(range(kept[""].dim())):
-            raise depends_on_more(kind, f"the '{name}' that it keeps has no number for each element")
+            raise depends_on_parts(kind, f"the '{name}' that it keeps has no number for each element")
     return Slots(tuple(rules), count)
 
 
@@ -246,7 +246,7 @@ def _rules(kind: type[Optimizer], kept: Kept) -> tuple[dict[str, Rule], Tensor |
             or moment.dtype != weights.dtype
             or not set(moment.shape) <= {1, *weights.shape}
         ):
-            raise depends_on_more(kind, f"the '{name}' that it keeps has no number for each element, row or column")
+            raise depends_on_parts(kind, f"the '{name}' that it keeps has no number for each element, row or column")
         if moment.shape == weights.shape:
             rules[name] = tuple(range(weights.dim()))
         else:
@@ -254,7 +254,7 @@ def _rules(kind: type[Optimizer], kept: Kept) -> tuple[dict[str, Rule], Tensor |
             rules[name] = tuple(None if size == 1 else sizes.index(size) for size in moment.shape)
     count = kept.get(_STEP)
     if count is not None and not isinstance(count, Tensor):
-        raise depends_on_more(kind, "it counts its updates otherwise than torch's own")
+        raise depends_on_parts(kind, "it counts its updates otherwise than torch's own")
     return rules, None if count is None else torch.zeros_like(count)
 
 
@@ -286,7 +286,7 @@ def _tried(
         twin.update(gradients)
     own = memory.own({})
     if places := [place for place in places_of(own) if place[0] != "group"]:
-        raise depends_on_more(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
+        raise depends_on_parts(kind, f"it keeps '{places[0][-1]}' apart from its parameters and their groups")
     values_of = {name: one.tolist() for name, one in own.get(TENSORS, {}).items()}  # type: ignore[attr-defined]
     said = f"{own.get(TEXT)} {values_of}"
     if not twin.parameters:
@@ -310,10 +310,10 @@ def _resumed(
     return other, remembered
 
 
-def depends_on_more(kind: type[Optimizer], why: str) -> ConfigError:
-    """Return the error for an optimizer that can update neither parts of a parameter nor a parameter by itself."""
+def depends_on_parts(kind: type[Optimizer], why: str) -> ConfigError:
+    """Return the error for an optimizer that updates neither parts of parameters nor whole ones by themselves."""
     return ConfigError(
-        f"optimizer.name: {kind.__name__} can update neither a part of a parameter nor a parameter without the others "
-        f"({why}), so its results would depend on what each rank holds: set parallel.shards to none, parallel.offload "
-        "to none, parallel.tensor to 1, parallel.pipeline to 1 and parallel.expert to 1, or optimizer.name to adamw"
+        f"optimizer.name: the results of {kind.__name__} would depend on what each rank holds, since {why}: set "
+        "parallel.shards to none, parallel.offload to none, parallel.tensor to 1, parallel.pipeline to 1 and "
+        "parallel.expert to 1, or optimizer.name to adamw"
     )

@@ -25,7 +25,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import OWN, OptimizerMemory, settings_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates
-from elastic_train.job.sharded.elementwise import Slots, depends_on_more
+from elastic_train.job.sharded.elementwise import Slots, depends_on_parts
 from elastic_train.job.sharded.flat_model import FlatModel
 from elastic_train.job.sharded.held_tree import (
     Cuts,
@@ -173,8 +173,10 @@ class Zero1Share(Share):
         """Bind the held runs' gradients to the optimizer's parameters and to the norm."""
         for one in self._updated:
             run = one.held.run
-            empty = torch.zeros_like(one.parameter) if run.lo == run.hi else None
-            one.parameter.grad = shaped(self.gradients_at(run), one.whole) if empty is None else empty
+            is_empty = run.lo == run.hi
+            one.parameter.grad = (
+                torch.zeros_like(one.parameter) if is_empty else shaped(self.gradients_at(run), one.whole)
+            )
         trained = self.seating.trained[self.seating.rank]
         runs = grains_side_by_side(self.layout, trained, [one.run for one in self._runs])
         self._gradients = [(self.gradients_at(run), lengths) for run, lengths in runs]
@@ -280,7 +282,7 @@ class Zero1Share(Share):
         known = {name for slots in self._slots for name in slots.names}
         for kept in self.optimizer.state.values():
             if late := [key for key, value in kept.items() if key not in known and value is not None]:
-                raise depends_on_more(type(self.optimizer), f"it began to keep '{late[0]}' after its first steps")
+                raise depends_on_parts(type(self.optimizer), f"it began to keep '{late[0]}' after its first steps")
 
     def held_weights(self) -> State:
         """Return weights and buffers as a commit has them."""

@@ -164,6 +164,11 @@ ROWS = [
     pytest.param(2, {**ADAFACTOR, **GRADIENTS, "parallel.offload": "optimizer"}, {}),
     pytest.param(4, {**ADAFACTOR, **CHUNKS, **OPTIMIZER, **ONCE}, {}),
     pytest.param(4, {**ADAFACTOR, **STAGES, **AUDITED}, {}),
+    pytest.param(
+        4, {**ADAFACTOR, **CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}, marks=HUNT
+    ),
+    pytest.param(4, {**GPIPE, "optimizer.name": "muon"}, {}, marks=HUNT),
+    pytest.param(4, {**CONTEXT, **ADAFACTOR, **GRADIENTS}, {}, marks=HUNT),
     # float8, whose scales are of rows: of tokens, of outputs, and of what a rank sums over
     pytest.param(3, {**FP8, "parallel.recompute": "selective", **AUDITED}, {}),
     pytest.param(2, {**FP8, **GRADIENTS, **UNITS}, {}),

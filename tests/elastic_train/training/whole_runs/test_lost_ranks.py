@@ -139,6 +139,8 @@ ROWS = [
         pytest.param(*row, marks=pytest.mark.hunt)
         for row in (
             ({**STAGES, "schedule": "1f1b"}, 3, [Loss(5, 2, "apply"), Loss(0, 1, "hand-over")]),
+            ({**ADAFACTOR, **CHUNKS, "tied": True, **GRADIENTS}, 3, [Loss(1, 3, "applied"), Loss(4, 5, "backward")]),
+            ({"optimizer": "muon", **STAGES, "tied": True}, 2, [Loss(3, 6, "apply"), Loss(0, 4, "exchange")]),
             ({**STAGES, "schedule": "gpipe"}, 2, [Loss(2, 8, "forward")]),
             ({**EXPERTS, "offload": "optimizer"}, 2, [Loss(1, 7, "backward"), Loss(2, 3, "apply")]),
             (OPTIMIZER | COPIES, 3, [Loss(1, 2, "apply"), Loss(0, 1, "hand-over")]),
