@@ -2,7 +2,8 @@
 
 A process is given the next module's tests when it is free; a slow test is given alone, and those of one `xdist_group`
 together. The fork shares the modules' memory. A test during which its process ends has failed; a new process runs what
-the ended one had left.
+the ended one had left. One that is silent for pytest's `timeout` is ended, with its stacks on standard error: timers of
+pytest-timeout would start a thread for each test.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections import deque
@@ -27,6 +29,8 @@ Unit = list[int]
 """The indices of tests that one process runs, in order."""
 MORE = "more"
 """What a process sends to be given a unit, an empty one if none is left; all else are hooks and their arguments."""
+LOOK_EVERY_S = 1.0
+"""How often silent processes are looked for."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +61,7 @@ class Fork:
         self.pid, self.pipe = pid, pipe
         self.given: deque[int] = deque()
         """The tests that it has been given and not finished."""
+        self.heard_at = time.monotonic()
 
     def end(self, number: int = 0) -> int:
         """Send it a signal, wait for its end, and return its exit code."""
@@ -73,6 +78,7 @@ class Forks:
         self._session, self._config = session, session.config
         self._units, self._names = units_of(session.items), count()
         self._forks: dict[Connection, Fork] = {}
+        self._longest_s, self._config._env_timeout = self._config._env_timeout, None  # type: ignore[attr-defined]
 
     def run(self, num_forks: int) -> None:
         """Run all tests; raise what `-x` and Ctrl-C raise in one process."""
@@ -82,8 +88,11 @@ class Forks:
             for _ in range(min(num_forks, len(self._units))):
                 self._start()
             while self._forks:
-                for pipe in wait(list(self._forks)):
+                for pipe in wait(list(self._forks), LOOK_EVERY_S):
                     self._hear(self._forks[pipe])  # type: ignore[index]
+                for fork in self._forks.values():
+                    if self._longest_s and time.monotonic() - fork.heard_at > self._longest_s:
+                        os.kill(fork.pid, signal.SIGABRT)
         finally:
             for fork in self._forks.values():
                 fork.end(signal.SIGKILL)
@@ -103,6 +112,7 @@ class Forks:
     def _hear(self, fork: Fork) -> None:
         try:
             what, said = fork.pipe.recv()
+            fork.heard_at = time.monotonic()
             if what == MORE:
                 unit = self._units.popleft() if self._units else []
                 fork.given += unit

@@ -63,7 +63,7 @@ def run_forked(folder: Path, tests: str, *options: str) -> str:
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.forked", "--forks", "2", *options]
     found = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 1, found.stderr
-    return found.stdout
+    return found.stdout + found.stderr
 
 
 def test_forks_report_what_one_process_would(tmp_path: Path) -> None:
@@ -79,3 +79,9 @@ def test_forks_report_what_one_process_would(tmp_path: Path) -> None:
 
 def test_the_first_failure_ends_all_processes_if_asked(tmp_path: Path) -> None:
     assert "stopping after 1 failures" in run_forked(tmp_path, SLOW, "-x")
+
+
+def test_a_test_that_hangs_is_ended_and_shows_where(tmp_path: Path) -> None:
+    reported = run_forked(tmp_path, SLOW, "--timeout", "1")
+    assert "2 failed" in reported and "the test's process ended with code -6" in reported
+    assert "in test_waits" in reported

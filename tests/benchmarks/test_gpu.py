@@ -17,6 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.gpu import limits
 from benchmarks.gpu.__main__ import BEGIN, END, write
 from benchmarks.gpu.faults import KINDS, faults
 from benchmarks.gpu.job import GIB, SIZES, size_for
@@ -95,10 +96,10 @@ Act = Callable[[Clock, Limit], Iterator[Mapping[str, object]]]
 
 
 def measured(within_s: float, **acts: Act) -> tuple[list[str], list[Mapping[str, object]], Clock]:
-    """Measure parts that last as long as they say; return what is missing, the figures, and the clock."""
+    """Measure parts that last as long as they say and start nothing; return what is missing, the figures, and the clock."""
     clock, noted = Clock(), list[Mapping[str, object]]()
     parts = {name: Part(lambda _, limit, act=act: act(clock, limit), 10.0) for name, act in acts.items()}
-    with mock.patch.dict(PARTS, parts, clear=True):
+    with mock.patch.dict(PARTS, parts, clear=True), mock.patch.object(limits, "children_of", lambda _: []):
         missing = measure(MACHINE, list(acts), within_s, Console(stderr=True), noted.append, clock)
     return missing, noted, clock
 
