@@ -96,7 +96,7 @@ Act = Callable[[Clock, Limit], Iterator[Mapping[str, object]]]
 
 
 def measured(within_s: float, **acts: Act) -> tuple[list[str], list[Mapping[str, object]], Clock]:
-    """Measure parts that last as long as they say and start nothing; return what is missing, the figures, and the clock."""
+    """Measure parts that last as they say and start nothing; return what is missing, the figures, and the clock."""
     clock, noted = Clock(), list[Mapping[str, object]]()
     parts = {name: Part(lambda _, limit, act=act: act(clock, limit), 10.0) for name, act in acts.items()}
     with mock.patch.dict(PARTS, parts, clear=True), mock.patch.object(limits, "children_of", lambda _: []):

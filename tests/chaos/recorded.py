@@ -280,11 +280,11 @@ def _record_faulted(folder: Path) -> None:
     recorder.write("chaos", "scenario", name="recorded", seed=7, reference=True)
     recorder.term(1, FAULTED[0])
     recorder.now += 0.05
-    recorder.fault("kill_node", 1, 13, [1, 20011], at_step=13, is_drawn=True)
+    recorder.fault("kill_node", 1, 13, [1, 20011], at_step=13, is_drawn=True, term=1)
     recorder.now += 1.0
     recorder.term(2, FAULTED[1])
     recorder.now -= 0.15
-    recorder.fault("start_node", 1, 21, [2], at_step=21, is_drawn=True)
+    recorder.fault("start_node", 1, 21, [2], at_step=21, is_drawn=True, term=2)
     recorder.now += 0.5
     recorder.term(3, FAULTED[2])
     recorder.finish(3, ended=[(0, 0), (1, 0)], blamed=(1, 1))

@@ -109,7 +109,7 @@ EXPLAINED = {
     "restore": {"resumed"},
     "scenario": {"seed", "reference"},
     "node": {"node", "pids"},
-    "fault": {"target", "node", "seen_step", "pids", "at_step", "is_drawn"},
+    "fault": {"target", "node", "seen_step", "pids", "at_step", "is_drawn", "term"},
     "clean": {"leases"},
 }
 """Fields whose loss or change cannot be detected: the executor's statements, which nothing else in the folder
