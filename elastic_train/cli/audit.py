@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,25 +10,32 @@ from elastic_train.checkpoint.audit.coverage_proof import audit as examine
 from elastic_train.checkpoint.audit.sample_forensics import look_closely
 from elastic_train.checkpoint.commits.lookup import open_run
 from elastic_train.checkpoint.commits.reader import read_record
-from elastic_train.cli.output import print_json, print_text
+from elastic_train.cli.output import Flag, Json, print_json, print_text
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.errors import ConfigError
 from elastic_train.runs.report import manifests_of
 from elastic_train.system.wording import counted
 
 
-def audit(run: str, *, data: Sequence[str], is_forensic: bool, is_json: bool) -> int:
-    """Audit a run, print what was found, and return the exit code."""
+def audit(run: str, *, data: list[str] | None = None, forensic: Flag = False, json_: Json = False) -> int:
+    """Prove from RUN's commits that every sample counted once.
+
+    It prints what is proven and what is not. RUN is a run's folder or the URL of its commits; the job may still be
+    running. --data: folder or URL of the training set, if it has moved since; only an unfinished epoch needs it. Of a
+    mixture all sources are needed: give --data once for each, in their order, if they have moved. --forensic names the
+    repeated or missing samples of a run that was trained with `run.forensic`. Exit code 0: everything is proven; 65:
+    something is wrong; 1: something could not be proven.
+    """
     store = open_run(run)
     manifests = [load_manifest(url) for url in data] if data else manifests_of(run)
     found = examine(store, manifests)
     head = read_record(store, found.commit)
-    if is_forensic:
+    if forensic:
         if "://" in run:
             raise ConfigError(f"{run}: --forensic needs the run's folder, which has its history")
         if head.order is not None and head.account is not None:
             look_closely(found, Path(run), head, manifests)
-    if is_json:
+    if json_:
         print_json({**asdict(found), "is_proven": found.exit_code == 0})
     else:
         print_text(_as_text(found))

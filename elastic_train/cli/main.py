@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts import App, CycloptsError, Group
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
@@ -38,13 +38,19 @@ app = App(
     default_parameter=NO_EMPTY,
 )
 TRAIN, LOOK, DATA, PLACES = map(Group.create_ordered, ("Train", "Look at runs", "Data and models", "Places"))
-_PLACES, _MODELS = "elastic_train.cli.places", "elastic_train.cli.models"
+_PLACES, _MODELS, _RUNS = "elastic_train.cli.places", "elastic_train.cli.models", "elastic_train.cli.runs"
 LATER = {
     "export": (f"{_MODELS}:export", "Write RUN's model for transformers, safetensors or torch.", DATA),
     "generate": (f"{_MODELS}:generate", "Continue a --prompt with RUN's language model, and print both.", DATA),
     "evaluate": (f"{_MODELS}:evaluate", "Compute the loss and metrics of RUN's model on its validation set.", DATA),
     "predict": (f"{_MODELS}:predict", "Write RUN's predictions for --data to --out, a Parquet file.", DATA),
     "data": ("elastic_train.cli.datasets:app", "Import, pack, describe and verify datasets.", DATA),
+    "compare": (f"{_RUNS}.compare:compare", "Compare runs: keys, metrics, speed, goodput, faults, weights.", LOOK),
+    "audit": ("elastic_train.cli.audit:audit", "Prove from RUN's commits that every sample counted once.", LOOK),
+    "status": (f"{_RUNS}.status:status", "Say if RUN is done, resumable or failed, and --why it stopped.", LOOK),
+    "report": (f"{_RUNS}.report:report", "Summarise runs: progress, time, cost of faults, phases, saves.", LOOK),
+    "top": (f"{_RUNS}.top:top", "Show RUN while it trains: progress, nodes, phases, events.", LOOK),
+    "profile": (f"{_RUNS}.profile:profile", "Merge the traces of RUN's ranks into one for Perfetto.", LOOK),
     "ckpt": ("elastic_train.cli.checkpoints:app", "List, verify, prune and pin the commits of RUN.", LOOK),
     "plan": ("elastic_train.cli.planning:app", "Predict memory, time, cost and the price of faults.", TRAIN),
     "doctor": (f"{_PLACES}.doctor.command:doctor", "Check whether this machine can be a node of a job.", PLACES),
@@ -141,107 +147,6 @@ def keys(part: str = "", /, *, json_: Json = False) -> int:
         terminal.print(Text.assemble((key, "bold"), f" = {default}", (f"  ({kind})", "dim")))
         terminal.print(Padding(Text(" ".join(meaning.split())), (0, 0, 0, 4)))
     return 0
-
-
-@app.command(group=LOOK)
-def compare(runs: list[str], /, *, scaling: Flag = False, json_: Json = False) -> int:
-    """Compare runs: keys, metrics, speed, goodput, faults, weights.
-
-    --scaling: of runs of one job on different numbers of ranks, speed-up, efficiency, share of communication, and what
-    limits.
-    """
-    from elastic_train.cli.runs import compare as comparing
-
-    if scaling:
-        return comparing.scaling(runs, is_json=json_)
-    return comparing.compare(runs, is_json=json_)
-
-
-@app.command(group=LOOK)
-def audit(
-    run: str,
-    *,
-    data: list[str] | None = None,
-    forensic: Flag = False,
-    json_: Json = False,
-) -> int:
-    """Prove from RUN's commits that every sample counted once.
-
-    It prints what is proven and what is not. RUN is a run's folder or the URL of its commits; the job may still be
-    running. --data: folder or URL of the training set, if it has moved since; only an unfinished epoch needs it. Of a
-    mixture all sources are needed: give --data once for each, in their order, if they have moved. --forensic names the
-    repeated or missing samples of a run that was trained with `run.forensic`. Exit code 0: everything is proven; 65:
-    something is wrong; 1: something could not be proven.
-    """
-    from elastic_train.cli.audit import audit as audit_run
-
-    return audit_run(run, data=data or (), is_forensic=forensic, is_json=json_)
-
-
-@app.command(group=LOOK)
-def status(
-    run: str,
-    /,
-    *overrides: Overrides,
-    flags: Annotated[LaunchFlags, Parameter(show=False)] = _NO_FLAGS,
-    why: Annotated[bool, Parameter(negative="")] = False,
-    json_: Json = False,
-) -> int:
-    """Say if RUN is done, resumable or failed, and --why it stopped.
-
-    RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
-    --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
-    can be resumed. Exit code 0: done; 75: the same line again continues, or begins; 65: it has commits, and none is
-    whole; 1: the store of its commits does not answer.
-
-    With --why, the cause in one sentence, which rank and machine it was, what to do, what the run survived before, and
-    the files that say so. Exit code 0: nothing, it is done, runs or waits; 75: start it again; 71: leave that machine
-    out; 65: fix something first. Slurm is asked about a job that ran there, and etcd for members that live.
-    """
-    from elastic_train.cli.runs.status import status as status_of
-
-    return status_of(run, overrides, is_why=why, is_json=json_)
-
-
-@app.command(group=LOOK)
-def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = None, json_: Json = False) -> int:
-    """Summarise runs: progress, time, cost of faults, phases, saves.
-
-    Several runs are shown side by side. RUN is a folder; the run may still train, or have failed. --html FILE: write a
-    self-contained page with curves, throughput and the phases of all ranks. --plan FILE: show the output of
-    `elastic-train plan --json` next to the measured memory.
-    """
-    from elastic_train.cli.runs.report import report as report_runs
-
-    return report_runs(runs, html=html, plan=plan, is_json=json_)
-
-
-@app.command(group=LOOK)
-def top(
-    run: str | None = None, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False
-) -> int:
-    """Show RUN while it trains: progress, nodes, phases, events.
-
-    Ctrl-C ends the display. It reads the run's files, so any machine that has them will do. --every: seconds between
-    two looks. --once: print one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd
-    HOST:PORT[,...] needs no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown;
-    without RUN, all jobs.
-    """
-    from elastic_train.cli.runs.top import top as show
-
-    return show(run, etcd=etcd, is_once=once, every_s=every, is_json=json_)
-
-
-@app.command(group=LOOK)
-def profile(run: str, *, json_: Json = False) -> int:
-    """Merge the traces of RUN's ranks into one for Perfetto.
-
-    It also prints what the ranks exchanged, by kind and size. RUN is a folder in which `profile.at_steps` had traces
-    taken.
-    """
-    from elastic_train.cli.runs.profile import profile as profile_run
-
-    return profile_run(run, is_json=json_)
 
 
 @app.command(group=LOOK)

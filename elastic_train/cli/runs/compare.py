@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from elastic_train.cli.output import cell, print_json, print_table, print_text
+from elastic_train.cli.output import Flag, Json, cell, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.runs.compare import LETTERS, Comparison, difference
 from elastic_train.runs.compare import compare as compare_runs
@@ -18,9 +18,16 @@ _ALSO_FIGURES = ("time/", "commit/")
 """Metrics of the last steps and saves, of which the figures tell over the whole run."""
 
 
-def compare(runs: Sequence[str], *, is_json: bool) -> int:
+def compare(runs: list[str], /, *, scaling: Flag = False, json_: Json = False) -> int:
+    """Compare runs: keys, metrics, speed, goodput, faults, weights.
+
+    --scaling: of runs of one job on different numbers of ranks, speed-up, efficiency, share of communication, and what
+    limits.
+    """
+    if scaling:
+        return _scaling(runs, is_json=json_)
     comparison = compare_runs(*runs)
-    if is_json:
+    if json_:
         return print_json(comparison.as_json())
     show(comparison)
     return 0
@@ -58,7 +65,7 @@ def _rows(values: Mapping[str, Sequence[object]]) -> Iterator[Sequence[object]]:
         yield name, *(f"{value:.6g}" if isinstance(value, float) else value for value in row)
 
 
-def scaling(runs: Sequence[str], *, is_json: bool) -> int:
+def _scaling(runs: Sequence[str], *, is_json: bool) -> int:
     reports, wrong = [], list[str]()
     for run in dict.fromkeys(runs):
         try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from elastic_train.cli.output import print_json, print_table, print_text
+from elastic_train.cli.output import Json, print_json, print_table, print_text
 from elastic_train.runs.traces import Merged, merge_all, rows_of
 
 _HEAD = ("operation", "size", "calls", "bytes", "time", "bandwidth")
 
 
-def profile(run: str, *, is_json: bool) -> int:
-    """Merge the traces of a run. Returns the exit code."""
+def profile(run: str, *, json_: Json = False) -> int:
+    """Merge the traces of RUN's ranks into one for Perfetto.
+
+    It also prints what the ranks exchanged, by kind and size. RUN is a folder in which `profile.at_steps` had traces
+    taken.
+    """
     merged = merge_all(run)
-    if is_json:
+    if json_:
         return print_json([each.as_json() for each in merged])
     for each in merged:
         _show(each)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from elastic_train.cli.output import console, print_done, print_json, print_table, print_text
+from elastic_train.cli.output import Json, console, print_done, print_json, print_table, print_text
 from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
 from elastic_train.runs.memory import read_plan
@@ -17,8 +17,13 @@ from elastic_train.system.files import write_atomically
 MOST_CHANGES, MOST_RANKS = 20, 16
 
 
-def report(runs: Sequence[str], *, html: Path | None, plan: Path | None = None, is_json: bool) -> int:
-    """Report on runs; all that are no run are refused together."""
+def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = None, json_: Json = False) -> int:
+    """Summarise runs: progress, time, cost of faults, phases, saves.
+
+    Several runs are shown side by side. RUN is a folder; the run may still train, or have failed. --html FILE: write a
+    self-contained page with curves, throughput and the phases of all ranks. --plan FILE: show the output of
+    `elastic-train plan --json` next to the measured memory.
+    """
     found, wrong = list[RunReport](), list[str]()
     planned = None if plan is None else read_plan(plan)
     for run in dict.fromkeys(runs):
@@ -32,7 +37,7 @@ def report(runs: Sequence[str], *, html: Path | None, plan: Path | None = None, 
         from elastic_train.runs.page import render
 
         _write(html, render(found))
-    if is_json:
+    if json_:
         return print_json([each.as_json() for each in found])
     _show(found)
     return print_done(str(html), "open it in a browser") if html is not None else 0

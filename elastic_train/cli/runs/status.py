@@ -9,14 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from elastic_train.checkpoint.commits.lookup import open_run, survey_store
 from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.checkpoint.stores.store import DeadlineStore, Store
-from elastic_train.cli.output import print_json, print_text
+from elastic_train.cli.output import Json, LaunchFlags, Overrides, print_json, print_text
 from elastic_train.config import sources
 from elastic_train.config.schema import Config
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, Preempted, StorageError
+from elastic_train.launch.options import Flags
 from elastic_train.runs.stopped.advice import ANEW, RESUME
 from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
 from elastic_train.system.process_identity import process_identity
@@ -26,6 +30,7 @@ from elastic_train.tracking.run_folder import RunFolder
 from elastic_train.training.result import EARLY_STOPPING, export_command, look_up_left_out
 from elastic_train.world.claims import TERMS, Claim, read_claim
 
+_NO_FLAGS = Flags()
 CODES = {
     "done": 0,
     "resumable": Preempted.exit_code,
@@ -52,25 +57,39 @@ class Status:
         return CODES[self.state]
 
 
-def status(run: str, overrides: Sequence[str] = (), *, is_why: bool = False, is_json: bool) -> int:
-    """Print where a run stands, and return the exit code that says it; `overrides` are of a configuration.
+def status(
+    run: str,
+    /,
+    *overrides: Overrides,
+    flags: Annotated[LaunchFlags, Parameter(show=False)] = _NO_FLAGS,
+    why: Annotated[bool, Parameter(negative="")] = False,
+    json_: Json = False,
+) -> int:
+    """Say if RUN is done, resumable or failed, and --why it stopped.
 
-    With `is_why`, print why it stopped; the exit code then says what to do.
+    RUN is a run's folder, or a configuration; then the rest of the job's line can follow, as keys such as --run.dir or
+    --epochs decide what is asked, while flags of `launch` change nothing. Of a URL of commits it can be said whether it
+    can be resumed. Exit code 0: done; 75: the same line again continues, or begins; 65: it has commits, and none is
+    whole; 1: the store of its commits does not answer.
+
+    With --why, the cause in one sentence, which rank and machine it was, what to do, what the run survived before, and
+    the files that say so. Exit code 0: nothing, it is done, runs or waits; 75: start it again; 71: leave that machine
+    out; 65: fix something first. Slurm is asked about a job that ran there, and etcd for members that live.
     """
     config = _config_of(run, overrides)
     place = run if config is None else config.run.dir
     found = status_of(place, config)
-    if is_why and found.stopped is None:
+    if why and found.stopped is None:
         raise ConfigError(f"{run}: commits do not say why a run stopped; give its folder (run.dir)")
-    if is_why and found.stopped is not None and found.state == "done":
+    if why and found.stopped is not None and found.state == "done":
         found = replace(found, stopped=replace(found.stopped, advice=_export_of(place)))
-    code = found.stopped.exit_code if is_why and found.stopped is not None else found.exit_code
-    if is_json:
+    code = found.stopped.exit_code if why and found.stopped is not None else found.exit_code
+    if json_:
         print_json({**asdict(found), "exit_code": code})
         return code
-    if not is_why:
+    if not why:
         print_text(f"{found.state}: {found.why}")
-    if found.stopped is not None and (is_why or found.stopped.ended_with is not None or _waits(found)):
+    if found.stopped is not None and (why or found.stopped.ended_with is not None or _waits(found)):
         print_text(in_words(found.stopped))
     return code
 

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elastic_train.cli.output import console, narrow_table, print_json
+from elastic_train.cli.output import Flag, Json, console, narrow_table, print_json
 from elastic_train.cli.places import job
 from elastic_train.errors import ConfigError
 from elastic_train.runs.glance import Glance, look
@@ -24,27 +24,35 @@ QUIET_S = 60.0
 """Seconds without a line after which a run may have been killed."""
 
 
-def top(run: str | None, *, etcd: str | None = None, is_once: bool, every_s: float, is_json: bool) -> int:
-    """Show a run until it is done or somebody presses Ctrl-C; one frame where nobody looks."""
-    if not every_s >= LEAST_EVERY_S:
-        raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every_s:g}")
+def top(
+    run: str | None = None, *, etcd: str | None = None, once: Flag = False, every: float = 2.0, json_: Json = False
+) -> int:
+    """Show RUN while it trains: progress, nodes, phases, events.
+
+    Ctrl-C ends the display. It reads the run's files, so any machine that has them will do. --every: seconds between
+    two looks. --once: print one frame, also where the output is not a terminal. --json: one look, for scripts. --etcd
+    HOST:PORT[,...] needs no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown;
+    without RUN, all jobs.
+    """
+    if not every >= LEAST_EVERY_S:
+        raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every:g}")
     if run is None:
-        return job.list_jobs(etcd, is_json=is_json)
+        return job.list_jobs(etcd, is_json=json_)
     if etcd is not None:
-        if is_json:
+        if json_:
             return job.show(run, etcd=etcd, is_json=True)
-        return job.watch(run, etcd, is_once=is_once, every_s=every_s)
+        return job.watch(run, etcd, is_once=once, every_s=every)
     glance = look(run)
-    if is_json:
+    if json_:
         return print_json(glance.as_json())
     terminal = console()
-    if is_once or not terminal.is_terminal:
+    if once or not terminal.is_terminal:
         terminal.print(frame(glance, time.time()))
         return 0
     with Live(frame(glance, time.time()), console=terminal, auto_refresh=False) as live:
         try:
             while glance.status != "done":
-                time.sleep(every_s)
+                time.sleep(every)
                 glance = look(run)
                 live.update(frame(glance, time.time()), refresh=True)
         except KeyboardInterrupt:

@@ -77,7 +77,7 @@ def test_two_ranks_finding_a_hole_match_one_process_that_knew_it(
     assert f"QUARANTINED: row group 2 of part-1.parquet, samples [{hole['lo']}, {hole['hi']}), from step" in done.output
     assert result(found)["holes"] == [hole] and result(found)["num_left_out"] == 34
 
-    assert audit(str(found / "run"), data=(), is_forensic=True, is_json=False) == 0
+    assert audit(str(found / "run"), forensic=True) == 0
     proven = capsys.readouterr().out
     assert "in each of the epochs 0 to 1, each of 331 samples, those of holes aside, counted exactly once" in proven
     assert "epoch 1: by the ids that 28 lines name, none is repeated and none missing" in proven

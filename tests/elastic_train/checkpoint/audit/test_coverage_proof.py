@@ -230,7 +230,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     run.train(9, commit_at=(9,), spoil=swapped)
     History(Unqueued(), tmp_path, 1, 0).read(step=7, epoch=1, ids=((0, 47),), world=1)  # term 2 applied step 7
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"data": {"train": dataset.url}}))
-    assert audit_run(str(tmp_path), data=(), is_forensic=True, is_json=False) == 65
+    assert audit_run(str(tmp_path), forensic=True) == 65
     printed = capsys.readouterr().out
     twice = f"WRONG: epoch 0: sample {first[1]} was applied 2 times, in steps 1 (term 1, rank 0), 1 (term 1, rank 0)"
     assert twice in printed
@@ -238,7 +238,7 @@ def test_forensics_name_the_samples(tmp_path: Path, dataset: Manifest, capsys: p
     assert "proven: epoch 1: by the ids that 8 lines name, none is repeated and none missing" in printed
     assert "proven: epoch 2: by the ids" in printed
 
-    assert audit_run(str(tmp_path), data=[dataset.url], is_forensic=False, is_json=True) == 65
+    assert audit_run(str(tmp_path), data=[dataset.url], json_=True) == 65
     fields = json.loads(capsys.readouterr().out)
     assert (fields["step"], fields["num_epochs"], fields["is_proven"], fields["num_truncated"]) == (9, 2, False, 9)
     assert len(fields["wrong"]) == 2  # both epochs' ends come after the first step
@@ -251,7 +251,7 @@ def test_ids_that_one_rank_could_not_write_accuse_nobody(
     Run(tmp_path, dataset).train(4, commit_at=(4,))
     path = next((tmp_path / "history").glob("00000002-00001-*"))
     path.write_bytes(path.read_bytes().splitlines()[0])
-    assert audit_run(str(tmp_path), data=[dataset.url], is_forensic=True, is_json=False) == 1
+    assert audit_run(str(tmp_path), data=[dataset.url], forensic=True) == 1
     printed = capsys.readouterr().out
     assert "which samples the steps 4 applied: the ids of all ranks, or of some, are missing" in printed
     assert "WRONG" not in printed
@@ -263,4 +263,4 @@ def test_forensics_need_ids(tmp_path: Path, dataset: Manifest) -> None:
     for path in (tmp_path / "history").iterdir():
         path.unlink()
     with pytest.raises(ConfigError, match=r"run\.forensic"):
-        audit_run(str(tmp_path), data=(), is_forensic=True, is_json=False)
+        audit_run(str(tmp_path), forensic=True)
