@@ -231,7 +231,7 @@ RULES = (
         ("tensor", "expert"),
         ("optimizers that need whole parameters",),
         "each rank has a part of the parameter (parallel.shards and pipeline keep it whole)",
-        "optimizer.name to adamw",
+        "optimizer.name to adamw (without fused on CPUs)",
     ),
     Rule(
         ("compile",),
