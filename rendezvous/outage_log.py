@@ -21,11 +21,12 @@ class OutageLog:
         self._log = log
         self._said = ""
 
-    def waits(self, error: Exception) -> None:
-        """Note that a request failed and will be retried."""
+    def waits(self, error: Exception, left_s: float | None = None) -> None:
+        """Note that a request failed and will be retried, for `left_s` seconds if that is limited."""
         if str(error) != self._said:
             self._said = str(error)
-            self._log.warning("waiting for etcd: %s", error)
+            limit = "" if left_s is None else f", giving up in {max(0.0, left_s):.0f} s"
+            self._log.warning("waiting for etcd%s: %s", limit, error)
 
     def is_over(self) -> None:
         """Note that a request succeeded."""

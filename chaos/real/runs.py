@@ -321,9 +321,9 @@ def _shown(progress: Progress, total_steps: int | None) -> Callable[[Followed], 
                     loss=followed.loss,
                     samples_per_s=followed.samples_per_s,
                     world=followed.world,
-                    term=followed.term,
                     last_commit_step=followed.commit,
-                    epoch=followed.epoch,
+                    epochs=followed.epoch or 0,
+                    total_epochs=None,
                 )
             )
 

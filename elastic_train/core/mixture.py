@@ -352,3 +352,10 @@ def check_passes(
                 "of a machine's memory, not of the data: `elastic-train audit --forensic` names the samples if "
                 "run.forensic was set; to train on, remove this epoch's commits and start again from the one before"
             )
+
+
+def epochs_at(order: RunOrder, cursor: Cursor, micro_batch: int) -> float:
+    """Return the epochs before a cursor; of a mixture, the whole ones of its slowest source."""
+    if isinstance(order, Mixture):
+        return order.num_epochs(cursor)
+    return order.step_of(cursor, micro_batch) / order.num_steps(micro_batch)

@@ -89,7 +89,7 @@ class AreaUnderCurve(Metric):
                 pairs = int((own * (2 * (others.cumsum(0) - others) + others)).sum())
                 areas.append(pairs / (2 * num_own * num_others))
         if absent and len(self._classes) > 1:
-            self.remark = f"the mean is over other classes than {absent}, which have no sample"
+            self.remark = f"the mean leaves out the classes {absent}, which have no sample"
         return torch.tensor(sum(areas) / len(areas), dtype=torch.float64) if areas else undefined
 
 

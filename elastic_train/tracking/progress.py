@@ -20,7 +20,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from elastic_train.system.progress_bar import progress_line
-from elastic_train.system.wording import counted
 
 LINE_EVERY_S = 2.0
 PANEL_EVERY_S = 0.2
@@ -49,7 +48,7 @@ class ResumeBanner:
         def seconds(value: float | None) -> str:
             return "unknown" if value is None else f"{value:.1f} s"
 
-        world = f"{'?' if self.world_before is None else self.world_before} -> {counted(self.world_after, 'rank')}"
+        ranks = f"{'?' if self.world_before is None else self.world_before} -> {self.world_after}"
         term = f"{'?' if self.term_before is None else self.term_before} -> {self.term_after}"
         lost = "unknown" if self.steps_lost is None else str(self.steps_lost)
         is_known = self.age_s is not None and self.age_s >= 0  # negative if this clock is behind the writer's
@@ -59,7 +58,7 @@ class ResumeBanner:
             return [first]
         return [
             first,
-            f"world {world}, term {term}",
+            f"ranks {ranks}, term {term}",
             f"detect {seconds(self.detect_s)}, form {seconds(self.form_s)}, restore {seconds(self.restore_s)}",
             *(f"skipped {key}: {why}" for key, why in self.skipped),
         ]
@@ -74,9 +73,11 @@ class Status:
     loss: float | None
     samples_per_s: float | None
     world: int
-    term: int
     last_commit_step: int | None
-    epoch: int | None
+    epochs: float
+    """Epochs so far; of a mixture's slowest source."""
+    total_epochs: int | None
+    """None if the run ends after a number of steps."""
     slowest: tuple[int, float] | None = None
     """The rank that the others wait for, and its lane time relative to the median; None if all are similar."""
 
@@ -154,13 +155,15 @@ class Progress:
         def shown(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
-        slowest = [("slowest", f"rank {status.slowest[0]}, {status.slowest[1]:.1f}x")] if status.slowest else []
+        of = "" if status.total_epochs is None else f" of {status.total_epochs}"
+        slowest = (
+            [("slowest", f"rank {status.slowest[0]} ({status.slowest[1]:.1f}x the median)")] if status.slowest else []
+        )
         return [
-            ("epoch", shown(status.epoch, "d")),
+            ("epoch", f"{math.floor(status.epochs * 10) / 10:.1f}{of}"),
             ("loss", shown(status.loss, ".4f")),
             ("samples/s", shown(status.samples_per_s, ".0f")),
             ("ranks", str(status.world)),
-            ("term", str(status.term)),
             ("last commit", shown(status.last_commit_step, "d")),
             ("time left", self._time_left(status)),
             *slowest,

@@ -266,7 +266,7 @@ class Commits:
             self._record_commit(ended, ended.commit)
         elif isinstance(ended.error, FenceNotUpdated):
             self.num_failed_in_a_row = 0  # it exists in the store
-            self.world.announce(f"commit at step {ended.step} exists, which etcd has not heard of yet: {ended.error}")
+            self.world.announce(f"the commit of step {ended.step} is saved, but not yet known to etcd: {ended.error}")
         elif isinstance(ended.error, StorageError):
             if self.num_failed_in_a_row == 0:
                 self.failing_since_s = time.monotonic()

@@ -178,10 +178,11 @@ def _announce(process: Process, world: World) -> None:
         facts, num_ranks = process.page.facts, world.group.size
         facts.enter_world(world.term, num_ranks, state.step, plan.total_steps, is_leader=world.is_leader)
     world.announce_elsewhere(
-        f"rank {world.group.rank} of {world.group.size} trains in term {world.term}; rank 0 shows the progress"
+        f"rank {world.group.rank} of {world.group.size} trains (term {world.term}); the progress is shown by the node "
+        "of rank 0"
     )
     world.announce(
-        f"term {world.term}: {counted(world.group.size, 'rank')}, {counted(plan.num_lanes, 'lane')}, "
+        f"training on {counted(world.group.size, 'rank')} (term {world.term}): {counted(plan.num_lanes, 'lane')}, "
         f"{counted(plan.total_steps, 'step')}, {plan.device}"
     )
     _say_of_rates(process, world)

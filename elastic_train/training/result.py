@@ -123,15 +123,16 @@ def _ended_by(plan: Plan, state: AppliedState) -> str:
 def last_line(session: Session, result: TrainResult) -> str:
     """Return a finished job's last line: what it produced and how to use it."""
     config, head = session.plan.config, session.commits.head
-    early = ""
-    if result.ended_by == EARLY_STOPPING and result.improvement is not None:
-        early = f" (early stopping; the best validation was that of step {result.improvement.best_step})"
+    early = " (early stopping)" if result.ended_by == EARLY_STOPPING else ""
+    better, known = "", result.improvement
+    if known is not None and known.best is not None and (early or config.checkpoint.keep_best):
+        better = f"; evaluate and export use the best, step {known.best_step} ({known.metric}: {known.best:.4f})"
     validated = None if config.data.validation is None else result.metrics.get("loss")
     kind, loss = ("loss", session.loss) if validated is None else ("validation loss", validated)
     shown = "" if loss is None else f", {kind} {loss:.4f}"
     left_out = "" if not result.skipped_steps else f", {look_up_left_out(config.run.dir, result.skipped_steps)}"
     where = config.checkpoint_url + ("" if head is None else f" ({head.key})")
-    made = f"{counted(result.step, 'step')}{early}{shown}{left_out}, weights in {where}"
+    made = f"{counted(result.step, 'step')}{early}{shown}{left_out}, weights in {where}{better}"
     return done(made, export_command(config.run.dir, session.plan.task))
 
 

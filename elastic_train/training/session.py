@@ -17,6 +17,7 @@ from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
+from elastic_train.core.mixture import epochs_at
 from elastic_train.data.loading.loader import LaneBatch
 from elastic_train.errors import DataError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
@@ -315,9 +316,9 @@ class Session:
                 loss=loss,
                 samples_per_s=rate,
                 world=self.world.group.size,
-                term=self.world.term,
                 last_commit_step=None if head is None else head.step,
-                epoch=self.plan.order.num_epochs(state.reached.cursor),
+                epochs=epochs_at(self.plan.order, state.reached.cursor, self.plan.micro_batch),
+                total_epochs=None if self.plan.config.max_steps is not None else self.plan.config.epochs,
                 slowest=late,
             )
         )

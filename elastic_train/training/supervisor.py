@@ -383,7 +383,9 @@ def _finish(session: Session, outcome: Outcome) -> Ended:
     session.close(status="FINISHED" if outcome is Outcome.DONE else "KILLED")
     if outcome is Outcome.DONE and error is None:
         session.world.announce(last_line(session, result))
-        session.world.announce_elsewhere(f"Done: {counted(result.step, 'step')}; rank 0 shows where the weights are")
+        session.world.announce_elsewhere(
+            f"Done: {counted(result.step, 'step')}; the node of rank 0 shows where the weights are"
+        )
     session.world.group.close()  # no rank leaves while another still waits for an answer
     session.worlds.leave(is_job_done=outcome is Outcome.DONE)
     if outcome is not Outcome.DONE:

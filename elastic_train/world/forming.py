@@ -288,7 +288,7 @@ class LiveWorlds:
                     raise Preempted("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise StorageError(str(error)) from error
-                outage.waits(error)
+                outage.waits(error, deadline - time.monotonic())
                 time.sleep(ETCD_PAUSE_S)
 
     def note_restored(self) -> None:

@@ -117,7 +117,8 @@ class World:
 
     def announce_elsewhere(self, text: str) -> None:
         """Show one line on each node whose first rank is not the leader: nothing else tells that it trains."""
-        if not self.is_leader and os.environ.get("LOCAL_RANK") == "0":
+        is_only_node = self.group.size <= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if not self.is_leader and not is_only_node and os.environ.get("LOCAL_RANK") == "0":
             with contextlib.suppress(OSError):  # a closed terminal
                 sys.stderr.write(f"{text}\n")
 

@@ -174,7 +174,7 @@ class EtcdLease:
                     return  # revoked meanwhile
                 # Etcd keeps leases across its own outage: only its explicit answer ends this one.
                 if not is_silent:
-                    _log.warning("cannot renew the lease, retrying: %s", error)
+                    _log.warning("etcd does not answer; workers continue until one is lost: %s", error)
                 is_silent, wait_s = True, self.ttl_s / 12
             else:
                 if self._stopped.is_set():

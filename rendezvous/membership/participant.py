@@ -131,7 +131,7 @@ class Participant:
                     raise StoppedWaiting("asked to leave while etcd was away") from error
                 if time.monotonic() > deadline:
                     raise
-                self._outage.waits(error)
+                self._outage.waits(error, deadline - time.monotonic())
                 time.sleep(PAUSE_S)
             else:
                 self._outage.is_over()
@@ -301,7 +301,7 @@ class Participant:
             except StoreUnavailableError as error:
                 if time.monotonic() > deadline:
                     return
-                self._outage.waits(error)
+                self._outage.waits(error, deadline - time.monotonic())
                 time.sleep(PAUSE_S)
             else:
                 return
@@ -400,7 +400,7 @@ class Participant:
                 self._own.register()
                 self._latest.wait(snapshot, min(left_s, LOOK_S))  # the watch notices if etcd has lost its data
             except StoreUnavailableError as error:
-                self._outage.waits(error)
+                self._outage.waits(error, left_s)
                 time.sleep(min(left_s, LOOK_S))
         elif isinstance(decision, Wait):
             pause_s = LOOK_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import re
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import tenacity
 
+from rendezvous.outage_log import OutageLog
 from rendezvous.pauses import RandomExponential, between
 from rendezvous.waiting import Bystander, GivenUp, begin
 from tests.conftest import PATIENCE_S
@@ -120,3 +122,12 @@ def test_no_module_of_ours_draws_from_the_global_generator() -> None:
     files = [file for package in ("elastic_train", "rendezvous") for file in (REPOSITORY / package).rglob("*.py")]
     assert len(files) > 100
     assert [str(file) for file in files if drawing.search(file.read_text())] == []
+
+
+def test_a_wait_for_etcd_says_when_it_gives_up(caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each reason, not once a try."""
+    outage = OutageLog(logging.getLogger("rendezvous"))
+    for left_s in (899.6, 898.0):
+        outage.waits(ConnectionError("refused"), left_s)
+    outage.waits(ConnectionError("denied"))
+    assert caplog.messages == ["waiting for etcd, giving up in 900 s: refused", "waiting for etcd: denied"]

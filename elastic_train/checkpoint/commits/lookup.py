@@ -96,8 +96,7 @@ def find_trained(run: str, name: str | None) -> tuple[CommitRecord, str | None]:
     if best is None or best.key == head.key:
         return head, None
     value = best.metrics[parse_best(metric or DEFAULT_METRIC)[0]]
-    why = f"{best.key} has this run's best validation ({metric or DEFAULT_METRIC}: {value})"
-    return best, f"{why}, and is used; --commit {NEWEST} takes step {head.step}"
+    return best, _say_best(best, metric or DEFAULT_METRIC, value, head)
 
 
 def best_metric(run: str, store: Store) -> str:
@@ -110,12 +109,17 @@ def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[
     """Return the commit of the best validation, and a sentence if that needs explaining."""
     if reached.best_step >= head.step:
         return head, None
-    why = f"the best validation of this run, whose last step is {head.step}, ({reached.metric}: {reached.best}) was"
     of_step = (r for _, r, _ in records(store) if r and r.step == reached.best_step and continues(head.intervals, r))
     found = next((record for record in of_step if damage_of(store, record.key) is None), None)
     if found is None:
-        return head, f"{why} that of step {reached.best_step}, of which no intact commit is left; the newest is used"
-    return found, f"{why} that of {found.key}, which is used; --commit {NEWEST} takes step {head.step}"
+        best = f"no intact commit of the best validation, step {reached.best_step}, is left"
+        return head, f"{best}: using the newest, step {head.step}"
+    return found, _say_best(found, reached.metric, reached.best, head)
+
+
+def _say_best(best: CommitRecord, metric: str, value: float | None, head: CommitRecord) -> str:
+    shown = "" if value is None else f" ({metric}: {value:.4f})"
+    return f"using the best validation's commit, {best.key}{shown}; --commit {NEWEST} takes step {head.step}"
 
 
 def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord | None:

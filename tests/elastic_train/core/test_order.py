@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_train.core.mixture import epochs_at
 from elastic_train.core.order import Cursor, Order, stratified_order
 
 group_rows = st.lists(st.integers(1, 40), min_size=1, max_size=25)
@@ -202,3 +203,10 @@ def test_golden_permutation() -> None:
     """As it was frozen: a change here would reorder every stored run."""
     assert stratified_order(11, 3, 2, 5).tolist() == [0, 6, 4, 1, 7, 2, 9, 8, 10, 3, 5]
     assert stratified_order(21_000, 64, 8, 1)[:6].tolist() == [20561, 7606, 20718, 18639, 14034, 10009]
+
+
+def test_epochs_are_counted_in_steps() -> None:
+    """Ten samples in two lanes of two are three steps an epoch."""
+    order = Order([10], 2, 1)
+    epochs = [epochs_at(order, order.cursor_at(step, 2), 2) for step in (0, 1, 3, 5)]
+    assert epochs == [0, 1 / 3, 1, 5 / 3]

@@ -63,7 +63,7 @@ def test_the_area_of_eleven_classes_is_the_mean_over_those_that_are_there(most_r
     metric.update(scores, torch.tensor(target))
     expected = np.mean([roc_auc_score(target == number, scores.numpy()[:, number]) for number in range(10)])
     assert float(metric.compute()) == pytest.approx(expected, abs=1e-3)
-    assert metric.remark == "the mean is over other classes than [10], which have no sample"
+    assert metric.remark == "the mean leaves out the classes [10], which have no sample"
 
 
 @settings(max_examples=60, deadline=None)

@@ -32,9 +32,9 @@ def status(step: int, **changes: object) -> Status:
         "loss": 0.25,
         "samples_per_s": 1000.0,
         "world": 4,
-        "term": 7,
         "last_commit_step": 50,
-        "epoch": 0,
+        "epochs": step / 60,
+        "total_epochs": 2,
     }
     return Status(**{**facts, **changes})  # type: ignore[arg-type]
 
@@ -75,7 +75,7 @@ def test_plain_output_is_at_most_a_line_every_two_seconds_and_the_last_status() 
         "training: 41 of 100 steps",
         "training: 50 of 100 steps",
     ]
-    assert "21 of 100 steps, 21%, epoch 0, loss 0.2500, samples/s 1000, ranks 4, term 7, last commit 50" in text()
+    assert "21 of 100 steps, 21%, epoch 0.3 of 2, loss 0.2500, samples/s 1000, ranks 4, last commit 50" in text()
 
 
 def test_a_status_shown_last_is_not_repeated_at_the_end() -> None:
@@ -132,7 +132,7 @@ def test_the_banner_shows_what_the_interruption_cost(is_terminal: bool) -> None:
     """Commit, steps lost, worlds, terms and times are said; what is not known is called unknown."""
     out, text = console(is_terminal=is_terminal)
     Progress(out).banner(BANNER)
-    for fact in ["commits/00000012", "steps lost: 4", "world 4 -> 3 ranks, term 6 -> 7", "detect 1.2 s"]:
+    for fact in ["commits/00000012", "steps lost: 4", "ranks 4 -> 3, term 6 -> 7", "detect 1.2 s"]:
         assert fact in text()
     assert "form unknown" in text()
     assert "skipped commits/[13]: torn" in text()
@@ -141,7 +141,7 @@ def test_the_banner_shows_what_the_interruption_cost(is_terminal: bool) -> None:
 def test_a_banner_without_an_earlier_world_says_so() -> None:
     """A first term after a copied folder has no world before."""
     first = ResumeBanner("c", 1, None, None, None, 2, None, 1, None, None, 0.1)
-    assert first.lines()[1] == "world ? -> 2 ranks, term ? -> 1"
+    assert first.lines()[1] == "ranks ? -> 2, term ? -> 1"
     assert "steps lost: unknown" in first.lines()[0]
 
 
@@ -196,7 +196,7 @@ if sys.argv[1] == "closed pipe":  # the reader has to have ended first
     reader.poll()
 progress = Progress(clock=iter(range(0, 1000, 10)).__next__)
 for step in range(5):
-    progress.update(Status(step, 100, 0.5, 1.0, 1, 1, None, 0))
+    progress.update(Status(step, 100, 0.5, 1.0, 1, None, 0.0, None))
     progress.event("event")
 progress.close()
 flush_streams()
@@ -228,4 +228,4 @@ def test_a_rank_that_the_others_wait_for_is_named() -> None:
     assert "slowest" not in text()
     clock.now += LINE_EVERY_S
     progress.update(status(2, slowest=(3, 1.84)))
-    assert "slowest rank 3, 1.8x" in text()
+    assert "slowest rank 3 (1.8x the median)" in text()

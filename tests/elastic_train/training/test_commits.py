@@ -256,7 +256,7 @@ def test_commits_missing_from_etcd_are_not_failures(tmp_path: Path) -> None:
         take_step(commits)
         save(commits)
         assert ears.steps == [] and not commits.is_hopeless() and commits.num_failed == 0
-        assert f"commit at step {number} exists, which etcd has not heard of yet" in ears.announced[-1]
+        assert f"the commit of step {number} is saved, but not yet known to etcd" in ears.announced[-1]
     etcd.is_away = False
     take_step(commits)
     save(commits)

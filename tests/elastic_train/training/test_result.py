@@ -137,18 +137,21 @@ def test_a_rank_that_leaves_reports_its_last_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "Done: 14 steps, loss 0.5000, weights"),
-        ({"metrics": {"loss": 0.25, "auc": 1.0}}, "Done: 14 steps, validation loss 0.2500, weights"),
+        ({}, "Done: 14 steps, loss 0.5000, WEIGHTS"),
+        ({"metrics": {"loss": 0.25, "auc": 1.0}}, "Done: 14 steps, validation loss 0.2500, WEIGHTS"),
         (
             {"skipped_steps": ((2, 3), (5, 7))},
             (
                 "Done: 14 steps, loss 0.5000, 3 updates were left out because the loss or gradient was not finite, or "
-                "no sample had a target (see the lines with op nonfinite in FOLDER/history), weights"
+                "no sample had a target (see the lines with op nonfinite in FOLDER/history), WEIGHTS"
             ),
         ),
         (
-            {"ended_by": EARLY_STOPPING, "improvement": Improvement("min loss", best_step=9)},
-            "Done: 14 steps (early stopping; the best validation was that of step 9), loss 0.5000, weights",
+            {"ended_by": EARLY_STOPPING, "improvement": Improvement("min loss", 0.25, best_step=9)},
+            (
+                "Done: 14 steps (early stopping), loss 0.5000, WEIGHTS; evaluate and export use the best, step 9 "
+                "(min loss: 0.2500)"
+            ),
         ),
     ],
 )
@@ -158,9 +161,9 @@ def test_the_last_line_says_what_was_made_and_what_to_do_with_it(
     session = Ended(tmp_path)
     result = _finish(session, Outcome.DONE)  # type: ignore[arg-type]
     assert isinstance(result, TrainResult) and session.acts[3].startswith("Done: 14 steps, loss 0.5000")
-    made = said.replace("FOLDER", str(tmp_path))
+    made = said.replace("WEIGHTS", "weights in FOLDER (commits/a.json)").replace("FOLDER", str(tmp_path))
     assert last_line(session, replace(result, **changes)) == (  # type: ignore[arg-type]
-        f"{made} in {tmp_path} (commits/a.json), next: elastic-train export {tmp_path} --to safetensors"
+        f"{made}, next: elastic-train export {tmp_path} --to safetensors"
     )
 
 

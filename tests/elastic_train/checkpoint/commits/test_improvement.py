@@ -106,7 +106,7 @@ def test_a_run_that_early_stopping_ended_is_known_by_its_best_commit(
     assert find_trained(url, "newest")[0].key == head and find_trained(url, "3")[0].step == 3
     store.delete(best)
     record, why = find_trained(url, None)
-    assert record.key == head and "no intact commit is left" in str(why)
+    assert record.key == head and "no intact commit of the best validation, step 2, is left" in str(why)
 
 
 def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text("checkpoint: {keep_best: max score}\n")
     record, why = find_trained(str(tmp_path), None)
     assert record.step == 3, "the first of those that are as good"
-    assert why is not None and "best validation (max score: 0.9)" in why and "--commit newest takes step 4" in why
+    assert why is not None and "(max score: 0.9000)" in why and "--commit newest takes step 4" in why
     assert find_trained(str(tmp_path), "newest") == (find_trained(str(tmp_path), "4")[0], None)
     (tmp_path / "config.yaml").write_text("checkpoint: {}\n")
     assert find_trained(str(tmp_path), None)[0].step == 4 and find_trained(str(tmp_path), "best")[0].step == 2
