@@ -47,8 +47,7 @@ def packed_over_mask(
         for given, times in zip((batch, masked), seconds, strict=True):
             began = now_of(where)
             with trying_documents(), torch.autocast(device, torch.bfloat16, enabled=is_gpu):
-                loss = task.loss(model, given).total
-            torch.autograd.backward(loss)
+                torch.autograd.backward(task.loss(model, given).total)
             times.append(now_of(where) - began)
             model.zero_grad()
         if len(seconds[0]) > WARM_TURNS and is_over():
