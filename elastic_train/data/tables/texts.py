@@ -37,6 +37,8 @@ ROWS_PER_GROUP = 512
 ROWS_PER_FILE = 8192
 MIN_FILES = 4
 MISSING_SHARE = 0.07
+MOST_NAMED = 10
+"""Most unusable rows that an error names."""
 _CHUNK = 1024
 
 
@@ -228,25 +230,43 @@ def _table(
 
 
 def read_samples(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
-    """Read samples in file order; raise ConfigError with file and row for an unusable row."""
+    """Read samples in file order; raise ConfigError with file and row of the first unusable rows."""
     if not files:
         raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
-    return [sample for path in files for sample in _read(path, text_key, label_key)]
+    samples: list[Sample] = []
+    wrong: list[str] = []
+    for path in files:
+        for sample in _read(path, text_key, label_key):
+            if isinstance(sample, Sample):
+                samples.append(sample)
+            else:
+                wrong.append(sample)
+            if len(wrong) == MOST_NAMED:
+                raise ConfigError(*wrong, "later rows were not read")
+    if wrong:
+        raise ConfigError(*wrong)
+    return samples
 
 
-def _read(path: Path, text_key: str, label_key: str) -> Iterator[Sample]:
+def _read(path: Path, text_key: str, label_key: str) -> Iterator[Sample | str]:
+    """Yield a file's samples, and what is wrong with the other rows."""
     if path.suffix == ".txt":
         yield from _paragraphs(path)
         return
     for rows in read_objects([path]):
         for number, row in rows.values:
             place = f"{path}: row {number}"
-            if isinstance(row, str):
-                raise ConfigError(f"{place}: {row}")
-            label = _field(row, label_key, "--label-key", place)
-            if origin.is_no_label(label):
-                raise ConfigError(origin.no_label(place, label_key))
-            yield Sample(_field(row, text_key, "--text-key", place), label)
+            try:
+                yield f"{place}: {row}" if isinstance(row, str) else _sample(row, text_key, label_key, place)
+            except ConfigError as error:
+                yield str(error)
+
+
+def _sample(row: Mapping[str, object], text_key: str, label_key: str, place: str) -> Sample:
+    label = _field(row, label_key, "--label-key", place)
+    if origin.is_no_label(label):
+        raise ConfigError(origin.no_label(place, label_key))
+    return Sample(_field(row, text_key, "--text-key", place), label)
 
 
 def _paragraphs(path: Path) -> Iterator[Sample]:
@@ -263,6 +283,8 @@ def _paragraphs(path: Path) -> Iterator[Sample]:
 def _field(row: Mapping[str, object], key: str, option: str, place: str) -> str:
     value = row.get(key)
     if value is None or value != value or isinstance(value, list | dict) or not str(value).strip():
+        if key in row:
+            raise ConfigError(f"{place}: '{key}' is empty or no text; correct the row, or leave it out")
         known = ", ".join(row) or "none"
         raise ConfigError(f"{place}: no value under '{key}'; keys there: {known} (choose with {option})")
     return str(value)

@@ -207,6 +207,6 @@ def test_golden_permutation() -> None:
 
 def test_epochs_are_counted_in_steps() -> None:
     """Ten samples in two lanes of two are three steps an epoch."""
-    order = Order([10], 2, 1)
+    order = Order(np.array([10]), num_lanes=2, seed=1)
     epochs = [epochs_at(order, order.cursor_at(step, 2), 2) for step in (0, 1, 3, 5)]
     assert epochs == [0, 1 / 3, 1, 5 / 3]

@@ -60,7 +60,7 @@ def test_formats(tmp_path: Path) -> None:
         ("a.csv", "text,label,text\na,x,b\n", r"a\.csv: has several columns named text"),
         ("a.csv", "text,label\n", r"a\.csv: holds no rows"),
         ("a.jsonl", '{"text": "a", "text": "b", "label": 1}\n', r"a\.jsonl: row 1: is not JSON: text is there twice"),
-        ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl: row 2: no value under 'text'"),
+        ("a.jsonl", '\n{"text": NaN, "label": 1}\n', r"a\.jsonl: row 2: 'text' is empty"),
         ("a.jsonl", '{"a": 1\n', r"a\.jsonl: row 1: is not JSON: Expecting ',' delimiter at column 8$"),
         ("a.csv", "text,label\na,x\nb,NaN\n", r"a\.csv: row 3: has no label: 'label' is empty or NaN; give the row"),
         ("a.jsonl", "\n\n", r"a\.jsonl: holds no rows"),
@@ -100,9 +100,19 @@ def test_a_bad_row_is_named(tmp_path: Path, case: str) -> None:
     """A row that is no JSON object, or lacks a text or a label, is an error with file and line: line 2 here."""
     name, content = BAD[case]
     with pytest.raises(
-        ConfigError, match=rf"{name}: row 2: (is (not JSON|a list)|no value under '(text|label)'; keys there: text)"
+        ConfigError,
+        match=rf"{name}: row 2: (is (not JSON|a list)|no value under 'label'; keys there: text|'text' is empty)",
     ):
         read(tmp_path / name, content)
+
+
+def test_all_bad_rows_are_named_up_to_ten(tmp_path: Path) -> None:
+    """A user corrects them at once; in a file of another kind the first ten suffice."""
+    for number, last in ((3, "row 4: 'text' is empty"), (12, "later rows were not read")):
+        with pytest.raises(ConfigError) as raised:
+            read(tmp_path / "a.csv", "text,label\n" + " ,1\n" * number)
+        said = str(raised.value).splitlines()
+        assert len(said) == min(number, 11) and last in said[-1]
 
 
 def test_wrong_keys_are_explained(tmp_path: Path) -> None:
