@@ -77,10 +77,11 @@ def read_named(
 ) -> dict[str, object]:
     """Read some stored items by name into the destinations in `wanted`; None means a new one."""
     pieces = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, Pieces)}
+    again = _tied_to_others(wanted)
     leaves = {
         name: _destination(metadata.state_dict_metadata[name], leaf)
         for name, leaf in wanted.items()
-        if name not in pieces
+        if name not in pieces and name not in again
     }
     planner = _PlainLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(leaves, metadata, is_coordinator=True)
@@ -89,7 +90,19 @@ def read_named(
         _read_items(store, attempt, files, items)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise CommitError(f"{store.url}/{attempt}: cannot be read: {error}") from error
-    return {name: pieces.get(name, planner.state_dict.get(name)) for name in wanted}
+    return {name: pieces.get(name, again.get(name, planner.state_dict.get(name))) for name in wanted}
+
+
+def _tied_to_others(wanted: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return all but the first of tied tensors: memory that is read twice may be rearranged twice."""
+    known, others = set[tuple[int, torch.Size, tuple[int, ...]]](), dict[str, Tensor]()
+    for name, leaf in wanted.items():
+        if isinstance(leaf, Tensor) and leaf.nbytes:
+            place = leaf.data_ptr(), leaf.shape, leaf.stride()
+            if place in known:
+                others[name] = leaf.detach()
+            known.add(place)
+    return others
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):

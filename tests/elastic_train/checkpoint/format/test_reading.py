@@ -127,6 +127,15 @@ def test_a_box_in_a_foreign_frame_is_read_as_a_whole(
     assert_equal_trees(read_state(local_store, record), {"optimizer": {"m": whole}})
 
 
+def test_tied_tensors_are_read_once_in_whatever_order_they_are_stored(local_store: Store) -> None:
+    """The commit was written when the matrix was stored by rows, which is now stored by columns under both names."""
+    whole = numbered((5, 7))
+    record = writer(local_store).save({"model": {"a": whole, "b": whole}}, facts(1))
+    tied = torch.zeros(7, 5).T
+    load(local_store, record, {"model": {"a": tied, "b": tied}})
+    assert torch.equal(tied, whole)
+
+
 @pytest.mark.parametrize("place", [0.001, 0.3, 0.9])
 def test_a_damaged_byte_of_a_piece_is_refused_by_whoever_reads_it(tmp_path: Path, place: float) -> None:
     """Its block's checksum fails; the other blocks, and thus other ranks' pieces, are still valid."""
