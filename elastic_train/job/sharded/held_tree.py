@@ -160,12 +160,13 @@ class TensorPieces(NamedTuple):
 def pieces_of(
     layout: Layout,
     place: Place,
+    whole: Place,
     names: Sequence[str],
     others: Mapping[str, Shape],
     spans: Sequence[Span],
     runs: Sequence[HeldRun],
 ) -> TensorPieces:
-    """Return one tensor's pieces; `spans` must be held.
+    """Return the pieces of one tensor, or of a place's part of the `whole`; `spans` must be held.
 
     `names` are the moments with one number per element; `others` has the shapes of the other ones.
     """
@@ -176,12 +177,13 @@ def pieces_of(
         held = {span: memory(part) for span, part in parts.items()}
         return Pieces(dtype, torch.Size(place.shape), held, (), place.cut)
 
-    def whole(name: str, shape: Shape) -> Pieces:
+    def own(name: str, shape: Shape) -> Pieces:
         size, memory = math.prod(shape), [part.moments[name] for part in parts.values()]
-        return Pieces(dtype, torch.Size(shape), {(0, size): memory[0][:size]} if memory else {}, (), is_whole=True)
+        held, cut = {(0, size): memory[0][:size]} if memory else {}, whole.cut if shape == whole.shape else None
+        return Pieces(dtype, torch.Size(shape), held, (), cut, is_whole=True)
 
     moments = {name: pieces(partial(_moment, name)) for name in names}
-    moments |= {name: whole(name, shape) for name, shape in others.items()}
+    moments |= {name: own(name, shape) for name, shape in others.items()}
     return TensorPieces(pieces(lambda part: part.weights), moments)
 
 

@@ -317,10 +317,10 @@ class Zero1Share(Share):
             for number, place in enumerate(self.layout.tensors):
                 is_trained = self.layout.flats[place.flat].group is not None
                 if is_trained or self.table.shares_weights:
-                    group, whole = self.layout.flats[place.flat].group, self.table.parts.layout.tensors[number].shape
-                    others = {} if group is None else self._slots[group].others_of(whole)
+                    group, whole = self.layout.flats[place.flat].group, self.table.parts.layout.tensors[number]
+                    others = {} if group is None else self._slots[group].others_of(whole.shape)
                     moments, mine = self._moments_of(place.flat), spans.get(number, ())
-                    pieces = pieces_of(self.layout, place, moments, others, mine, self.runs)
+                    pieces = pieces_of(self.layout, place, whole, moments, others, mine, self.runs)
                     self._pieces.update(dict.fromkeys(place.names, pieces))
         return self._pieces
 

@@ -75,6 +75,7 @@ def build(
     recipe: Mapping[str, Any] | None = None,
     offload: Offloads = "none",
     gathers: torch.dtype | None = None,
+    dims: Mapping[str, int] | None = None,
 ) -> AppliedState:
     """Return a process's initial state; a newcomer has the same weights, from the seed.
 
@@ -84,9 +85,8 @@ def build(
     config = OptimizerConfig(**{"lr": 0.01, "warmup_steps": 2, "clip_norm": CLIPPING, **(recipe or {})})
     parallel = ParallelConfig(shards=shards, copies=copies, bucket_mb=0.1, wire=wire, offload=offload)
     with mock.patch.object(build_module, "host_memory_of", lambda device: FakeMemory(seed)):
-        state = build_state(
-            Net().train(), config, 50, "cpu", is_fp16=False, groups=GROUPS, parallel=parallel, gathers=gathers
-        )
+        how: dict[str, Any] = {"groups": GROUPS, "parallel": parallel, "gathers": gathers, "dims": dims}
+        state = build_state(Net().train(), config, 50, "cpu", is_fp16=False, **how)
     when_all_have_ended(lambda: close_sums(state))
     return state
 

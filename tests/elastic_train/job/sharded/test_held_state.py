@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store
+from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store, read_state
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
@@ -239,6 +240,38 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
         state.restore(partial(load, store, record), reached, keeps_rates=True)
         train(group, state, 6)
         assert fingerprint(group, state) == expected
+
+
+class MomentumOfMatrices(torch.optim.SGD):
+    """Takes steps of fixed length along the momentum of matrices, and along the gradients of vectors."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                along = one.grad
+                if one.dim() == 2:
+                    along = self.state[one].setdefault("momentum", torch.zeros_like(one)).mul_(0.9).add_(along)
+                one.sub_(along / (1e-6 + along.norm()), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
+def test_moments_of_matrices_alone_are_committed_in_the_order_of_their_weights(shards: Shards, tmp_path: Path) -> None:
+    """Matrices that are cut along their second dimension lie in memory column by column; commits say so."""
+    torch.set_num_threads(1)
+    group, found = Group(0, 1, None, 60), []
+    recipe = {"name": f"{MomentumOfMatrices.__module__}:{MomentumOfMatrices.__name__}"}
+    for number, kind in enumerate(("none", shards)):
+        store = open_store(str(tmp_path / str(number)))
+        state = build(kind, recipe=recipe, dims={"blocks.0.0.weight": 1})
+        if isinstance(state.shards.share, Zero1Share):
+            take_first_seat(group, state.shards, newcomers(1))
+        train(group, state, 2)
+        optimizer: Any = read_state(store, committed(store, state))["optimizer"]
+        found.append(optimizer["state"])
+    whole, kept = found
+    assert whole.keys() == kept.keys()
+    assert all(torch.equal(one["momentum"], kept[name]["momentum"]) for name, one in whole.items())
 
 
 class NormedSteps(torch.optim.SGD):
