@@ -19,7 +19,7 @@ from typing import Protocol
 from elastic_train.checkpoint.commits.pruning import tombstones
 from elastic_train.checkpoint.commits.reader import commit_keys
 from elastic_train.checkpoint.commits.writer import FenceNotUpdated
-from elastic_train.checkpoint.stores.store import Store, create_once
+from elastic_train.checkpoint.stores.store import KeyClaimed, Store, create_once
 from elastic_train.core.lineage import COMMITS, place_of
 from elastic_train.errors import FencedError, StorageError, translated
 from elastic_train.world.claims import (
@@ -176,7 +176,10 @@ def _claim_in(store: Store, propose: Callable[[int], int], own: Own) -> tuple[in
     for _ in range(_CLAIM_TRIES):
         term = propose(lowest)
         content, nonce = new_claim(own)
-        is_first = create_once(store, term_key(term), content)
+        try:
+            is_first = create_once(store, term_key(term), content)
+        except KeyClaimed:
+            is_first = False  # if all who claim it see one another, nobody gets it
         newest = max(number for number, _ in [(term, ""), *_of_terms(store, TERMS)])
         # A process frozen since it proposed the term may re-create a claim that was made and deleted long ago.
         if is_first and newest <= term + KEPT_TERMS:

@@ -25,6 +25,7 @@ from elastic_train.checkpoint.stores.store import (
     CHANGES,
     Entry,
     FileRecord,
+    KeyClaimed,
     KeyMissing,
     KeyTaken,
     NotAllowed,
@@ -98,8 +99,10 @@ class FsspecStore:
             self._fs.pipe_file(self._path(marker), b"")
         try:
             rivals = [entry.key for entry in self.list(f"claims/{key}/") if entry.key != marker]
-            if rivals or self._exists(key):
-                raise KeyTaken(f"{self._url}/{key}: exists already, or another writer is claiming it")
+            if self._exists(key):
+                raise KeyTaken(f"{self._url}/{key}: exists already")
+            if rivals:
+                raise KeyClaimed(f"{self._url}/{key}: another writer is claiming it")
             with self._translating("create", key):
                 self._fs.pipe_file(self._path(key), content)
         finally:

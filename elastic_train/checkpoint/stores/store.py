@@ -2,6 +2,7 @@
 
 StorageError
 ├── KeyTaken         a conditional create lost: the key exists
+│   └── KeyClaimed   or somebody else is about to create it
 ├── KeyMissing       the key does not exist
 ├── NotAllowed       the store lets this process write nothing: a read-only mount, permissions, credentials
 ├── Unreadable       the medium does not return the bytes (a bad sector)
@@ -56,6 +57,10 @@ class FileRecord:
 
 class KeyTaken(StorageError):  # noqa: N818 - a state of the store, which the caller expects
     """The key exists already."""
+
+
+class KeyClaimed(KeyTaken):
+    """Another writer is about to create the key; this call has not created it, and nobody may."""
 
 
 class KeyMissing(StorageError):  # noqa: N818 - as above
@@ -181,12 +186,15 @@ def create_once(store: Store, key: str, content: bytes) -> bool:
 
     A store's own retry may be refused because its first try got through, as may the retry of an unanswered create: it
     is sent a second time, and the content decides. Reading alone would not do: visible content need not be durable.
-    Raise Uncertain if the outcome stays unknown.
+    Raise Uncertain if the outcome stays unknown, and KeyClaimed if there is no content yet that could decide.
     """
     unknown: Uncertain | None = None
     for _ in range(2):
         try:
             store.create(key, content)
+        except KeyClaimed:
+            if unknown is None:
+                raise
         except KeyTaken:
             return _is_content(store, key, content)
         except Uncertain as error:

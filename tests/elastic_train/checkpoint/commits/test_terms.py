@@ -8,6 +8,7 @@ import pytest
 
 from elastic_train.checkpoint import CommitWriter, FenceNotUpdated, Store, discover
 from elastic_train.checkpoint.commits.record import VOID
+from elastic_train.checkpoint.stores.store import KeyClaimed, create_once
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.world import fencing
 from elastic_train.world.fencing import KEPT_TERMS, JoinedFence, StoreFence, forget_old_terms, newest_term
@@ -32,6 +33,17 @@ def test_concurrent_claims_get_different_terms(store: Store) -> None:
     with ThreadPoolExecutor(6) as pool:
         terms = list(pool.map(lambda _: StoreFence(store).claim(1), range(6)))
     assert len(set(terms)) == 6
+
+
+@pytest.mark.parametrize("store", ["plain"], indirect=True)
+def test_a_term_that_somebody_is_about_to_claim_is_left_to_them(store: Store) -> None:
+    """Without conditional create each of two may see the other and give up: nothing is there to tell whose it is."""
+    store.create("claims/terms/00000001.json/another", b"")
+    assert StoreFence(store).claim(1) == 2
+    with pytest.raises(KeyClaimed, match=r"terms/00000001\.json: another writer is claiming it"):
+        create_once(store, "terms/00000001.json", b"mine")
+    store.delete("claims/terms/00000001.json/another")
+    assert create_once(store, "terms/00000001.json", b"mine")
 
 
 def keys(store: Store, prefix: str) -> list[str]:
