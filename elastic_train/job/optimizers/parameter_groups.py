@@ -33,8 +33,9 @@ def build_groups(
     config: OptimizerConfig,
     settings_of: SettingsOf = lambda parameter: {},
 ) -> list[dict[str, Any]]:
-    """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all others.
+    """Freeze the parameters that a task wants frozen, and return the optimizer's groups for all that are trained.
 
+    Those without elements are frozen, too: an optimizer may divide by their number.
     Parameters in no group come first, with the configured rate and decay; a group without parameters is omitted. Norms
     and biases have no decay unless the configuration or their group sets one. A group is split where members differ in
     decay or in `settings_of`. Within a group, parameters are in the model's order. Raises ConfigError with every
@@ -48,6 +49,9 @@ def build_groups(
         if group.is_frozen:
             for parameter in parameters:
                 parameter.requires_grad_(False)
+    for parameter in model.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)
     named = {id(parameter) for parameters in members for parameter in parameters}
     others = [parameter for parameter in model.parameters() if id(parameter) not in named]
     without = set() if config.decay_norms_and_biases or not config.weight_decay else norms_and_biases(model)
@@ -63,9 +67,9 @@ def build_groups(
 def _split(
     parameters: Sequence[nn.Parameter], settings: Mapping[str, object], without: Set[int], settings_of: SettingsOf
 ) -> list[dict[str, Any]]:
-    """Return groups of parameters with equal settings; those in `without` have no decay."""
+    """Return groups of the parameters that are trained, with equal settings; those in `without` have no decay."""
     parts: dict[tuple[tuple[str, object], ...], list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in (one for one in parameters if one.requires_grad):
         undecayed = {"weight_decay": 0.0} if id(parameter) in without else {}
         own = {**settings, **undecayed, **settings_of(parameter)}
         parts.setdefault(tuple(own.items()), []).append(parameter)

@@ -36,6 +36,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.placement.grains import Layout, Listed, lay_out
 from elastic_train.placement.holdings import all_held, circle_of, sections_of
 from elastic_train.placement.seats import seats_of
+from elastic_train.tasks.task import ParameterGroup
 from elastic_train.world.equal_weights import check_same_weights
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.job.optimizers.odd_optimizers import CountingGroups
@@ -240,6 +241,36 @@ def test_what_an_optimizer_counts_in_its_groups_is_state_in_shards_too(
         state.restore(partial(load, store, record), reached, keeps_rates=True)
         train(group, state, 6)
         assert fingerprint(group, state) == expected
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_groups_have_only_what_is_trained(name: str) -> None:
+    """A task may freeze all of a group in its model, and have parameters without elements."""
+    group, found = Group(0, 1, None, 60), []
+    for shards in ("none", "optimizer"):
+        model = nn.ModuleDict({"one": nn.Linear(8, 8), "norm": nn.LayerNorm(8).requires_grad_(False)})
+        model["none"] = nn.Linear(4, 0)
+        seeded = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data.normal_(generator=seeded)
+        groups = [ParameterGroup(("norm.weight", "norm.bias"), lr_factor=0.5)]
+        parallel = ParallelConfig(shards=shards, bucket_mb=0.1)
+        state = build_state(
+            model, OptimizerConfig(name=name), 50, "cpu", is_fp16=False, groups=groups, parallel=parallel
+        )
+        if shards != "none":
+            take_first_seat(group, state.shards, newcomers(1))
+        gradients = state.shards.sum_of(group, NUM_LANES)
+        gradients.begin()
+        for lane in range(NUM_LANES):
+            with gradients.turn(lane):
+                model["norm"](model["one"](torch.ones(2, 8))).square().sum().backward()
+        gradients.finish(1.0)
+        state.apply(facts_of(state), norm_of(group.all_gather(state.measure()), state.shards.table))
+        assert state.pieces.tree()["optimizer"]["state"].keys() == {"one.weight", "one.bias"}  # type: ignore[index]
+        found.append(fingerprint(group, state))
+        state.shards._close_sums()
+    assert found[0] == found[1]
 
 
 class MomentumOfMatrices(torch.optim.SGD):
