@@ -112,6 +112,10 @@ class LiveMember:
         """Note that this worker has the state of its rank in the current world."""
         self._participant.note_restored()
 
+    def note_dropped(self) -> None:
+        """Note that this worker has dropped the state that it had."""
+        self._participant.note_dropped()
+
     def is_broken(self, waited_s: float = 0.0) -> bool:
         """Return True if the current world cannot take another step: a member is gone, or a newer world exists.
         After a wait longer than a lease, the others' nodes are probed: they may be unreachable.

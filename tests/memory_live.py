@@ -89,6 +89,10 @@ class Membership:
         assert self.world is not None, "asked by a member of it"
         self._held[who] = cast(int, self.world.rank_of(str(who))), self.world.term
 
+    def note_dropped(self, who: int) -> None:
+        """Note that a member has dropped its state."""
+        self._held.pop(who, None)
+
     def can_grow(self) -> bool:
         assert self.world is not None, "asked by a member of it"
         now = [int(seat.member) for seat in self.world.seats]
@@ -144,6 +148,9 @@ class MemoryWorlds:
 
     def note_restored(self) -> None:
         self._membership.note_restored(cast(int, rank_here()))
+
+    def note_dropped(self) -> None:
+        self._membership.note_dropped(cast(int, rank_here()))
 
     def wants_to_grow(self) -> bool:
         return self._membership.can_grow()

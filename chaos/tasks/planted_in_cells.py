@@ -71,10 +71,10 @@ def neighbours_part() -> None:
             found, cells=tuple(cell[:: 1 if stay else -1] for cell, stay in zip(found.cells, stays, strict=True))
         )
 
-    def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
+    def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> bool:
         if state.shards.cut.place is not None:
             state.shards.cut.place = mesh.place
-        take_place(state, mesh, cell, first)
+        return take_place(state, mesh, cell, first)
 
     vars(admission)["arrange"] = arrange_crossed
     vars(open_session)["take_place"] = keep_part

@@ -58,13 +58,14 @@ _NOTHING: Int64s = np.empty(0, dtype=np.int64)
 CHUNK_BYTES = 16 << 20
 
 
-def take_place(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
-    """Take the place that a world assigns to this rank; drop its state if it belongs to another part.
+def take_place(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> bool:
+    """Take the place that a world assigns to this rank; return True if it has no state there.
 
-    `cell` and `first` are as in `StateShards.enter`.
+    It then drops what it has of another part. `cell` and `first` are as in `StateShards.enter`.
     """
-    if state.shards.enter(mesh, cell, first):
+    if is_new := state.shards.enter(mesh, cell, first):
         state.begin_again()
+    return is_new
 
 
 def take_state(column: Group, state: AppliedState, brought: Sequence[PeerState]) -> Taken:

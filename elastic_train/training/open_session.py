@@ -161,7 +161,8 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     differing = differing_kernels(world.group, plan.device, compiles=plan.config.compile is True)
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
-    take_place(state, world.mesh, world.cell, plan.first_weights)
+    if take_place(state, world.mesh, world.cell, plan.first_weights):
+        process.worlds.note_dropped()
     head = restore(plan, world, state, before)
     process.worlds.note_restored()
     stuck = check_progress(world, plan)

@@ -112,6 +112,9 @@ class Worlds(Protocol):
     def note_restored(self) -> None:
         """Note that this process has the state of its rank in the world that has formed."""
 
+    def note_dropped(self) -> None:
+        """Note that this process has dropped the state that it had."""
+
     def wants_to_grow(self) -> bool:
         """Return True if the world should end at the next step boundary to let others in."""
 
@@ -149,6 +152,9 @@ class OneWorld:
         )
 
     def note_restored(self) -> None:
+        """Do nothing: there is no next world."""
+
+    def note_dropped(self) -> None:
         """Do nothing: there is no next world."""
 
     def wants_to_grow(self) -> bool:
@@ -294,6 +300,10 @@ class LiveWorlds:
     def note_restored(self) -> None:
         assert self._member is not None, "a world has formed"
         self._member.note_restored()
+
+    def note_dropped(self) -> None:
+        assert self._member is not None, "a world has formed"
+        self._member.note_dropped()
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()

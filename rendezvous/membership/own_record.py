@@ -136,8 +136,17 @@ class OwnRecord:
         change, over = changes.rewrite(now.snapshot, now.view, self._keys, mine, wanted), self._keys.over
         return self.swap(change, self.lease) or (over in change.writes and self.swap(change.without(over), self.lease))
 
-    def note_rank(self, world: World) -> None:
-        """Record, for all later writes, the rank that this member has in a world, whatever etcd remembers of it."""
+    @property
+    def rank_in(self) -> int:
+        """Term of the last world in which this member got the state that it has; 0 if it has none."""
+        return self._rank_in
+
+    def note_rank(self, world: World | None) -> None:
+        """Record, for all later writes, the rank that this member has in a world, whatever etcd remembers of it; none
+        if its state is gone."""
+        if world is None:
+            self._rank, self._rank_in = -1, 0
+            return
         rank = world.rank_of(self.id)
         assert rank is not None, "asked by a member of it"
         self._rank, self._rank_in = rank, world.term

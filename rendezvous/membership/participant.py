@@ -24,7 +24,7 @@ from rendezvous.errors import (
 )
 from rendezvous.membership.dead_agents import LOOK_S, DeadAgentProbe, is_looking
 from rendezvous.membership.known_agents import Ask, KnownAgents, by_node
-from rendezvous.membership.latest_view import LatestView
+from rendezvous.membership.latest_view import LatestView, Now
 from rendezvous.membership.own_record import MOST_TRIES, PAUSE_S, OwnRecord, Place
 from rendezvous.membership.records import (
     REQUEST_S,
@@ -198,6 +198,10 @@ class Participant:
         """Note that this member has the state of its place in its world: from then on others may need it."""
         if self.policy.cell.size > 1 and self.world is not None:
             self._own.note_rank(self.world)
+
+    def note_dropped(self) -> None:
+        """Note that this member has dropped the state that it had: nobody needs it any more."""
+        self._own.note_rank(None)
 
     def num_waiting(self) -> int:
         """Return the number of changes that require a new round; 0 while the world stands."""
@@ -375,13 +379,26 @@ class Participant:
         """Return True if this member follows the others' terms, because it is to seal or looks for the dead.
 
         If etcd has lost the last world, or came back with an older one, all follow them, since it depends on them who
-        is to seal.
+        is to seal; so it may if some have left that world without their state.
         """
-        view = self.view
+        now = self._latest.now()
+        view = now.view
         has_lost = view.term < self._latest.newest_term or (
             view.world is None and (view.head is not None or view.over > 0)
         )
-        return has_lost or decisions.leads(view, self.id, self.policy) or is_looking(view, self.id, waited_s)
+        is_led = self._is_unsure(now) or decisions.leads(view, self.id, self.policy)
+        return has_lost or is_led or is_looking(view, self.id, waited_s)
+
+    def _is_unsure(self, now: Now) -> bool:
+        """Return True if members may have left the last world without their state: only the terms tell who has some.
+
+        Those who have know it at once; the others suspect it when nothing has happened for the time of a lease.
+        """
+        view = now.view
+        if self.policy.cell.size == 1 or view.world is None or not view.is_left(view.term):
+            return False
+        is_without = view.world.rank_of(self.id) is not None and self._own.rank_in < view.term
+        return is_without or now.same_for_s > self.ttl_s
 
     def _keep_terms(self) -> None:
         try:

@@ -17,6 +17,7 @@ from rendezvous.membership.own_record import Place
 from rendezvous.membership.participant import Participant
 from rendezvous.membership.records import Member, View, read_view
 from rendezvous.membership.rules.admission import Policy
+from rendezvous.membership.rules.cells import CellShape
 from rendezvous.membership.store import Guards, Put, Snapshot, Writes
 from rendezvous.membership.worlds import Seat, World
 from tests.conftest import PATIENCE_S, eventually
@@ -187,6 +188,25 @@ def test_all_follow_the_terms_if_etcd_comes_back_with_an_older_world(pool: Threa
     assert all(meet_again(nodes, pool)) and not nodes[4]._needs_terms(0.0)
     store.swap({nodes[0].keys.world: Put(old)}, {})
     eventually(lambda: all(node._needs_terms(0.0) for node in nodes), "the older world")
+    for node in nodes:
+        node.leave()
+
+
+def test_members_of_cells_follow_the_terms_if_some_left_without_their_state(pool: ThreadPoolExecutor) -> None:
+    """Who leads depends on who has which part, which only the terms tell: if nobody who leads knew, all would wait."""
+    store, policy = MemoryStore(), Policy(1, 4, PATIENCE_S, cell=CellShape(2, 1))
+    places = [Place("host", "127.0.0.1", 1, node=name) for name in "abcd"]
+    nodes = [Participant(store, "job", policy, place, ttl_s=PATIENCE_S) for place in places]
+    last = nodes[3]
+    assert all(meet_again(nodes, pool)) and not last._needs_terms(0.0)
+    for node in nodes[:3]:
+        node.note_restored()
+        node.join(PATIENCE_S)
+    eventually(lambda: last._needs_terms(0.0), "it leaves without its state")
+    last.note_restored()
+    assert not last._needs_terms(0.0)
+    last._own.ttl_s = 0.0
+    assert last._needs_terms(0.0), "others may have left without theirs"
     for node in nodes:
         node.leave()
 

@@ -103,6 +103,10 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
     second.join(PATIENCE_S)
     mine = second.view.member(second.id)
     assert mine is not None and (mine.rank, mine.rank_in) == (1, world.term)
+    second.note_dropped()
+    second.join(PATIENCE_S)
+    mine = second.view.member(second.id)
+    assert mine is not None and (mine.rank, mine.rank_in) == (-1, 0), "it has come to another part"
 
 
 def test_a_member_that_cannot_host_a_world_lets_another_lead(store: MemoryStore, pool: ThreadPoolExecutor) -> None:

@@ -41,10 +41,10 @@ def arrange_crossed(
     return replace(found, cells=tuple(crossed))
 
 
-def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> None:
+def keep_part(state: AppliedState, mesh: Mesh, cell: Group | None, first: Callable[[], Weights]) -> bool:
     if state.shards.cut.place is not None:
         state.shards.cut.place = mesh.place
-    _TAKE_PLACE(state, mesh, cell, first)
+    return _TAKE_PLACE(state, mesh, cell, first)
 
 
 def nothing_is_missing(table: Table, brought: Sequence[PeerState]) -> tuple[list[PeerState], int]:

@@ -174,6 +174,28 @@ def test_who_left_the_newest_world_without_its_state_holds_that_of_an_older_one(
     assert places_in(arrange([moved, worker("a9", after=6)], shape, world(6, "a0", "a9"))) == {"a0": 1, "a9": 0}
 
 
+def test_who_leads_depends_on_who_left_the_last_world_with_its_state() -> None:
+    """A member had moved to a place that it never got. The other one is to seal, which only their terms tell it."""
+    last = world(6, "a0", "a8", "a1", "a9")
+    newcomers = (worker("a4"), worker("a5"))
+    left = [replace(worker("a0", after=6), rank=1, rank_in=4), replace(worker("a1", after=6), rank=0, rank_in=5)]
+    told, untold = View(9, (*left, *newcomers), last), View(9, (worker("a0"), worker("a1"), *newcomers), last, over=6)
+    for view, leader in ((told, "a1"), (untold, "a0")):
+        assert [name for name in ("a0", "a1", "a4", "a5") if decisions.leads(view, name, CELLS)] == [leader]
+    assert decisions.decide(told, "a0", CELLS, 0.0) == Wait("leader")
+    assert decisions.decide(untold, "a1", CELLS, 0.0, left=6) == Wait("members")
+
+
+def test_who_has_dropped_its_state_takes_no_holders_place() -> None:
+    """It moved to another part in a world that ended before it had that; a lone cell needs whoever has its old one."""
+    last, shape = world(6, "a3", "a1", "a2", "a0"), CellShape(1, 2)
+    holders = [replace(worker(name, after=6), rank=rank, rank_in=5) for name, rank in (("a1", 1), ("a2", 2))]
+    moved = worker("a0", after=6)
+    assert places_in(arrange([moved, *holders], shape, last)) == {"a2": 0, "a1": 1}
+    still = replace(moved, rank=4, rank_in=5)
+    assert places_in(arrange([still, *holders], shape, last)) == {"a0": 0, "a1": 1}
+
+
 def test_a_member_without_a_cell_stands_by_until_a_worker_joins_it() -> None:
     """One cell continues; the first worker to join completes the other cell, and only then a new world forms."""
     two = world(1, "a0", "a1", "a2", "a3")
