@@ -172,4 +172,4 @@ def _footnote(story: Story) -> str:
     left_out = (
         f"{story.num_left_out} lines of the histories lack a field and are not drawn. " if story.num_left_out else ""
     )
-    return f"{left_out}ForwardOutput from the run's files alone; `elastic-chaos report` makes the same page again."
+    return f"{left_out}Made from the run's files alone; `elastic-chaos check` makes the same page again."

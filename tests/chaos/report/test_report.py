@@ -180,6 +180,7 @@ def test_everything_on_the_page_is_in_the_evidence(healthy: Path) -> None:
     assert [item.text.partition(",")[0] for item in covered] == [*(f"epoch {epoch}" for epoch in range(6)), "witness"]
     assert f"0 of {STEPS} steps have another loss" in page.find("loss", "p")[0].text
     assert page.find("", "pre")[0].text == "elastic-chaos run recorded --seed 7"
+    assert "Made from the run's files alone; `elastic-chaos check` makes" in page.find("", "footer")[0].text
 
 
 def test_every_invariant_has_a_row(healthy: Path) -> None:
