@@ -105,7 +105,7 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
     assert mine is not None and (mine.rank, mine.rank_in) == (1, world.term)
     second.note_dropped()
     second.join(PATIENCE_S)
-    mine = second.view.member(second.id)
+    mine = second._own.mine(second._latest.now())
     assert mine is not None and (mine.rank, mine.rank_in) == (-1, 0), "it has come to another part"
 
 
