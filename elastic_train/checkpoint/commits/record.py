@@ -202,7 +202,8 @@ def decode(content: bytes, key: str) -> CommitRecord:
         if not isinstance(fields, dict):
             raise CommitError(f"{key} is not a commit record")
         if (found := fields.get("format")) not in _FORMATS:
-            raise CommitError(f"{key} has format {found}, but this version reads 3 and {FORMAT}; update elastic-train")
+            reads = f"this version reads 3 and {FORMAT}; use the one that wrote it"
+            raise CommitError(f"{key} has format {found}, but {reads}")
         seal = fields.pop("seal", None)
         if seal != hashlib.sha256(_dump(fields)).hexdigest():
             raise CommitError(f"{key} does not match its seal; the record was damaged")
