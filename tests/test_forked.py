@@ -61,6 +61,7 @@ def run_forked(folder: Path, tests: str, *options: str) -> str:
     (folder / "test_all.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    xdist_group\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "tests.forked", "--forks", "2", *options]
+    command.append(f"--basetemp={folder}/temp")  # in the common folder others clean up, too, and pytest warns of that
     found = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 1, found.stderr
     return found.stdout + found.stderr
