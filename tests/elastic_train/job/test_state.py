@@ -236,16 +236,17 @@ def test_gradients_that_overflow_at_any_scale_are_not_finite() -> None:
 
 @pytest.mark.heavy
 @given(models(6), st.sampled_from([0.01, 1.0, 1e30]), st.integers(0, 2**31))
-@example([Listed("empty", (0,), "torch.float32", 0)], 1.0, 0)
+@example([Listed("empty", (0,), "torch.float32", 0), Listed("full", (3,), "torch.float32", 0)], 1.0, 0)
 @settings(max_examples=40, deadline=None)
 def test_clipping_is_by_the_norm_of_the_trained_grains_and_leaves_the_rest_alone(
     listed: list[Listed], limit: float, seed: int
 ) -> None:
-    """Tied tensors count once, frozen ones not at all; a gradient within the limit keeps its bits."""
+    """Tied tensors count once, frozen and empty ones not at all; a gradient within the limit keeps its bits."""
     model, draw = nn.Module(), torch.Generator().manual_seed(seed)
     tied: dict[object, nn.Parameter] = {}
     for one in listed:
-        made = nn.Parameter(torch.zeros(one.shape, dtype=getattr(torch, one.dtype[6:])), one.group is not None)
+        values = torch.zeros(one.shape, dtype=getattr(torch, one.dtype[6:]))
+        made = nn.Parameter(values, one.group is not None and values.numel() > 0)
         model.register_parameter(one.name, tied.setdefault(one.memory, made))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assume(trained)
