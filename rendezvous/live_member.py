@@ -108,13 +108,9 @@ class LiveMember:
             if store is not None and rank is not None:
                 return LiveWorld(rank, len(world.seats), store, self._context_of(world))
 
-    def note_restored(self) -> None:
-        """Note that this worker has the state of its rank in the current world."""
-        self._participant.note_restored()
-
-    def note_dropped(self) -> None:
-        """Note that this worker has dropped the state that it had."""
-        self._participant.note_dropped()
+    def note_state(self, *, is_there: bool) -> None:
+        """Note that this worker has the state of its rank in the current world, or has dropped what it had."""
+        self._participant.note_state(is_there=is_there)
 
     def is_broken(self, waited_s: float = 0.0) -> bool:
         """Return True if the current world cannot take another step: a member is gone, or a newer world exists.

@@ -84,14 +84,12 @@ class Membership:
         self._machine.wait("the next world", is_in_one)
         return None if who in self._waiting else self.world
 
-    def note_restored(self, who: int) -> None:
-        """Note that a member has the state of its rank."""
+    def note_state(self, who: int, *, is_there: bool) -> None:
+        """Note that a member has the state of its rank, or has dropped what it had."""
         assert self.world is not None, "asked by a member of it"
-        self._held[who] = cast(int, self.world.rank_of(str(who))), self.world.term
-
-    def note_dropped(self, who: int) -> None:
-        """Note that a member has dropped its state."""
         self._held.pop(who, None)
+        if is_there:
+            self._held[who] = cast(int, self.world.rank_of(str(who))), self.world.term
 
     def can_grow(self) -> bool:
         assert self.world is not None, "asked by a member of it"
@@ -146,11 +144,8 @@ class MemoryWorlds:
         group.is_watched = True
         return Formed(group, None)
 
-    def note_restored(self) -> None:
-        self._membership.note_restored(cast(int, rank_here()))
-
-    def note_dropped(self) -> None:
-        self._membership.note_dropped(cast(int, rank_here()))
+    def note_state(self, *, is_there: bool) -> None:
+        self._membership.note_state(cast(int, rank_here()), is_there=is_there)
 
     def wants_to_grow(self) -> bool:
         return self._membership.can_grow()

@@ -162,9 +162,9 @@ def _bring_state(process: Process, world: World) -> tuple[World, _Entered]:
     check_can_be_sharded(world.group, plan, differing)
     world, before = form_cells(world, plan.config.parallel), state.reached.intervals
     if take_place(state, world.mesh, world.cell, plan.first_weights):
-        process.worlds.note_dropped()
+        process.worlds.note_state(is_there=False)
     head = restore(plan, world, state, before)
-    process.worlds.note_restored()
+    process.worlds.note_state(is_there=True)
     stuck = check_progress(world, plan)
     if head is None and state.step == 0 and stuck.num_terms < TRIAL_EVERY:  # a row may crash the rank that inspects it
         inspect_rows(process, world)

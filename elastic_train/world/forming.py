@@ -109,11 +109,8 @@ class Worlds(Protocol):
         many consecutive worlds had no step, and ConfigError if another job has just finished under the same run id.
         """
 
-    def note_restored(self) -> None:
-        """Note that this process has the state of its rank in the world that has formed."""
-
-    def note_dropped(self) -> None:
-        """Note that this process has dropped the state that it had."""
+    def note_state(self, *, is_there: bool) -> None:
+        """Note that this process has the state of its rank in the world that has formed, or has dropped what it had."""
 
     def wants_to_grow(self) -> bool:
         """Return True if the world should end at the next step boundary to let others in."""
@@ -151,10 +148,7 @@ class OneWorld:
             connect(_meeting_place(launched), self._timeout_s, self._device, self._watchdog.resting), launched
         )
 
-    def note_restored(self) -> None:
-        """Do nothing: there is no next world."""
-
-    def note_dropped(self) -> None:
+    def note_state(self, *, is_there: bool) -> None:
         """Do nothing: there is no next world."""
 
     def wants_to_grow(self) -> bool:
@@ -297,13 +291,9 @@ class LiveWorlds:
                 outage.waits(error, deadline - time.monotonic())
                 time.sleep(ETCD_PAUSE_S)
 
-    def note_restored(self) -> None:
+    def note_state(self, *, is_there: bool) -> None:
         assert self._member is not None, "a world has formed"
-        self._member.note_restored()
-
-    def note_dropped(self) -> None:
-        assert self._member is not None, "a world has formed"
-        self._member.note_dropped()
+        self._member.note_state(is_there=is_there)
 
     def wants_to_grow(self) -> bool:
         return self._member is not None and self._member.wants_to_grow()

@@ -194,14 +194,11 @@ class Participant:
                 raise LimitsDifferError(why)
             self._latest.wait(now.snapshot, LOOK_S)
 
-    def note_restored(self) -> None:
-        """Note that this member has the state of its place in its world: from then on others may need it."""
-        if self.policy.cell.size > 1 and self.world is not None:
-            self._own.note_rank(self.world)
-
-    def note_dropped(self) -> None:
-        """Note that this member has dropped the state that it had: nobody needs it any more."""
-        self._own.note_rank(None)
+    def note_state(self, *, is_there: bool) -> None:
+        """Note that this member has the state of its place in its world, so that others may need it, or has dropped
+        what it had."""
+        if self.policy.cell.size > 1:
+            self._own.note_rank(self.world if is_there else None)
 
     def num_waiting(self) -> int:
         """Return the number of changes that require a new round; 0 while the world stands."""

@@ -200,10 +200,10 @@ def test_members_of_cells_follow_the_terms_if_some_left_without_their_state(pool
     last = nodes[3]
     assert all(meet_again(nodes, pool)) and not last._needs_terms(0.0)
     for node in nodes[:3]:
-        node.note_restored()
+        node.note_state(is_there=True)
         node.join(PATIENCE_S)
     eventually(lambda: last._needs_terms(0.0), "it leaves without its state")
-    last.note_restored()
+    last.note_state(is_there=True)
     assert not last._needs_terms(0.0)
     last._own.ttl_s = 0.0
     assert last._needs_terms(0.0), "others may have left without theirs"

@@ -88,8 +88,8 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
     second.join(PATIENCE_S)
     world = first.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert world is not None and second.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S) == world
-    first.note_restored()
-    second.note_restored()
+    first.note_state(is_there=True)
+    second.note_state(is_there=True)
     first.join(PATIENCE_S)
     mine = first.view.member(first.id)
     assert mine is not None and (mine.rank, mine.rank_in) == (0, world.term), "the world may be overwritten"
@@ -103,7 +103,7 @@ def test_a_member_of_a_cell_says_which_rank_it_had(store: MemoryStore) -> None:
     second.join(PATIENCE_S)
     mine = second.view.member(second.id)
     assert mine is not None and (mine.rank, mine.rank_in) == (1, world.term)
-    second.note_dropped()
+    second.note_state(is_there=False)
     second.join(PATIENCE_S)
     mine = second._own.mine(second._latest.now())
     assert mine is not None and (mine.rank, mine.rank_in) == (-1, 0), "it has come to another part"

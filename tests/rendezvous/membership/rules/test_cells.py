@@ -341,7 +341,7 @@ def _make_worker(store: MemoryStore) -> Participant:
 def _enter(node: Participant) -> World:
     found = node.next_world(lambda seal: ("127.0.0.1", 1), PATIENCE_S)
     assert found is not None
-    node.note_restored()
+    node.note_state(is_there=True)
     return found
 
 
