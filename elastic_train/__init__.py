@@ -12,7 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_train.checkpoint import CommitRecord, discover, holding, open_store, read_state
+    from elastic_train.checkpoint.commits.reader import discover, read_state
+    from elastic_train.checkpoint.commits.record import CommitRecord
+    from elastic_train.checkpoint.commits.retention_policies import holding
+    from elastic_train.checkpoint.stores.open import open_store
     from elastic_train.config.schema import Config
     from elastic_train.config.sources import load_config
     from elastic_train.core.accounting import CoverageSums
@@ -68,7 +71,10 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "checkpoint": ("CommitRecord", "discover", "holding", "open_store", "read_state"),
+    "checkpoint.commits.reader": ("discover", "read_state"),
+    "checkpoint.commits.record": ("CommitRecord",),
+    "checkpoint.commits.retention_policies": ("holding",),
+    "checkpoint.stores.open": ("open_store",),
     "config.schema": ("Config",),
     "config.sources": ("load_config",),
     "core.accounting": ("CoverageSums",),

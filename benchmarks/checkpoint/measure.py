@@ -17,7 +17,11 @@ from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 
 from benchmarks.checkpoint.savers import OURS, Training, all_sides, committed, evict, open_saves, train
-from elastic_train.checkpoint import Retention, SaveMemory, load, open_store, prune
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import load
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
+from elastic_train.checkpoint.stores.open import open_store
 
 HUGE_GB, ROUNDS = 2.0, 3
 Times = defaultdict[str, list[float]]

@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Role, SaveMemory, Saves, open_store
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount

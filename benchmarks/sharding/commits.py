@@ -19,22 +19,15 @@ from benchmarks.figures import Effort
 from benchmarks.ranks import Meeting, run
 from benchmarks.sharding.jobs import MODES, SMALL, WIDE, Job, Mode
 from benchmarks.sharding.peers import mesh_of
-from elastic_train.checkpoint import (
-    CommitFacts,
-    CommitRecord,
-    CommitWriter,
-    Retention,
-    Role,
-    SaveMemory,
-    Saves,
-    discover,
-    load,
-    open_store,
-    prune,
-    read_state,
-)
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import discover, load, read_state
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.format.layout import State, plan_attempt
 from elastic_train.checkpoint.format.state_tree import Pieces, leaves_of
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.world.fencing import StoreFence
 
 RANKS_TO_SAVE = 2

@@ -21,7 +21,6 @@ from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, print_json, print_table, print_text
 from elastic_train.errors import CommitError, ConfigError, StorageError
 from elastic_train.system.wording import counted, duration, size
-from elastic_train.world.fencing import newest_term
 
 app = App(
     name="ckpt",
@@ -113,6 +112,8 @@ def prune_(
     whole one are always kept. Attempts of the newest term are left alone for six hours, because a save may still be
     writing them, and so are unfinished uploads to S3.
     """
+    from elastic_train.world.fencing import newest_term  # loads torch
+
     retention = Retention.of(
         last=int(keep_last) if keep_last.isdecimal() else 1,
         every_steps=keep_every_steps,

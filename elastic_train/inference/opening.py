@@ -18,8 +18,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.commits.lookup import find_trained, open_run
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.weights import CommitWeights, Weights, open_weights
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError

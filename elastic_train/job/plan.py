@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint import CommitRecord, Retention
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
 from elastic_train.config.recipe import judged_by, parse_best
 from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.accounting import CoverageSums

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import yaml
 from elastic_train.errors import ConfigError
 from elastic_train.system.file_systems import STARTED_IN, absolute
 from elastic_train.system.files import write_atomically
-from elastic_train.system.wording import did_you_mean, first_line, nearest
+from elastic_train.system.wording import did_you_mean, first_line, nearest, updates_left_out
+from elastic_train.tracking.history_files import FOLDER
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
+LAST_STEP, EARLY_STOPPING = "last step", "early stopping"
+"""What ended training, in a result."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader, ten times as fast, where PyYAML has it: a start reads its configuration several times."""
 
@@ -128,3 +132,13 @@ def _mapping(path: Path, parse: Callable[[str], object]) -> Mapping[str, object]
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} has no keys (it is empty, or not a run's); name the folder of a run")
     return fields
+
+
+def look_up_left_out(run: str, steps: Iterable[Sequence[int]]) -> str:
+    """Return how many updates were left out, and where their samples are named."""
+    return f"{updates_left_out(steps)} (see the lines with op nonfinite in {run}/{FOLDER})"
+
+
+def weights_command(run: str) -> str:
+    """Return the command that exports a run's weights."""
+    return f"elastic-train export {shlex.quote(run)} --to safetensors"

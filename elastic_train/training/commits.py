@@ -10,9 +10,12 @@ import logging
 import time
 from dataclasses import dataclass
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, FenceNotUpdated, SaveOutcome, Saves
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import pin
+from elastic_train.checkpoint.commits.writer import FenceNotUpdated
+from elastic_train.checkpoint.saving.background_saves import Saves
 from elastic_train.checkpoint.saving.cadence import Cadence
+from elastic_train.checkpoint.saving.save_thread import SaveOutcome
 from elastic_train.checkpoint.saving.store_health import MOST_UNWRITTEN, StoreHealth, StoreKeeper
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.mixture import SourceFacts

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from elastic_train.checkpoint import SaveMemory
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.config.combinations import Feature, refusals
 from elastic_train.config.schema import Config
 from elastic_train.insight.page import Facts

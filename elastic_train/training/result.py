@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,13 +21,12 @@ from elastic_train.job.model_layout import store_in_row_major_order
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
 from elastic_train.system.files import write_atomically
-from elastic_train.system.wording import counted, done, updates_left_out
+from elastic_train.system.wording import counted, done
 from elastic_train.tasks.task import Exporting, ExportingSome, Finishing, Task
-from elastic_train.tracking.history_files import FOLDER
+from elastic_train.tracking.run_folder import EARLY_STOPPING, LAST_STEP, look_up_left_out, weights_command
 from elastic_train.training.session import Session
 from rendezvous.waiting import GivenUp, begin
 
-LAST_STEP, EARLY_STOPPING = "last step", "early stopping"
 TRACKER_TIMEOUT_S = WRITE_TIMEOUT_S = 20.0
 
 
@@ -136,17 +135,12 @@ def last_line(session: Session, result: TrainResult) -> str:
     return done(made, export_command(config.run.dir, session.plan.task))
 
 
-def look_up_left_out(run: str, steps: Iterable[Sequence[int]]) -> str:
-    """Return how many updates were left out, and where their samples are named."""
-    return f"{updates_left_out(steps)} (see the lines with op nonfinite in {run}/{FOLDER})"
-
-
-def export_command(run: str, task: Task | None) -> str:
+def export_command(run: str, task: Task) -> str:
     """Return the command that exports a run's model: for transformers if its prepared task can, and is known."""
     is_folder = isinstance(task, Exporting)
     if isinstance(task, ExportingSome):
         is_folder = task.why_not_exported() is None
-    return f"elastic-train export {shlex.quote(run)}{'' if is_folder else ' --to safetensors'}"
+    return f"elastic-train export {shlex.quote(run)}" if is_folder else weights_command(run)
 
 
 def write_result(session: Session, result: TrainResult) -> ResultError | None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint import SaveMemory
 from elastic_train.checkpoint.commits.record import improvement_for, is_exhausted
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.accounting import Hole

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_train.checkpoint import Store, open_store
-from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing, KeyTaken, create_once, read
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing, KeyTaken, Store, create_once, read
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, StorageError
 from elastic_train.parallel.group import Group

@@ -14,8 +14,18 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from elastic_train.checkpoint import CommitRecord, Store, discover, load
-from elastic_train.checkpoint.commits.reader import ABSENT, continues, damage_of, exists, read_record, records
+from elastic_train.checkpoint.commits.reader import (
+    ABSENT,
+    continues,
+    damage_of,
+    discover,
+    exists,
+    load,
+    read_record,
+    records,
+)
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.lineage import Interval, cut, parted_at, place_of
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, StateLostError, StorageError

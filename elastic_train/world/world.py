@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from elastic_train.checkpoint import Store, open_store, sweep
-from elastic_train.checkpoint.commits.pruning import drop_unfinished
+from elastic_train.checkpoint.commits.pruning import drop_unfinished, sweep
 from elastic_train.checkpoint.saving.store_health import StoreHealth, StoreKeeper
-from elastic_train.checkpoint.stores.store import DeadlineStore
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import DeadlineStore, Store
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.mesh import Axis, Cell, Mesh

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.checkpoint.commits.reader import read_state
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.tasks.causal_lm import CausalLM
 from tests.elastic_train.training.jobs import config, losses, result, succeed

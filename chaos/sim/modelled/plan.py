@@ -17,8 +17,8 @@ from chaos.sim.modelled.state import ModelledState, modelled_state
 from chaos.sim.modelled.tiny_model import TinyModel, build_tiny_state
 from chaos.sim.modelled.training import WORDS, Weights
 from chaos.sim.modelled.training_data import ModelledFeed
-from elastic_train.checkpoint import Retention
 from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.arrays import Int64s

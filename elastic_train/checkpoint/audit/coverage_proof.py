@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elastic_train.checkpoint import CommitRecord, Store, discover
-from elastic_train.checkpoint.commits.reader import DAMAGE, read_record, records
+from elastic_train.checkpoint.commits.reader import DAMAGE, discover, read_record, records
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount, expected_sums
 from elastic_train.core.arrays import Int64s
 from elastic_train.core.lineage import cut, tiling_problems

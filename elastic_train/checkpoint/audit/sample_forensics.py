@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.audit.coverage_proof import (
     Audit,
     Numbers,
@@ -25,6 +24,7 @@ from elastic_train.checkpoint.audit.coverage_proof import (
     mixture_of,
     order_of,
 )
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.core.accounting import SampleAccount
 from elastic_train.core.arrays import Ranges, ranges_of
 from elastic_train.data.dataset.manifest import Manifest

@@ -17,11 +17,9 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastic_train.checkpoint.commits.record import VOID, CommitRecord, decode
-from elastic_train.checkpoint.format.layout import State
-from elastic_train.checkpoint.format.reading import read_leaves
-from elastic_train.checkpoint.format.state_tree import fill, leaves_of
 from elastic_train.checkpoint.stores.checksums import find_damage
 from elastic_train.checkpoint.stores.store import (
     FileRecord,
@@ -32,6 +30,9 @@ from elastic_train.checkpoint.stores.store import (
 )
 from elastic_train.core.lineage import COMMITS, Interval, cut, place_of
 from elastic_train.errors import CommitError
+
+if TYPE_CHECKING:
+    from elastic_train.checkpoint.format.layout import State
 
 DAMAGE = (CommitError, KeyMissing, Unreadable)
 """Errors for which the search passes over a commit instead of ending."""
@@ -207,6 +208,9 @@ def load(store: Store, record: CommitRecord, state: State) -> None:
     Raise ConfigError if `state` has a leaf that the commit lacks or has with another shape or type, CommitError if
     bytes do not match their checksums, StorageError if the store cannot be read.
     """
+    from elastic_train.checkpoint.format.reading import read_leaves  # torch is loaded with a state only
+    from elastic_train.checkpoint.format.state_tree import fill, leaves_of
+
     source = store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
     leaves = read_leaves(source, record.attempt, record.files, dict(leaves_of(state)))
     fill(state, leaves, record.int_keyed, record.empty)

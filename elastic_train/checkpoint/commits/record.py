@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
-from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.checkpoint.stores.store import FileRecord
 from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
 from elastic_train.core.accounting import CoverageSums, SampleAccount
@@ -152,8 +150,8 @@ class CommitRecord(CommitFacts):
     parent_key: str | None
     intervals: tuple[Interval, ...]
     attempt: str
-    int_keyed: tuple[StatePath, ...]
-    empty: tuple[StatePath, ...]
+    int_keyed: tuple[tuple[str | int, ...], ...]
+    empty: tuple[tuple[str | int, ...], ...]
     versions: Mapping[str, str]
     created_at: float
     files: Mapping[str, FileRecord]
@@ -219,7 +217,7 @@ def decode(content: bytes, key: str) -> CommitRecord:
 
 def library_versions() -> dict[str, str]:
     ours = version_of("elastic-train") or "unknown"
-    return {"elastic-train": ours, "python": platform.python_version(), "torch": torch.__version__}
+    return {"elastic-train": ours, "python": platform.python_version(), "torch": version_of("torch") or "unknown"}
 
 
 def _dump(fields: object) -> bytes:

@@ -26,8 +26,7 @@ from elastic_train.runs.stopped.cause import Cause, cause_of, in_words
 from elastic_train.system.process_identity import process_identity
 from elastic_train.system.wording import counted
 from elastic_train.tracking.history_files import newest_commit
-from elastic_train.tracking.run_folder import RunFolder
-from elastic_train.training.result import EARLY_STOPPING, export_command, look_up_left_out
+from elastic_train.tracking.run_folder import EARLY_STOPPING, RunFolder, look_up_left_out, weights_command
 from elastic_train.world.claims import TERMS, Claim, read_claim
 
 _NO_FLAGS = Flags()
@@ -114,7 +113,7 @@ def _store_of(run: str, *, may_be_new: bool) -> Store:
 
 def _cause_of(run: str, found: Status) -> Cause:
     if found.state == "done":
-        return Cause(found.why, "nothing", f"{export_command(run, None)} writes its weights", step=found.step)
+        return Cause(found.why, "nothing", f"{weights_command(run)} writes its weights", step=found.step)
     cause = cause_of(run)
     if found.state != "unknown":
         cause = unless_members_live(cause, _store_of(run, may_be_new=True))
@@ -130,11 +129,12 @@ def _cause_of(run: str, found: Status) -> Cause:
 def _export_of(run: str) -> str:
     """Return what exports a run's model, by its task; that of a task that cannot be used here is its weights."""
     from elastic_train.inference.opening import plan_of
+    from elastic_train.training.result import export_command
 
     try:
         return f"{export_command(run, plan_of(run).task)} writes its model"
     except Exception:  # noqa: BLE001 - of the code of a task, which may need what is not here
-        return f"{export_command(run, None)} writes its weights"
+        return f"{weights_command(run)} writes its weights"
 
 
 def _status_of(run: str, config: Config | None) -> Status:

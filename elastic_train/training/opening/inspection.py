@@ -22,8 +22,7 @@ import pyarrow as pa
 import torch
 
 from elastic_train import errors
-from elastic_train.checkpoint import CommitRecord
-from elastic_train.checkpoint.commits.record import is_exhausted
+from elastic_train.checkpoint.commits.record import CommitRecord, is_exhausted
 from elastic_train.core.arrays import Int64s
 from elastic_train.data.arrow.numbers import first_incomplete, lengths_of
 from elastic_train.data.dataset.manifest import Manifest

@@ -19,20 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    CommitWriter,
-    Role,
-    SaveMemory,
-    Saves,
-    discover,
-    open_store,
-    prune,
-)
-from elastic_train.checkpoint.commits.reader import ABSENT, read_record, strays_from
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import ABSENT, discover, read_record, strays_from
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.format.layout import leaves_by_path
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.saving.cadence import Cadence, Faults, faults_before
 from elastic_train.checkpoint.saving.save_thread import call_abandonable
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import DeadlineStore
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import Assignment

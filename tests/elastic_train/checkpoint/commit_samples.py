@@ -7,7 +7,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.order import Cursor
 from elastic_train.world.fencing import StoreFence

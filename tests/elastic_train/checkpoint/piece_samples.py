@@ -9,11 +9,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Store
-from elastic_train.checkpoint.commits.writer import Draft
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter, Draft
 from elastic_train.checkpoint.format.dcp import WrittenPart, live_contents, write_part
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path
 from elastic_train.checkpoint.format.state_tree import Pieces, Span, leaves_of
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import GRAIN, CutDims, cut_along
 from tests.elastic_train.checkpoint.commit_samples import State, facts

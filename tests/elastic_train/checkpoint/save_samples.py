@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import CommitWriter, Role, SaveMemory, Saves, Store, discover
+from elastic_train.checkpoint.commits.reader import discover
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Sink
+from elastic_train.checkpoint.stores.store import Sink, Store
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import PATIENCE_S
 

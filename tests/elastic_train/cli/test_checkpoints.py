@@ -10,8 +10,9 @@ import pytest
 import safetensors
 import torch
 
-from elastic_train.checkpoint import Store, open_store
 from elastic_train.checkpoint.commits.reader import commit_keys
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.checkpoints import app
 from elastic_train.cli.models import export
 from elastic_train.errors import CommitError, ConfigError

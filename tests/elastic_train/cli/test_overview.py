@@ -186,3 +186,11 @@ def test_a_part_that_no_key_has_is_refused_with_the_nearest_key(capsys: pytest.C
         main.main(["keys", "learning_rate"])
     assert ended.value.code == 2
     assert "no key has 'learning_rate' in its name; did you mean 'optimizer.lr'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_commands_that_look_at_a_run_do_not_load_torch() -> None:
+    """On a busy machine it takes half a minute, and people ask about jobs on busy machines."""
+    looks = "from elastic_train.cli import audit, checkpoints; from elastic_train.cli.runs import report, status, top"
+    code = f"import sys; {looks}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import Store, open_store
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.main import main
 from elastic_train.errors import StorageError
 from elastic_train.tracking.history import note_failed

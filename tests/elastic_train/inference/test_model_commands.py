@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from elastic_train.checkpoint import discover, open_store
-from elastic_train.checkpoint.commits.reader import read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.cli.main import app
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.tables.importing import RowOptions, import_rows

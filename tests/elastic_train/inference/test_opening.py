@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from elastic_train.checkpoint import read_state
 from elastic_train.checkpoint.commits.lookup import find, open_run
+from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError

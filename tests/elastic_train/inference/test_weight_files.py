@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.commits.weights import CommitWeights, Kind, Weights
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError
 from elastic_train.inference.exporting import export_folder, split

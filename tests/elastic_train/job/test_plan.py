@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from elastic_train.checkpoint import CommitRecord
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best
 from elastic_train.config import yaml12
 from elastic_train.config.schema import Config, TaskConfig

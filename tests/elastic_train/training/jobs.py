@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.commits.weights import CommitWeights
 from elastic_train.checkpoint.format.dcp import digest_of, join_digests
+from elastic_train.checkpoint.stores.open import open_store
 from tests.conftest import Finished
 
 PARAMS = {

@@ -10,12 +10,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from elastic_train.checkpoint import Retention, Store, discover, prune
-from elastic_train.checkpoint.commits.reader import read_record
-from elastic_train.checkpoint.commits.retention_policies import pinned
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import discover, read_record
+from elastic_train.checkpoint.commits.retention_policies import Retention, pinned
 from elastic_train.checkpoint.saving.cadence import Cadence, Faults
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.checkpoints import CheckpointConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount

@@ -12,13 +12,18 @@ from unittest.mock import Mock
 import pytest
 from torch import nn
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Retention, SaveMemory, discover, open_store
 from elastic_train.checkpoint.commits import reader
+from elastic_train.checkpoint.commits.reader import discover
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.saving import save_thread
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import DeadlineStore
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.lineage import Interval

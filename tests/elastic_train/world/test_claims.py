@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_train.checkpoint import open_store
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.errors import FencedError, OtherJobError
 from elastic_train.system.process_identity import process_identity
 from elastic_train.world import claims

@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from chaos.services.s3_server import S3
-from elastic_train.checkpoint import CommitWriter, Retention, SaveMemory, discover, open_store, prune
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import discover
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Entry
 from elastic_train.core.lineage import COMMITS
 from elastic_train.errors import ConfigError, StorageError

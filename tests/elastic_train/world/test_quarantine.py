@@ -13,7 +13,7 @@ import yaml
 
 from chaos.judge.checker import judge
 from chaos.judge.evidence.run_files import collect
-from elastic_train.checkpoint import open_store
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.cli.audit import audit
 from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order

@@ -10,7 +10,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, FenceNotUpdated, SaveMemory, Store, open_store
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter, FenceNotUpdated
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import CommitError, ConfigError, ElasticTrainError, FencedError
 from elastic_train.job.reshard import Taken
 from elastic_train.parallel.group import Group

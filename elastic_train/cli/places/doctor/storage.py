@@ -7,8 +7,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.saving.store_health import PROBES, probe
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import DeadlineStore, Store, no_listener
 from elastic_train.config.credentials import without_password
 from elastic_train.health.result import Finding, fail, ok, warn

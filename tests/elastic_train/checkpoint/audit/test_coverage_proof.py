@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from elastic_train.checkpoint import CommitRecord, open_store
 from elastic_train.checkpoint.audit.coverage_proof import audit
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.cli.audit import audit as audit_run
 from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount
 from elastic_train.core.arrays import Int64s, group_of, ranges_of

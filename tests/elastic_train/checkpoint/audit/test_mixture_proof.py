@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from elastic_train.checkpoint import CommitRecord
 from elastic_train.checkpoint.audit.coverage_proof import (
     check_counts,
     check_source,
@@ -18,6 +17,7 @@ from elastic_train.checkpoint.audit.coverage_proof import (
     expected_times,
     mixture_of,
 )
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.core.accounting import CoverageSums, Hole, SampleAccount
 from elastic_train.core.arrays import ranges_of
 from elastic_train.core.mixture import SourceFacts, sums_of_sources

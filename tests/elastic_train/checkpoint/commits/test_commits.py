@@ -14,13 +14,15 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import Store, discover, load, open_store, read_state, verify
+from elastic_train.checkpoint.commits.reader import discover, load, read_state, verify
 from elastic_train.checkpoint.format import dcp as format_
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import finish_attempt, live_contents, write_part
 from elastic_train.checkpoint.format.layout import Planner, bytes_of, leaves_by_path
 from elastic_train.checkpoint.format.reading import read_leaves
 from elastic_train.checkpoint.format.state_tree import fill, leaves_of, survey
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import ConfigError
 from tests.conftest import ROOT, run_source
 from tests.elastic_train.checkpoint.commit_samples import (

@@ -18,21 +18,14 @@ import fsspec
 import pytest
 import torch
 
-from elastic_train.checkpoint import (
-    CommitRecord,
-    CommitWriter,
-    Discovery,
-    Retention,
-    Store,
-    discover,
-    open_store,
-    prune,
-    read_state,
-    sweep,
-)
-from elastic_train.checkpoint.commits.reader import commit_keys, damage_of
+from elastic_train.checkpoint.commits.pruning import prune, sweep
+from elastic_train.checkpoint.commits.reader import Discovery, commit_keys, damage_of, discover, read_state
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import create_once
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store, create_once
 from elastic_train.errors import CommitError, StorageError
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, commit_steps, facts, small_state

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import CommitRecord, Store, discover, load, open_store, read_state
-from elastic_train.checkpoint.commits.record import decode
+from elastic_train.checkpoint.commits.reader import discover, load, read_state
+from elastic_train.checkpoint.commits.record import CommitRecord, decode
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.checksums import CheckedFile, HashingSink
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import BLOCK_BYTES, FileRecord
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES, FileRecord, Store
 from elastic_train.errors import CommitError, StorageError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
 

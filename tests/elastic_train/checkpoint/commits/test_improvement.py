@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import CommitWriter
 from elastic_train.checkpoint.commits.lookup import find_trained
 from elastic_train.checkpoint.commits.record import Improvement, improvement_for, is_exhausted
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.lineage import COMMITS

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import Store
 from elastic_train.checkpoint.commits.lookup import name_to_key, survey_store
 from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import ConfigError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, holding, prune, sweep, verify
 from elastic_train.checkpoint.commits.lookup import survey_store
-from elastic_train.checkpoint.commits.reader import commit_keys, strays_from
-from elastic_train.checkpoint.commits.retention_policies import Best, held, pin, pinned, unpin
+from elastic_train.checkpoint.commits.pruning import prune, sweep
+from elastic_train.checkpoint.commits.reader import commit_keys, discover, strays_from, verify
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Best, Retention, held, holding, pin, pinned, unpin
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import KeyMissing
+from elastic_train.checkpoint.stores.store import KeyMissing, Store
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer

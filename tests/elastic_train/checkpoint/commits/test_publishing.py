@@ -13,10 +13,12 @@ from typing import BinaryIO, cast
 import pytest
 from torch import nn
 
-from elastic_train.checkpoint import CommitWriter, SaveMemory, Store, discover, read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Uncertain
+from elastic_train.checkpoint.stores.store import Store, Uncertain
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
@@ -153,7 +155,8 @@ FULL_DISK = """
 import resource, signal, sys
 import torch
 from tests.elastic_train.checkpoint.commit_samples import facts, writer
-from elastic_train.checkpoint import discover, open_store
+from elastic_train.checkpoint.commits.reader import discover
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = open_store(sys.argv[1])

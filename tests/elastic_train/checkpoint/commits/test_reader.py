@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFile
 
-from elastic_train.checkpoint import Store, discover, load, open_store
+from elastic_train.checkpoint.commits.reader import discover, load
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, small_state
 from tests.elastic_train.checkpoint.commits.test_damage import files_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint import CommitRecord, open_store
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import (
     Best,
     Candidate,
@@ -18,6 +18,7 @@ from elastic_train.checkpoint.commits.retention_policies import (
     Last,
     Retention,
 )
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import FileRecord
 from elastic_train.errors import ConfigError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps

@@ -13,12 +13,15 @@ from typing import BinaryIO
 
 import pytest
 
-from elastic_train.checkpoint import CommitRecord, CommitWriter, Store, discover, holding, open_store, sweep, verify
 from elastic_train.checkpoint.commits import pruning
-from elastic_train.checkpoint.commits.reader import commit_keys
-from elastic_train.checkpoint.commits.record import VOID
+from elastic_train.checkpoint.commits.pruning import sweep
+from elastic_train.checkpoint.commits.reader import commit_keys, discover, verify
+from elastic_train.checkpoint.commits.record import VOID, CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import holding
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Sink, read
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Entry, KeyMissing, Sink, Store, read
 from elastic_train.core.lineage import COMMITS, commit_key
 from elastic_train.errors import ElasticTrainError, FencedError, StorageError
 from elastic_train.world.fencing import StoreFence

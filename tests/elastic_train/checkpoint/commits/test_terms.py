@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastic_train.checkpoint import CommitWriter, FenceNotUpdated, Store, discover
+from elastic_train.checkpoint.commits.reader import discover
 from elastic_train.checkpoint.commits.record import VOID
-from elastic_train.checkpoint.stores.store import KeyClaimed, create_once
+from elastic_train.checkpoint.commits.writer import CommitWriter, FenceNotUpdated
+from elastic_train.checkpoint.stores.store import KeyClaimed, Store, create_once
 from elastic_train.errors import FencedError, StorageError
 from elastic_train.world import fencing
 from elastic_train.world.fencing import KEPT_TERMS, JoinedFence, StoreFence, forget_old_terms, newest_term

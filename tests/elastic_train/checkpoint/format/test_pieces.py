@@ -17,11 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from elastic_train.checkpoint import CommitRecord, Store, load, open_store, read_state, verify
+from elastic_train.checkpoint.commits.reader import load, read_state, verify
+from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.weights import export
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.layout import Planner, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.state_tree import Pieces, Span, boxes, span_of
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.parallel.devices.squares import in_memory_order
 from elastic_train.placement.grains import GRAIN, CutDims, bounds_of, cut_along
 from tests.conftest import ROOT

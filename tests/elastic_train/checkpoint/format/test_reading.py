@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint import Store, discover, load, open_store, read_state, verify
+from elastic_train.checkpoint.commits.reader import discover, load, read_state, verify
 from elastic_train.checkpoint.commits.record import decode
 from elastic_train.checkpoint.format import reading
 from elastic_train.checkpoint.format.layout import Frame, frame_of
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import BLOCK_BYTES
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import BLOCK_BYTES, Store
 from elastic_train.errors import CommitError, ConfigError
 from tests.elastic_train.checkpoint.commit_samples import State, aged, commit_steps, facts, writer
 from tests.elastic_train.checkpoint.commits.test_commits import assert_equal_trees

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_train.checkpoint import SaveMemory, discover, read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.checkpoint.format.layout import leaves_by_path, plan_attempt
 from elastic_train.checkpoint.saving import save_thread
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import BLOCK_BYTES, Sink

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_train.checkpoint import Discovery, SaveMemory, Store, discover, read_state, verify
+from elastic_train.checkpoint.commits.reader import Discovery, discover, read_state, verify
 from elastic_train.checkpoint.saving import save_thread
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Uncertain
+from elastic_train.checkpoint.stores.store import Store, Uncertain
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state
 from tests.elastic_train.checkpoint.save_samples import DEADLINE_S, Heads, HeldStore, open_saves, quick_retries

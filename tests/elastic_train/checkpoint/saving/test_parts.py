@@ -10,11 +10,13 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.format import layout
 from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.checkpoint.saving import save_thread
+from elastic_train.checkpoint.saving.background_saves import SaveMemory, Saves
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import PeerLostError, StorageError
 from elastic_train.world.fencing import StoreFence
 from tests.elastic_train.checkpoint.commit_samples import State, facts, small_state, trained

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_train.checkpoint import SaveMemory, Saves, Store, discover, load, read_state
+from elastic_train.checkpoint.commits.reader import discover, load, read_state
 from elastic_train.checkpoint.format.dcp import join_digests, tensor_digest
 from elastic_train.checkpoint.format.layout import bytes_of, leaves_by_path, plan_attempt
 from elastic_train.checkpoint.format.state_tree import Span
 from elastic_train.checkpoint.saving import save_thread
+from elastic_train.checkpoint.saving.background_saves import SaveMemory, Saves
 from elastic_train.checkpoint.saving.staging import Snapshot
 from elastic_train.checkpoint.stores.local import LocalStore
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import StorageError
 from elastic_train.placement.grains import GRAIN
 from elastic_train.world.fencing import StoreFence

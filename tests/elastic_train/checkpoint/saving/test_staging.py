@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_train.checkpoint import discover, read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.saving import staging
 from elastic_train.checkpoint.saving.staging import Snapshot, Staged, Staging
 from elastic_train.checkpoint.stores.local import LocalStore

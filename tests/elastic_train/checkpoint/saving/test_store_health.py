@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_train.checkpoint import CommitWriter, discover
+from elastic_train.checkpoint.commits.reader import discover
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.saving import store_health
 from elastic_train.checkpoint.saving.store_health import MOST_UNWRITTEN, StoreHealth, StoreKeeper, probe
 from elastic_train.checkpoint.stores.local import LocalStore

@@ -11,7 +11,7 @@ import pytest
 import torch
 from s3fs import S3FileSystem
 
-from elastic_train.checkpoint import discover, read_state
+from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.store import Store, Uncertain
 from elastic_train.errors import StorageError

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.checkpoint import CommitRecord, Retention, Store, discover, open_store, prune, read_state
-from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.reader import discover, read_state
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing, Store
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
 
 

@@ -20,10 +20,11 @@ import torch
 from s3fs import S3FileSystem
 
 from chaos.services.s3_server import BUCKET, S3
-from elastic_train.checkpoint import discover, open_store, read_state
 from elastic_train.checkpoint.commits.pruning import drop_unfinished
+from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.stores import fsspec_store
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore, S3Upload
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import DeadlineStore, read
 from elastic_train.errors import StorageError
 from elastic_train.world import world
@@ -64,7 +65,7 @@ SAVE = """
 import json, os, sys, tempfile, torch
 os.environ.update(json.loads(sys.argv[3]))
 tempfile.tempdir = None
-from elastic_train.checkpoint import open_store
+from elastic_train.checkpoint.stores.open import open_store
 from tests.elastic_train.checkpoint.commit_samples import facts
 from tests.elastic_train.checkpoint.save_samples import open_saves
 assert tempfile.gettempdir() == sys.argv[2]

@@ -19,8 +19,9 @@ import pytest
 from benchmarks.sharding import jobs
 from benchmarks.sharding.commits import SavingJob
 from benchmarks.sharding.jobs import MODES, Job, Mode, Work
-from elastic_train.checkpoint import discover, load, open_store
+from elastic_train.checkpoint.commits.reader import discover, load
 from elastic_train.checkpoint.saving import background_saves
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.errors import ElasticTrainError, PeerLostError
 from elastic_train.job.peer_states import PeerState
 from elastic_train.job.state import AppliedState, TrainProgress, known_alone, norm_of

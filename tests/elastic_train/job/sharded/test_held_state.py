@@ -15,7 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from elastic_train.checkpoint import CommitFacts, CommitRecord, CommitWriter, Store, load, open_store, read_state
+from elastic_train.checkpoint.commits.reader import load, read_state
+from elastic_train.checkpoint.commits.record import CommitFacts, CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter
+from elastic_train.checkpoint.stores.open import open_store
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_train.checkpoint import SaveMemory
+from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount

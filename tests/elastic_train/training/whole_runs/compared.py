@@ -9,9 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from elastic_train.checkpoint import open_store, read_state
 from elastic_train.checkpoint.commits.lookup import find
+from elastic_train.checkpoint.commits.reader import read_state
 from elastic_train.checkpoint.format.layout import leaves_by_path
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.inference.opening import open_trained
 from elastic_train.tasks.decoder.model import DecoderShape
 from tests.elastic_train.training.jobs import average_of, config, history, losses, result

@@ -9,9 +9,9 @@ import pytest
 
 from chaos.judge.evidence.run_files import collect
 from chaos.judge.invariants.written.recomputed import check_improvement
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.commits.weights import export
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.errors import ConfigError
 from elastic_train.inference.opening import open_trained
 from elastic_train.inference.predicting import evaluate_trained

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import elastic_train as et
-from elastic_train.checkpoint import verify
+from elastic_train.checkpoint.commits.reader import verify
 from tests.conftest import run_source
 from tests.elastic_train.training.whole_runs.stored import STORED, copy_stored_run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from elastic_train.checkpoint import open_store
 from elastic_train.checkpoint.commits.reader import read_record, read_state
+from elastic_train.checkpoint.stores.open import open_store
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, config, result, succeed
 from tests.memory_job import start
 

@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 import torch
 
-from elastic_train.checkpoint import discover, load, open_store
-from elastic_train.checkpoint.commits.reader import read_state
+from elastic_train.checkpoint.commits.reader import discover, load, read_state
+from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.config.parallel import ParallelConfig
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.data.tables.digits import import_digits
