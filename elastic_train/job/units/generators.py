@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,29 @@ import torch
 
 from elastic_train.core.lanes import lane_seed
 from elastic_train.data.loading.lane_batch import LaneBatch
+
+_LIBRARIES = (
+    "aiohttp.connector",
+    "botocore.retryhandler",
+    "botocore.utils",
+    "mlflow.telemetry.client",
+    "mlflow.utils.name_utils",
+    "mlflow.utils.request_utils",
+    "mlflow.utils.rest_utils",
+    "pyetcd.client",
+    "tenacity.wait",
+    "urllib3.util.retry",
+)
+"""Modules that draw from Python's generator in threads of their own: an endpoint of etcd, a pause, a run's name."""
+_own = random.Random()
+
+
+def set_libraries_apart() -> None:
+    """Let libraries draw from another generator, or a thread's draw would change the numbers of a forward pass."""
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is not None and getattr(module, "random", None) is random:
+            module.random = _own  # type: ignore[attr-defined]
 
 
 def seed_generators(seed: int) -> None:
@@ -29,6 +53,7 @@ def seed_generators(seed: int) -> None:
 
 def seed_host_generators(seed: int) -> None:
     """Seed the modules `random` and `numpy.random`, but not torch."""
+    set_libraries_apart()
     random.seed(seed)
     np.random.seed((seed ^ seed >> 32) & 0xFFFFFFFF)
 
@@ -64,7 +89,8 @@ def states_of_generators() -> tuple[torch.Tensor, Any, Any]:
 
 
 def host_states() -> tuple[Any, Any]:
-    """Return the states of the generators of numpy and Python."""
+    """Return the states of the generators of numpy and Python, from which libraries no longer draw."""
+    set_libraries_apart()
     return np.random.get_state(), random.getstate()
 
 

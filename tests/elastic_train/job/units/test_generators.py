@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pyetcd.client import Endpoint, MultiEndpointEtcd3Client
 
 from elastic_train.job.units import generators
 from elastic_train.job.units.generators import moved_generators, seed_generators, states_of_generators, undisturbed
@@ -78,3 +79,22 @@ def test_a_generator_that_was_drawn_from_is_named(name: str, draws: Callable[[],
         assert moved_generators(before) == []
         draws()
         assert moved_generators(before) == [name]
+
+
+def test_an_etcd_client_that_opens_elsewhere_draws_nothing_from_a_task() -> None:
+    """pyetcd chooses an endpoint at random. A job was refused when a thread opened a client beside `collate`."""
+    seed_generators(3)
+    drawn = random.random()
+    seed_generators(3)
+    before = states_of_generators()
+    MultiEndpointEtcd3Client([Endpoint("localhost", 2379, secure=False)])
+    assert not moved_generators(before)
+    assert random.random() == drawn
+
+
+@pytest.mark.slow  # imports MLflow
+@pytest.mark.parametrize("name", generators._LIBRARIES)
+def test_libraries_that_draw_have_a_generator_of_their_own(name: str) -> None:
+    library = pytest.importorskip(name)
+    generators.set_libraries_apart()
+    assert isinstance(library.random, random.Random)
