@@ -7,7 +7,7 @@ finished dataset unchanged.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from elastic_train.cli.output import Flag, print_made, print_text
-from elastic_train.data.chats.importing import ChatOptions, find_layout, import_chats, refuse_chats
+from elastic_train.data.chats.importing import ChatOptions, columns_of_texts, find_layout, import_chats
 from elastic_train.data.chats.layouts import PreferenceLayout, layout_of
 from elastic_train.data.dataset.encoded_images import MOST_MEGAPIXELS
 from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest
@@ -28,7 +28,7 @@ from elastic_train.data.tables.importing import RowOptions, Written
 from elastic_train.data.tables.texts import Options
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
-from elastic_train.system.wording import counted
+from elastic_train.system.wording import counted, nearest
 
 app = App(name="import", help="Make OUT/train and OUT/validation from text, rows or images.")
 
@@ -198,8 +198,7 @@ def import_docstrings(
         Folder to read the libraries from; default: the running interpreter's.
     """
     options = (chosen or Chosen()).options(samples)
-    imported = corpora.import_docstrings(out, options, site_packages=site_packages, track=shown)
-    return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
+    return _report_new(out, corpora.import_docstrings(out, options, site_packages=site_packages, track=shown))
 
 
 @app.command(name="text")
@@ -211,16 +210,20 @@ def import_text(
     chosen: Chosen | None = None,
     text_key: str = "text",
     label_key: str = "label",
+    skip_unfit: Flag = False,
 ) -> int:
     """Import text FILES, and train a tokenizer on them.
 
-    FILES are .jsonl or .csv with a text and a label in each row, or .txt named after the label.
+    FILES are .jsonl or .csv with a text and a label in each row, or .txt named after the label. --skip-unfit leaves out
+    rows without a text or a label, and lists them. Other columns are not kept: `import rows` does that.
     """
-    options = (chosen or Chosen()).options()
-    refuse_chats(files, text_key)
+    options = replace((chosen or Chosen()).options(), skips=skip_unfit)
+    columns = columns_of_texts(files, text_key)
     parts = {TRAIN: files, **({VALIDATION: validation} if validation else {})}
-    imported = corpora.import_text(out, parts, options, text_key=text_key, label_key=label_key, track=shown)
-    return _report(out, (imported.train, imported.validation), is_new=imported.is_new)
+    made = corpora.import_text(out, parts, options, text_key=text_key, label_key=label_key, track=shown)
+    if made.is_new and (others := [name for name in columns if name not in (text_key, label_key)]):
+        print_text(f"not kept: {', '.join(others)} (`import rows` with --tokenizer keeps all columns)")
+    return _report_new(out, made, "row")
 
 
 @app.command(name="rows")
@@ -351,9 +354,32 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
         return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
     for manifest in manifests:
         report_written(manifest)
+    for name, meant in _misspelt(manifests[0]):
+        print_text(f"WARNING: is the label '{name}' meant to be '{meant}'? Then correct its rows, and add --replace")
     if ends:
         print_made(str(out), _next_for(manifests[0], shlex.quote(str(out))))
     return 0
+
+
+_RARE = 20
+"""A label may be a misspelt one if another that is like it has so many times as many rows."""
+
+
+def _misspelt(train: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the labels that look like a commoner one, or differ from one in case and spaces alone."""
+    counts = dict(zip(train.labels or (), train.label_counts or (), strict=True)) if train.labels else {}
+    for name, count in counts.items():
+        commoner = [
+            other
+            for other, number in counts.items()
+            if number >= _RARE * count or (number >= count and other != name and _plain(other) == _plain(name))
+        ]
+        if (meant := nearest(name, commoner, cutoff=0.8)) and not any(map(str.isdigit, name)):
+            yield name, meant
+
+
+def _plain(name: str) -> str:
+    return "".join(name.split()).casefold()
 
 
 def _next_for(train: Manifest, out: str) -> str:

@@ -113,18 +113,19 @@ def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> A
     )
 
 
-def refuse_chats(paths: Sequence[Path], text_key: str) -> None:
-    """Raise ConfigError if the first row of a file of texts is a chat and has no text."""
+def columns_of_texts(paths: Sequence[Path], text_key: str) -> list[str]:
+    """Return the columns of the first row of files of texts; raise ConfigError if it is a chat and has no text."""
     try:
         names = [] if paths[0].suffix == ".txt" else _first_columns(paths)
     except (ElasticTrainError, OSError):
-        return  # who reads the texts says it
+        return []  # who reads the texts says it
     if text_key not in names and layout_of(names):
         raise ConfigError(
             f"{paths[0]}: row 1 has no '{text_key}' and looks like a chat, by its columns {', '.join(names)}: import "
             "chats with `elastic-train data import rows OUT FILES --tokenizer MODEL_FOLDER`, or name a column of texts "
             "with --text-key"
         )
+    return names
 
 
 def _first_columns(paths: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +22,11 @@ import pyarrow.parquet as pq
 from elastic_train.data.corpora import docstrings, origin
 from elastic_train.data.corpora import tokenizer as tokenise
 from elastic_train.data.corpora.origin import Sample
-from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest, build_manifest, load_manifest
+from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest, build_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.tables.files import opened
+from elastic_train.data.tables.importing import Written, load_parts
 from elastic_train.data.tables.objects import read_objects
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import Track, silent
@@ -43,23 +44,18 @@ _CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
-    """Both parts of an imported dataset; `is_new` is False if it existed."""
-
-    train: Manifest
-    validation: Manifest
-    is_new: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Options:
-    """Options of every import: number of samples, seed, vocabulary size, most tokens of a text."""
+    """Options of every import: number of samples, seed, vocabulary size, most tokens of a text.
+
+    `skips` leaves out rows that cannot be used.
+    """
 
     num_samples: int = 28_000
     seed: int = 7
     vocabulary: int = tokenise.VOCABULARY
     max_tokens: int = 512
     replace: bool = False
+    skips: bool = False
 
 
 DEFAULTS = Options()
@@ -67,12 +63,12 @@ DEFAULTS = Options()
 
 def import_docstrings(
     out: Path, options: Options = DEFAULTS, *, site_packages: Path | None = None, track: Track = silent
-) -> Imported:
+) -> Written:
     """Make a dataset of the docstrings in `site_packages` (default: the running interpreter's)."""
     folder = site_packages or docstrings.site_packages()
     made_from = _origin("docstrings", options, libraries=docstrings.versions(folder))
     if origin.is_finished(out, made_from, replace=options.replace):
-        return _load(out)
+        return load_parts(out)
     samples = docstrings.read_docstrings(folder, options.num_samples, options.seed, track=track)
     return _write(out, {TRAIN: samples}, POLICY, made_from, options, track)
 
@@ -85,17 +81,20 @@ def import_text(
     text_key: str = "text",
     label_key: str = "label",
     track: Track = silent,
-) -> Imported:
+) -> Written:
     """Make a dataset of a user's own files, with every row, whatever `options.num_samples` says.
 
     Without a 'validation' part, a tenth of the texts is kept for validation.
     """
-    samples = {name: read_samples(files, text_key, label_key) for name, files in parts.items()}
+    left_out: list[str] | None = [] if options.skips else None
+    samples = {name: read_samples(files, text_key, label_key, left_out) for name, files in parts.items()}
+    if left_out and not samples[TRAIN]:
+        raise ConfigError(*left_out[:MOST_NAMED], "no row of the training files can be used")
     content = [(name, sample.text, sample.label) for name, of_part in samples.items() for sample in of_part]
     made_from = _origin("text", options, content_sha256=hashlib.sha256(repr(content).encode()).hexdigest())
     if origin.is_finished(out, made_from, replace=options.replace):
-        return _load(out)
-    return _write(out, samples, PLAIN, made_from, options, track)
+        return load_parts(out)
+    return replace(_write(out, samples, PLAIN, made_from, options, track), left_out=tuple(left_out or ()))
 
 
 def _origin(source: str, options: Options, **facts: object) -> dict[str, object]:
@@ -113,10 +112,6 @@ def _origin(source: str, options: Options, **facts: object) -> dict[str, object]
     }
 
 
-def _load(out: Path) -> Imported:
-    return Imported(load_manifest(str(out / "train")), load_manifest(str(out / "validation")), is_new=False)
-
-
 def _write(
     out: Path,
     parts: Mapping[str, Sequence[Sample]],
@@ -124,7 +119,7 @@ def _write(
     made_from: origin.Origin,
     options: Options,
     track: Track,
-) -> Imported:
+) -> Written:
     samples = parts[TRAIN]
     labels = tuple(label for label, _ in sorted(Counter(s.label for s in samples).items(), key=lambda i: (-i[1], i[0])))
     if len(labels) < 2:
@@ -148,8 +143,7 @@ def _write(
             next(stages)
             _write_part(folder / name, part, labels, schema, tokenizer, options)
     next(stages, None)
-    loaded = _load(out)
-    return Imported(loaded.train, loaded.validation, is_new=True)
+    return replace(load_parts(out), is_new=True)
 
 
 def split(samples: Sequence[Sample], seed: int) -> tuple[list[Sample], list[Sample]]:
@@ -229,21 +223,26 @@ def _table(
     return pa.table(columns, schema=schema.columns)
 
 
-def read_samples(files: Sequence[Path], text_key: str, label_key: str) -> list[Sample]:
-    """Read samples in file order; raise ConfigError with file and row of the first unusable rows."""
+def read_samples(
+    files: Sequence[Path], text_key: str, label_key: str, left_out: list[str] | None = None
+) -> list[Sample]:
+    """Read samples in file order; raise ConfigError with file and row of the first unusable rows.
+
+    With a list of rows to be left out, unusable rows are added there.
+    """
     if not files:
         raise ConfigError("name at least one file to import: .jsonl, .csv or .txt")
     samples: list[Sample] = []
-    wrong: list[str] = []
+    wrong = left_out if left_out is not None else []
     for path in files:
         for sample in _read(path, text_key, label_key):
             if isinstance(sample, Sample):
                 samples.append(sample)
             else:
                 wrong.append(sample)
-            if len(wrong) == MOST_NAMED:
+            if left_out is None and len(wrong) == MOST_NAMED:
                 raise ConfigError(*wrong, "later rows were not read")
-    if wrong:
+    if wrong and left_out is None:
         raise ConfigError(*wrong)
     return samples
 
@@ -284,7 +283,7 @@ def _field(row: Mapping[str, object], key: str, option: str, place: str) -> str:
     value = row.get(key)
     if value is None or value != value or isinstance(value, list | dict) or not str(value).strip():
         if key in row:
-            raise ConfigError(f"{place}: '{key}' is empty or no text; correct the row, or leave it out")
+            raise ConfigError(f"{place}: '{key}' is empty or no text; correct the row, or leave it out (--skip-unfit)")
         known = ", ".join(row) or "none"
         raise ConfigError(f"{place}: no value under '{key}'; keys there: {known} (choose with {option})")
     return str(value)

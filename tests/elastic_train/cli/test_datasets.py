@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -216,6 +217,30 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
     assert (refused.code, "row 1: its 'prompt' is empty" in refused.output) == (2, True)
     skipped = call("import", "rows", tmp_path / "c", tmp_path / "a.jsonl", "--tokenizer", model, "--skip-unfit")
     assert (skipped.code, "\n1 chat left out\n" in skipped.output) == (0, True)
+
+
+def test_text_without_a_label_is_left_out_and_misspelt_labels_are_named(tmp_path: Path, call: Call) -> None:
+    labels = ["positive", "negative"] * 30 + ["postive", "Negative", ""]
+    rows = [f"{number},text {number},{label}" for number, label in enumerate(labels)]
+    (tmp_path / "a.csv").write_text("\n".join(["id,text,label", *rows]))
+    command = ["import", "text", tmp_path / "d", tmp_path / "a.csv", "--vocabulary", 512]
+    assert (
+        "row 64: 'label' is empty or no text; correct the row, or leave it out (--skip-unfit)" in call(*command).output
+    )
+    made = call(*command, "--skip-unfit")
+    assert made.code == 0
+    assert "not kept: id (`import rows` with --tokenizer keeps all columns)\n" in made.output
+    assert "(--skip-unfit)\n1 row left out\n" in made.output
+    assert re.findall("is the label '(.+)' meant to be '(.+)'", made.output) == [
+        ("Negative", "negative"),
+        ("postive", "positive"),
+    ]
+
+
+def test_a_file_of_which_no_row_can_be_used_is_refused(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 12)
+    made = call("import", "text", tmp_path / "d", tmp_path / "a.jsonl", "--skip-unfit")
+    assert (made.code, "no row of the training files can be used" in made.output) == (2, True)
 
 
 BAD_INPUT: dict[str, tuple[list[str], int, str]] = {

@@ -16,13 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.origin import Sample, measure
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.tables import texts as corpora
-from elastic_train.data.tables.texts import Imported, Options, origin
+from elastic_train.data.tables.importing import Written
+from elastic_train.data.tables.texts import Options
 from elastic_train.errors import ConfigError
 from tests.elastic_train.data.corpora.test_docstrings import write_functions
 
@@ -70,14 +72,14 @@ def test_text_becomes_rows(tmp_path: Path) -> None:
     """Every text comes back from its ids under its own label; labels are numbered by frequency; both parts agree."""
     path = write_texts(tmp_path / "a.jsonl")
     imported = corpora.import_text(tmp_path / "out", {"train": [path]}, Options(seed=3, vocabulary=600, max_tokens=100))
-    for manifest in (imported.train, imported.validation):
+    for manifest in (imported.manifests[0], imported.manifests[1]):
         check_part(manifest, PLAIN)
         assert manifest.labels == ("a", "b", "c")
         tokens = table_of(manifest).column("input_ids").to_pylist()
         assert load_lengths(manifest)(np.arange(len(tokens))).tolist() == list(map(len, tokens))
     rows = [(row["text"], row["label"]) for row in map(json.loads, path.read_text().splitlines())]
-    assert Counter(texts_of(imported.train) + texts_of(imported.validation)) == Counter(rows)
-    assert (imported.train.num_rows, imported.validation.num_rows) == (53, 7)
+    assert Counter(texts_of(imported.manifests[0]) + texts_of(imported.manifests[1])) == Counter(rows)
+    assert (imported.manifests[0].num_rows, imported.manifests[1].num_rows) == (53, 7)
 
 
 def test_texts_are_cut_at_max_tokens(tmp_path: Path) -> None:
@@ -85,16 +87,16 @@ def test_texts_are_cut_at_max_tokens(tmp_path: Path) -> None:
     imported = corpora.import_text(
         tmp_path / "out", {"train": [write_texts(tmp_path / "a.jsonl")]}, Options(max_tokens=4)
     )
-    assert {len(ids) for ids in table_of(imported.train).column("input_ids").to_pylist()} == {4}
+    assert {len(ids) for ids in table_of(imported.manifests[0]).column("input_ids").to_pylist()} == {4}
 
 
 def test_the_same_import_has_the_same_bytes(tmp_path: Path) -> None:
     """Two imports of the same texts have equal files; asked again, the second is there already."""
     path = write_texts(tmp_path / "a.jsonl")
     first, second = (corpora.import_text(tmp_path / name, {"train": [path]}, OPTIONS) for name in ("x", "y"))
-    assert (first.train.digest, first.validation.digest) == (second.train.digest, second.validation.digest)
+    assert [each.digest for each in first.manifests] == [each.digest for each in second.manifests]
     again = corpora.import_text(tmp_path / "y", {"train": [path]}, OPTIONS)
-    assert again == Imported(second.train, second.validation, is_new=False)
+    assert again == Written(second.manifests, is_new=False)
 
 
 def test_another_import_does_not_overwrite(tmp_path: Path) -> None:
@@ -103,9 +105,9 @@ def test_another_import_does_not_overwrite(tmp_path: Path) -> None:
     before = corpora.import_text(tmp_path / "out", {"train": [path]}, OPTIONS)
     with pytest.raises(ConfigError, match=r"made differently \(seed\)"):
         corpora.import_text(tmp_path / "out", {"train": [path]}, Options(200, 4, 600, 16))
-    assert load_manifest(str(tmp_path / "out" / "train")) == before.train
+    assert load_manifest(str(tmp_path / "out" / "train")) == before.manifests[0]
     after = corpora.import_text(tmp_path / "out", {"train": [path]}, Options(200, 4, 600, 16, replace=True))
-    assert (after.is_new, after.train.digest == before.train.digest) == (True, False)
+    assert (after.is_new, after.manifests == before.manifests) == (True, False)
 
 
 def test_docstrings_become_policy_rows(tmp_path: Path) -> None:
@@ -113,10 +115,10 @@ def test_docstrings_become_policy_rows(tmp_path: Path) -> None:
     for library, num_functions in (("torch", 90), ("sympy", 50), ("joblib", 9)):
         write_functions(tmp_path / "packages", library, num_functions)
     imported = corpora.import_docstrings(tmp_path / "out", OPTIONS, site_packages=tmp_path / "packages")
-    for manifest in (imported.train, imported.validation):
+    for manifest in (imported.manifests[0], imported.manifests[1]):
         check_part(manifest, POLICY)
         assert manifest.labels == ("torch", "sympy", "joblib")
-    assert imported.train.num_rows + imported.validation.num_rows == 82 + 40 + 1
+    assert imported.manifests[0].num_rows + imported.manifests[1].num_rows == 82 + 40 + 1
     made_from = origin.read_origin(tmp_path / "out") or {}
     assert made_from["libraries"] == {"torch": "", "sympy": "", "joblib": ""}
     assert made_from["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -128,7 +130,7 @@ def test_some_metadata_is_dropped_as_in_practice(tmp_path: Path) -> None:
         write_functions(tmp_path / "packages", library, 1200)
     options = Options(num_samples=2400, seed=3, vocabulary=600, max_tokens=16)
     imported = corpora.import_docstrings(tmp_path / "out", options, site_packages=tmp_path / "packages")
-    rows = table_of(imported.train)
+    rows = table_of(imported.manifests[0])
     missing = {name: rows.column(name).null_count / rows.num_rows for name in ("num_chars", "num_lines", "code_share")}
     assert rows.num_rows > 1000
     assert [name for name, share in missing.items() if not 0.05 <= share <= 0.09] == []
@@ -140,10 +142,10 @@ def test_texts_of_ones_own_validate(tmp_path: Path) -> None:
     held.write_text("text,label\ntext number 1 of 1 words,c\nnever seen,a\n")
     options = Options(seed=3, vocabulary=600, max_tokens=100)
     imported = corpora.import_text(tmp_path / "out", {"train": [train], "validation": [held]}, options)
-    assert (imported.train.num_rows, imported.validation.num_rows) == (60, 2)
-    assert imported.validation.labels == imported.train.labels == ("a", "b", "c")
-    assert imported.validation.tokenizer_sha256 == imported.train.tokenizer_sha256
-    assert sorted(texts_of(imported.validation)) == [("never seen", "a"), ("text number 1 of 1 words", "c")]
+    assert (imported.manifests[0].num_rows, imported.manifests[1].num_rows) == (60, 2)
+    assert imported.manifests[1].labels == imported.manifests[0].labels == ("a", "b", "c")
+    assert imported.manifests[1].tokenizer_sha256 == imported.manifests[0].tokenizer_sha256
+    assert sorted(texts_of(imported.manifests[1])) == [("never seen", "a"), ("text number 1 of 1 words", "c")]
     with pytest.raises(ConfigError, match="made differently"):
         corpora.import_text(tmp_path / "out", {"train": [train, held]}, options)
     held.write_text("text,label\na text,d\n")
