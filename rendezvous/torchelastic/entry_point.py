@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rendezvous.torchelastic.standby import Standby
 
 _log = logging.getLogger("rendezvous")
-_OF_TORCH = "torch.distributed.elastic.rendezvous"
+_OF_TORCH = ("torch.distributed.elastic.rendezvous", "torch.distributed.elastic.multiprocessing.errors")
 
 
 def load() -> RendezvousHandlerCreator:
@@ -46,7 +46,7 @@ def load() -> RendezvousHandlerCreator:
 
 
 class _Hook:
-    """Shows an uncaught error of a rendezvous as its sentence, without torchrun's frames; passes on all others."""
+    """Shows how a rendezvous or a worker ended as its sentence, without torchrun's frames; passes on all others."""
 
     def __init__(self, other: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._other = other

@@ -125,7 +125,9 @@ def _ranks(glance: Glance) -> Table:
     median = statistics.median(compute.values())
     chosen = sorted(sorted(ranks, key=lambda rank: -compute[rank])[:MOST_RANKS])
     table = narrow_table("rank", *_SHOWN, "to the median", *(["memory"] if glance.memory else []))
-    table.caption = f"the {MOST_RANKS} slowest of {len(ranks)}" if len(chosen) < len(ranks) else None
+    table.caption = "milliseconds of a step"
+    if len(chosen) < len(ranks):
+        table.caption += f" of the {MOST_RANKS} slowest of {len(ranks)}"
     for rank in chosen:
         by_phase, ratio = glance.phase_ms(rank), compute[rank] / median if median > 0 else 1.0
         style = "bold red" if ratio >= 1.3 else ""

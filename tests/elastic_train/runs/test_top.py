@@ -104,7 +104,7 @@ def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
     run.world(1, lo=0, steps={1: 2.0}, size=1, extra=[(2.1, {"op": "phases", "step": 1, "steps": 1, "seconds": rows})])
     text = drawn(run.folder)
     assert [line.split()[0] for line in text.splitlines() if "x " in line and "." in line].count("777") == 1
-    assert f"the {MOST_RANKS} slowest of 1000" in text
+    assert f"milliseconds of a step of the {MOST_RANKS} slowest of 1000" in text
     assert "1–999" in text
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousParameters,
@@ -117,7 +118,7 @@ def test_the_demo_server_runs_by_itself() -> None:
     server.stdout.close()
 
 
-def test_an_uncaught_error_of_the_rendezvous_is_its_sentence(
+def test_an_uncaught_error_of_the_rendezvous_or_a_worker_is_its_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever runs torchrun did not write its frames; all other errors are shown as before."""
@@ -129,7 +130,10 @@ def test_an_uncaught_error_of_the_rendezvous_is_its_sentence(
         OptionError("--rdzv_conf: unknown key"),
         RendezvousTimeoutError("too few nodes"),
         OSError(),
+        ChildFailedError("train.py", {0: ProcessFailure(0, 34, 2, "")}),
     ):
         sys.excepthook(type(error), error, None)
-    assert capsys.readouterr().err == "error: --rdzv_conf: unknown key\nerror: too few nodes\n"
+    said = capsys.readouterr().err
+    assert said.startswith("error: --rdzv_conf: unknown key\nerror: too few nodes\nerror: \n====")
+    assert ("train.py FAILED" in said, "Traceback" in said) == (True, False)
     assert passed == [OSError]
