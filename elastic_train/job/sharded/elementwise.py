@@ -25,6 +25,8 @@ T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3
 _SIZES = (6, 10, 3, 5, 7, 4)
 """Sizes of the dimensions of a parameter that is tried; no two are equal, so a moment's shape says which it has."""
+_LARGE, _FEW = (512, 256, 2, 3), 2
+"""Sizes of a large parameter, and steps of its trial: some optimizers keep less for large matrices alone."""
 Kept = dict[str, Any]
 """A parameter's weights under "", and its optimizer state."""
 Settings = Mapping[str, Any]
@@ -130,6 +132,8 @@ def _known_slots(
             return slots
     try:
         slots = _slots_of_group(kind, settings, make, device)
+        for num in sorted(dims)[: len(_LARGE)]:
+            _check_large(kind, settings, _LARGE[:num], make, device, slots)
     except ConfigError as error:
         slots = _slots_of_whole(kind, settings, dims, make, device, error)
     if kind.__module__.startswith("torch.optim."):
@@ -140,8 +144,7 @@ def _known_slots(
 def _slots_of_group(
     kind: type[Optimizer], settings: Settings, make: MakeOptimizer, device: torch.device | None
 ) -> Slots:
-    generator = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(1 + _STEPS, 2, ALIGN, generator=generator).to(device)
+    values, *gradients = _drawn(1 + _STEPS, (2, ALIGN), device)
 
     def tried(part: int | slice, begun: Slots | None = None) -> _Tried:
         return _tried(kind, make, settings, [values[part]], [[gradient[part]] for gradient in gradients], begun)
@@ -165,6 +168,31 @@ def _slots_of_group(
     return slots
 
 
+def _check_large(
+    kind: type[Optimizer],
+    settings: Settings,
+    shape: Shape,
+    make: MakeOptimizer,
+    device: torch.device | None,
+    slots: Slots,
+) -> None:
+    """Raise ConfigError if the update of a large parameter differs from that of its halves."""
+    values, *gradients = _drawn(1 + _FEW, shape, device)
+    middle = values.numel() // 2
+    whole, *halves = (
+        _tried(kind, make, settings, [part(values)], [[part(gradient)] for gradient in gradients], None).kept
+        for part in (Tensor.clone, lambda one: one.flatten()[:middle], lambda one: one.flatten()[middle:])
+    )
+    for name in ("", *slots.moments):
+        if name not in whole or not _are_equal(whole[name].flatten(), torch.cat([half[name] for half in halves])):
+            of = f"a part of a large tensor, of {shape}" if len(shape) > 1 else "a part"
+            raise depends_on_parts(kind, f"'{name or 'weights'}' of {of} differs from that part of the whole's")
+
+
+def _drawn(num: int, shape: Shape, device: torch.device | None) -> Tensor:
+    return torch.randn(num, *shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+
 def _slots_of_whole(
     kind: type[Optimizer],
     settings: Settings,
@@ -175,8 +203,10 @@ def _slots_of_whole(
 ) -> Slots:
     """Return the slots of an optimizer that updates each parameter as a whole, independently of others.
 
-    Raises `reason`, why a parameter cannot be cut, for other optimizers.
+    Raises `reason`, why a parameter cannot be cut, for other optimizers, and for more dimensions than are tried.
     """
+    if max(dims) > len(_SIZES):
+        raise reason
     try:
         each = {num: _rules_of_whole(kind, settings, _SIZES[:num], make, device) for num in sorted(dims)}
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ConfigError) as error:
@@ -198,8 +228,7 @@ def _rules_of_whole(
 
     Raises ConfigError if the update of one parameter depends on others.
     """
-    generator = torch.Generator().manual_seed(0)
-    values, *gradients = torch.randn(1 + _STEPS, 2, *shape, generator=generator).to(device)
+    values, *gradients = _drawn(1 + _STEPS, (2, *shape), device)
 
     def tried(number: int, begun: Slots | None = None) -> _Tried:
         steps = [list(gradient[:number]) for gradient in gradients]
@@ -207,6 +236,12 @@ def _rules_of_whole(
 
     one = tried(1)
     rules, count = _rules(kind, one.kept)
+    large = _drawn(2, _LARGE[: len(shape)], device)
+    if (
+        len(shape) <= len(_LARGE)
+        and _rules(kind, _tried(kind, make, settings, [large[0]], [[large[1]]], None).kept)[0] != rules
+    ):
+        raise depends_on_parts(kind, "the shapes of what it keeps depend on how large a parameter is")
     slots = Slots((), count, is_atomic=True, others={len(shape): rules})
     begun, both = tried(1, slots), tried(2, slots)
     for other in (begun, both):

@@ -330,6 +330,28 @@ class NormOfAll(NormedSteps):
         return [sum(norms, torch.zeros(()))] * len(norms)
 
 
+class LargeSteps(torch.optim.SGD):
+    """Scales the gradients of matrices that are large, and of them alone."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            if one.dim() == 2 and min(one.shape) >= 128:
+                one.grad /= one.grad.norm(dim=0)
+        super().step()
+
+
+class LargeRows(torch.optim.SGD):
+    """Keeps a number per row of large matrices, and one per element of all other parameters, as timm's Adafactor."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            is_large = one.dim() == 2 and min(one.shape) >= 128
+            seen = one.grad.square().mean(1, keepdim=True) if is_large else one.grad.square()
+            kept = self.state[one].setdefault("seen", torch.zeros_like(seen))
+            one.grad /= kept.add_(seen).sqrt()
+        super().step()
+
+
 class GroupScale(torch.optim.SGD):
     """Keeps the largest gradient of each group, unused so far, as Prodigy and others do."""
 
@@ -356,6 +378,7 @@ def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
         (torch.optim.Adafactor, (), True, True),
         (partial(torch.optim.AdamW, fused=True), ("exp_avg", "exp_avg_sq"), True, True),
         (NormedSteps, (), False, True),
+        (LargeSteps, (), False, True),
     ],
 )
 def test_an_optimizers_moments_are_found_by_trying_it(
@@ -406,6 +429,7 @@ def test_each_parameter_group_has_moments_of_its_own() -> None:
     [
         (NormOfAll, "weights' of a part"),
         (GroupScale, "depends on the part"),
+        (LargeRows, "of a part of a large tensor"),
         (partial(torch.optim.SGD, momentum=0.9, dampening=0.5), "that has kept zeros"),
     ],
 )
