@@ -19,16 +19,18 @@ ON_EVERY_CORE := -p no:xdist -p tests.forked --forks $(CORES)
 setup: .venv/.installed
 
 # pip first: that of Debian 12 tries versions for more than ten minutes, a newer one for seconds. Then torch, at its pin: a
-# looser range would pull several gigabytes of CUDA packages.
+# looser range would pull several gigabytes of CUDA packages. The rest by uv, on every core; by pip where uv finds no index.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "setup: creating .venv (about 2 GB, two to four minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) install --upgrade -c constraints.txt pip
+	@$(PIP) install --upgrade -c constraints.txt pip uv
 	@echo "setup: installing torch"
 	@$(PIP) install -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "setup: installing elastic-train and what it needs"
-	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@UV_DEFAULT_INDEX="$${PIP_INDEX_URL:-$$($(PIP) config get global.index-url 2> /dev/null || echo https://pypi.org/simple)}" \
+	$(BIN)/uv pip install -q --python $(BIN)/python --compile-bytecode -c constraints.txt -e '.[dev]' || \
+	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 	@echo "setup: done"
 

@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.deploy import PACKAGES, TOOLS
 from tests.deploy.pages import command
 
-TOOLS = ("buildah", "podman", "runc", "mmdebstrap")
-PACKAGES = " ".join((*TOOLS, "catatonit"))
-"""Debian's packages for building and starting containers, installed with --no-install-recommends."""
 DEPENDENCIES = "/dependencies"
 """Where the base image has torch and the rest: what is installed here, bound into it, so that nothing is fetched."""
 WITH_TORCH = f"{DEPENDENCIES}/with-torch"
