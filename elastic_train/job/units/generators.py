@@ -19,6 +19,8 @@ _LIBRARIES = (
     "aiohttp.connector",
     "botocore.retryhandler",
     "botocore.utils",
+    "google.api_core.retry.retry_base",
+    "google.auth._exponential_backoff",
     "mlflow.telemetry.client",
     "mlflow.utils.name_utils",
     "mlflow.utils.request_utils",
@@ -26,6 +28,7 @@ _LIBRARIES = (
     "pyetcd.client",
     "tenacity.wait",
     "urllib3.util.retry",
+    "wandb.sdk.lib.retry",
 )
 """Modules that draw from Python's generator in threads of their own: an endpoint of etcd, a pause, a run's name."""
 _own = random.Random()
