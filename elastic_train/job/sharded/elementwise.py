@@ -13,20 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_train.errors import ConfigError
 from elastic_train.job.optimizers.optimizer_memory import TENSORS, TEXT, OptimizerMemory, places_of
 from elastic_train.job.optimizers.rehearsal import MakeOptimizer, Twin, shows_no_cut
 from elastic_train.placement.grains import ALIGN
+from elastic_train.system.wording import first_line
 
 T = TypeVar("T")
 _STEP, _STEPS, _RESUMED_AT = "step", 12, 3
 _SIZES = (6, 10, 3, 5, 7, 4)
 """Sizes of the dimensions of a parameter that is tried; no two are equal, so a moment's shape says which it has."""
-_LARGE, _FEW = (512, 256, 2, 3), 2
-"""Sizes of a large parameter, and steps of its trial: some optimizers keep less for large matrices alone."""
+_LARGE, _LONG, _FEW = (512, 256, 2, 3), (1 << 17,), 2
+"""Sizes of a large parameter, the shape of a long vector, and steps of their trial.
+
+Some optimizers treat large parameters, or large matrices alone, otherwise, or keep less of them.
+"""
 Kept = dict[str, Any]
 """A parameter's weights under "", and its optimizer state."""
 Settings = Mapping[str, Any]
@@ -132,10 +136,12 @@ def _known_slots(
             return slots
     try:
         slots = _slots_of_group(kind, settings, make, device)
-        for num in sorted(dims)[: len(_LARGE)]:
-            _check_large(kind, settings, _LARGE[:num], make, device, slots)
-    except ConfigError as error:
-        slots = _slots_of_whole(kind, settings, dims, make, device, error)
+        for num in sorted(dims - {0}):
+            _check_large(kind, settings, _LONG if num == 1 else _LARGE[:num], make, device, slots)
+    except Exception as error:  # noqa: BLE001 - an optimizer may raise anything
+        fails = depends_on_parts(kind, f"it does not update a part of a parameter: {first_line(error)}")
+        reason = error if isinstance(error, ConfigError) else fails
+        slots = _slots_of_whole(kind, settings, dims, make, device, reason)
     if kind.__module__.startswith("torch.optim."):
         _KNOWN.append((kind, device, settings, dims, slots))
     return slots
@@ -149,12 +155,9 @@ def _slots_of_group(
     def tried(part: int | slice, begun: Slots | None = None) -> _Tried:
         return _tried(kind, make, settings, [values[part]], [[gradient[part]] for gradient in gradients], begun)
 
-    try:
-        whole, halves = tried(slice(None)), [tried(0), tried(1)]
-        slots = _read(kind, whole.kept)
-        begun, nothing = tried(slice(None), begun=slots), tried(slice(0, 0))
-    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        raise depends_on_parts(kind, f"it does not update a part of a parameter: {error}") from error
+    whole, halves = tried(slice(None)), [tried(0), tried(1)]
+    slots = _read(kind, whole.kept)
+    begun, nothing = tried(slice(None), begun=slots), tried(slice(0, 0))
     for name in ("", *slots.moments):
         if not _are_equal(whole.kept[name], torch.stack([half.kept[name] for half in halves])):
             raise depends_on_parts(kind, f"'{name or 'weights'}' of a part differs from that part of the whole's")
@@ -176,15 +179,20 @@ def _check_large(
     device: torch.device | None,
     slots: Slots,
 ) -> None:
-    """Raise ConfigError if the update of a large parameter differs from that of its halves."""
+    """Raise ConfigError if the update of a large parameter differs from that of its parts, a small and a large one.
+
+    A moment that none of them has yet may come later.
+    """
     values, *gradients = _drawn(1 + _FEW, shape, device)
-    middle = values.numel() // 2
-    whole, *halves = (
+    every = [
         _tried(kind, make, settings, [part(values)], [[part(gradient)] for gradient in gradients], None).kept
-        for part in (Tensor.clone, lambda one: one.flatten()[:middle], lambda one: one.flatten()[middle:])
-    )
+        for part in (Tensor.clone, lambda one: one.flatten()[:ALIGN], lambda one: one.flatten()[ALIGN:])
+    ]
+    for one in every:
+        _rules(kind, one)
     for name in ("", *slots.moments):
-        if name not in whole or not _are_equal(whole[name].flatten(), torch.cat([half[name] for half in halves])):
+        whole, *parts = (one.get(name, values.new_empty(0)).flatten() for one in every)
+        if not _are_equal(whole, torch.cat(parts)):
             of = f"a part of a large tensor, of {shape}" if len(shape) > 1 else "a part"
             raise depends_on_parts(kind, f"'{name or 'weights'}' of {of} differs from that part of the whole's")
 
@@ -209,7 +217,7 @@ def _slots_of_whole(
         raise reason
     try:
         each = {num: _rules_of_whole(kind, settings, _SIZES[:num], make, device) for num in sorted(dims)}
-    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ConfigError) as error:
+    except Exception as error:  # an optimizer may raise anything
         raise reason from error
     counts = [count for _, count in each.values()]
     if len({count is None for count in counts}) > 1:
@@ -236,12 +244,11 @@ def _rules_of_whole(
 
     one = tried(1)
     rules, count = _rules(kind, one.kept)
-    large = _drawn(2, _LARGE[: len(shape)], device)
-    if (
-        len(shape) <= len(_LARGE)
-        and _rules(kind, _tried(kind, make, settings, [large[0]], [[large[1]]], None).kept)[0] != rules
-    ):
-        raise depends_on_parts(kind, "the shapes of what it keeps depend on how large a parameter is")
+    if len(shape) <= len(_LARGE):
+        large = _drawn(2, _LARGE[: len(shape)], device)
+        of_large, _ = _rules(kind, _tried(kind, make, settings, [large[0]], [[large[1]]], None).kept)
+        if not of_large.items() <= rules.items():  # a moment may come later
+            raise depends_on_parts(kind, "the shapes of what it keeps depend on how large a parameter is")
     slots = Slots((), count, is_atomic=True, others={len(shape): rules})
     begun, both = tried(1, slots), tried(2, slots)
     for other in (begun, both):
@@ -277,7 +284,7 @@ def _rules(kind: type[Optimizer], kept: Kept) -> tuple[dict[str, Rule], Tensor |
     for name in [name for name in kept if name not in ("", _STEP)]:
         moment = kept[name]
         if (
-            not isinstance(moment, Tensor)
+            type(moment) not in (Tensor, nn.Parameter)
             or moment.dtype != weights.dtype
             or not set(moment.shape) <= {1, *weights.shape}
         ):

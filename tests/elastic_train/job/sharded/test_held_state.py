@@ -352,6 +352,37 @@ class LargeRows(torch.optim.SGD):
         super().step()
 
 
+class LongSteps(torch.optim.SGD):
+    """Takes the signs of gradients with many elements."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            if one.numel() >= 4096:
+                one.grad.sign_()
+        super().step()
+
+
+class NormedMatrices(NormedSteps):
+    """Demands matrices, as the first Muon does."""
+
+    def norms(self) -> list[Tensor]:
+        assert all(one.dim() == 2 for one in self.param_groups[0]["params"]), "no matrix"
+        return super().norms()
+
+
+class LateMomentum(torch.optim.SGD):
+    """Keeps a momentum of parameters with elements, from its fifth step on, in float32."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        [group] = self.param_groups
+        group["num"] = group.get("num", 0) + 1
+        for one in group["params"]:
+            if one.numel() and group["num"] >= group.get("first", 5):
+                kept = self.state[one].setdefault("late", torch.zeros_like(one, dtype=torch.float32))
+                one.grad = kept.mul_(0.9).add_(one.grad).to(one.dtype, copy=True)
+        super().step()
+
+
 class GroupScale(torch.optim.SGD):
     """Keeps the largest gradient of each group, unused so far, as Prodigy and others do."""
 
@@ -379,6 +410,9 @@ def slots(kind: Callable[..., torch.optim.Optimizer]) -> Slots:
         (partial(torch.optim.AdamW, fused=True), ("exp_avg", "exp_avg_sq"), True, True),
         (NormedSteps, (), False, True),
         (LargeSteps, (), False, True),
+        (LongSteps, (), False, True),
+        (NormedMatrices, (), False, True),
+        (LateMomentum, ("late",), False, False),
     ],
 )
 def test_an_optimizers_moments_are_found_by_trying_it(
@@ -386,6 +420,18 @@ def test_an_optimizers_moments_are_found_by_trying_it(
 ) -> None:
     found = slots(kind)
     assert (found.moments, found.count is not None, found.is_atomic) == (moments, counts, is_atomic)
+
+
+def test_a_parameter_without_dimensions_may_be_held_by_itself() -> None:
+    """It has no part that could be updated otherwise; some optimizers keep nothing of an empty one."""
+    [found] = slots_of(LateMomentum([nn.Parameter(torch.tensor(1.0))], lr=0.1), partial(LateMomentum, lr=0.1))
+    assert found.moments == ("late",)
+
+
+def test_what_an_optimizer_raises_for_a_large_parameter_is_said() -> None:
+    weights = nn.Parameter(torch.ones(2, 2, 2))
+    with pytest.raises(ConfigError, match="update a part of a parameter: no matrix: set parallel"):
+        slots_of(NormedMatrices([weights], lr=0.1), partial(NormedMatrices, lr=0.1))
 
 
 def test_moments_may_have_shapes_that_follow_from_a_parameters() -> None:
