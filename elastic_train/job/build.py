@@ -24,7 +24,7 @@ from elastic_train.job.optimizers.choice import OptimizerChoice, choose
 from elastic_train.job.optimizers.optimizer_memory import OptimizerMemory, names_of
 from elastic_train.job.optimizers.parameter_groups import FirstStates, build_groups, describe_groups
 from elastic_train.job.optimizers.schedule import rate_factor
-from elastic_train.job.sharded.elementwise import Slots, numbers_of_atomic, slots_of
+from elastic_train.job.sharded.elementwise import Slots, check_types, numbers_of_atomic, slots_of
 from elastic_train.job.sharded.share import Share, SharedScaler
 from elastic_train.job.sharded.streamed_update import Offload
 from elastic_train.job.sharded.zero1_share import Zero1Share
@@ -89,6 +89,7 @@ def build_state(
     }
     first = FirstStates(optimizer, choice.make, keeps_average=config.ema_decay is not None)
     if _is_in_seats(parallel, atomic):
+        check_types(optimizer, choice.make, next(model.parameters()).device)
         if config.ema_decay is not None:
             slots = [replace(one, moments=(*one.moments, AVERAGE)) for one in slots]
         make = _by_seat(made, parallel, first, slots, least_bytes, gathers)

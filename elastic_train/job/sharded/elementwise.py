@@ -85,7 +85,7 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
     tried: list[tuple[Settings, Set[int], Slots]] = []
     found: list[Slots] = []
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
+        settings = _settings_of(group)
         dims = {one.dim() for one in group["params"]} or {2}
         fit = (known for others, of, known in tried if dims <= of and _are_alike(settings, others))
         slots = next(fit, None)
@@ -94,6 +94,21 @@ def slots_of(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | N
             tried.append((settings, dims, slots))
         found.append(slots)
     return found
+
+
+def _settings_of(group: Settings) -> Settings:
+    return {key: value for key, value in group.items() if key not in ("params", "initial_lr")} | {"lr": 0.1}
+
+
+def check_types(optimizer: Optimizer, make: MakeOptimizer, device: torch.device | None = None) -> None:
+    """Raise ConfigError if an optimizer keeps moments of another type than the weights', which is a shard's."""
+    for group in optimizer.param_groups:
+        kinds = {(one.dim(), one.dtype) for one in group["params"] if one.dtype != torch.float32}
+        for dims, dtype in sorted(kinds, key=str):
+            values, gradient = _drawn(2, _SIZES[:dims], device).to(dtype)
+            _rules(
+                type(optimizer), _tried(type(optimizer), make, _settings_of(group), [values], [[gradient]], None).kept
+            )
 
 
 def atomic_groups(optimizer: Optimizer, make: MakeOptimizer) -> set[int]:
@@ -283,11 +298,9 @@ def _rules(kind: type[Optimizer], kept: Kept) -> tuple[dict[str, Rule], Tensor |
     weights, rules = kept[""], dict[str, Rule]()
     for name in [name for name in kept if name not in ("", _STEP)]:
         moment = kept[name]
-        if (
-            type(moment) not in (Tensor, nn.Parameter)
-            or moment.dtype != weights.dtype
-            or not set(moment.shape) <= {1, *weights.shape}
-        ):
+        if isinstance(moment, Tensor) and moment.dtype != weights.dtype:
+            raise depends_on_parts(kind, f"the '{name}' that it keeps of {weights.dtype} weights is {moment.dtype}")
+        if type(moment) not in (Tensor, nn.Parameter) or not set(moment.shape) <= {1, *weights.shape}:
             raise depends_on_parts(kind, f"the '{name}' that it keeps has no number for each element, row or column")
         if moment.shape == weights.shape:
             rules[name] = tuple(range(weights.dim()))

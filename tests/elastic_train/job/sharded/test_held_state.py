@@ -31,7 +31,7 @@ from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.peer_states import PeerState
 from elastic_train.job.reshard import take_first_seat
-from elastic_train.job.sharded.elementwise import Slots, slots_of
+from elastic_train.job.sharded.elementwise import Slots, check_types, slots_of
 from elastic_train.job.sharded.held_tree import Held, spans_of, written_of
 from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState, norm_of
@@ -432,6 +432,14 @@ def test_what_an_optimizer_raises_for_a_large_parameter_is_said() -> None:
     weights = nn.Parameter(torch.ones(2, 2, 2))
     with pytest.raises(ConfigError, match="update a part of a parameter: no matrix: set parallel"):
         slots_of(NormedMatrices([weights], lr=0.1), partial(NormedMatrices, lr=0.1))
+
+
+def test_moments_of_another_type_than_their_weights_are_refused_in_shards() -> None:
+    """Shards would keep them in the weights' type, and have other bits than a whole state."""
+    optimizer = LateMomentum([{"params": nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)), "first": 1}], lr=0.1)
+    with pytest.raises(ConfigError, match=r"'late' that it keeps of torch.bfloat16 weights is torch.float32"):
+        check_types(optimizer, partial(LateMomentum, lr=0.1))
+    check_types(torch.optim.AdamW([torch.ones(2, 2, dtype=torch.bfloat16)]), torch.optim.AdamW)
 
 
 def test_moments_may_have_shapes_that_follow_from_a_parameters() -> None:
