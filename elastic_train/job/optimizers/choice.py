@@ -112,8 +112,9 @@ def choose(config: OptimizerConfig, device: str = "cpu") -> OptimizerChoice:
     make, names = _maker(config, kind, options, {}), None if patterns is None else tuple(patterns)
     try:
         OptimizerChoice(kind, make, names).tried()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer.options: '{config.name}' refuses them: {error}") from error
+    except Exception as error:  # a user's code may raise anything
+        kind_of = "" if isinstance(error, TypeError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        raise ConfigError(f"optimizer.options: '{config.name}' refuses them: {kind_of}{error}") from error
     if config.name in _FUSED and device == "cuda":
         fused = _maker(config, kind, options, {"fused": True})
         make = fused if shows_no_cut(fused, {"use_muon": False}, device) else make

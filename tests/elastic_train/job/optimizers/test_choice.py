@@ -82,6 +82,7 @@ def test_an_optimizer_is_chosen_by_name_or_path(name: str, options: dict[str, ob
     [
         ({"name": "sgd", "options": {"momentun": 0.9}}, "'sgd' has no 'momentun'; did you mean 'momentum'?"),
         ({"name": "adamw", "options": {"betas": [1.0, 0.9]}}, "'adamw' refuses them: Invalid beta"),
+        ({"name": "adamw", "options": {"betas": [0.9]}}, "'adamw' refuses them: IndexError: tuple index out of range"),
         ({"name": "sgd", "options": {"betas": [0.9, 0.95]}}, "'sgd' has no 'betas'"),
         ({"name": "sgd", "options": {"nesterov": True}}, "'sgd' refuses them: Nesterov momentum requires a momentum"),
         ({"name": "muon", "options": {"adamw_names": "head"}}, "adamw_names: write a list of patterns"),
