@@ -17,7 +17,7 @@ from elastic_train.placement.grains import Cut, CutDims, Layout, Listed, cut_alo
 def check_model(model: nn.Module) -> None:
     """Refuse a model whose forward pass communicates with other ranks, or whose parameters share memory.
 
-    Its results would depend on the world, or on how the state is sharded.
+    Its results would depend on the world, or on how the state is sharded. Its state must be tensors, as in commits.
     """
     found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if found:
@@ -25,6 +25,12 @@ def check_model(model: nn.Module) -> None:
             f"the task's model has SyncBatchNorm ({', '.join(found)}), whose statistics depend on the number of ranks: "
             "use BatchNorm, whose running statistics become the mean over a step's lanes"
         )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"the task's model has a {type(value).__name__} as '{name}' in its state_dict, and a commit holds its "
+                "tensors: let get_extra_state return a tensor, or keep these numbers in buffers"
+            )
     check_memory_is_apart(model)
 
 

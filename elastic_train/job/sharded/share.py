@@ -36,6 +36,11 @@ from elastic_train.placement.table import Table
 T = TypeVar("T")
 
 
+def _is_extra(name: str) -> bool:
+    """Return True for the name of what a module's `get_extra_state` returns: a new tensor each time."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 class Summed(NamedTuple):
     """Parameters whose gradients are summed along one tree; `leaves` has the leaves of each of the `ranks`.
 
@@ -125,7 +130,7 @@ class Share:
     def held(self) -> State:
         """Return the held state as a nested dict, parameters by full name, with the live tensors."""
         memory = tuple(self._memory_of_weights())
-        if self._named is None or memory != self._named[0]:
+        if self._named is None or memory != self._named[0] or any(map(_is_extra, self._named[1])):
             # Naming is the slowest part of a save at a step boundary, so names are cached while the tensors stay.
             self._named = (memory, get_model_state_dict(self.model), names_of(self.model))
         _, weights, names = self._named

@@ -8,7 +8,7 @@ from torch import nn
 
 from elastic_train.checkpoint.format.dcp import join_digests, weights_digest
 from elastic_train.errors import ConfigError
-from elastic_train.job.model_layout import check_memory_is_apart, describe_layout, layout_of
+from elastic_train.job.model_layout import check_memory_is_apart, check_model, describe_layout, layout_of
 from elastic_train.placement.grains import GRAIN, digests_of, tensor_digests
 
 
@@ -49,6 +49,19 @@ def test_parameters_that_are_parts_of_one_tensor_are_apart() -> None:
     check_memory_is_apart(model)
     model.weight, model.bias = nn.Parameter(memory.view(-1)[:6].view(2, 3)), nn.Parameter(memory.view(-1)[6:])
     check_memory_is_apart(model)
+
+
+class Counts(nn.Module):
+    """Keeps a number outside of its buffers."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 1}
+
+
+def test_a_model_whose_state_is_not_all_tensors_is_refused_in_words() -> None:
+    check_model(nn.Sequential(nn.BatchNorm1d(2)))
+    with pytest.raises(ConfigError, match=r"a dict as '0\._extra_state' in its state_dict"):
+        check_model(nn.Sequential(Counts()))
 
 
 def test_a_line_says_what_each_parameter_is() -> None:

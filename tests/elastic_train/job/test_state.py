@@ -124,6 +124,28 @@ def test_a_schedule_of_its_own_length_does_not_depend_on_where_the_job_ends() ->
     assert rates[0][:2] == [0.5, 1.0] and rates[0][7] == pytest.approx(0.5) and rates[0][12:] == [0.0] * 3
 
 
+class Counter(nn.Linear):
+    """Keeps its number of passes in a tensor that is no buffer."""
+
+    count = 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.count)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = int(state)
+
+
+def test_a_commit_has_the_extra_state_of_its_own_step() -> None:
+    """It had that of the first commit of a process: names are kept from save to save, and the tensors with them."""
+    model = Counter(2, 2)
+    share = build_state(model, OptimizerConfig(), 10, "cpu", is_fp16=False).shards.share
+    for model.count in (3, 7):
+        held = share.held()["model"]
+        assert isinstance(held, dict)
+        assert held["_extra_state"].item() == model.count
+
+
 def test_gradients_stay_bound_when_a_state_is_taken_over() -> None:
     """This includes a hand-over within a world, where a rank would otherwise train on its own lanes only."""
     state, other = built(OptimizerConfig()), built(OptimizerConfig())
