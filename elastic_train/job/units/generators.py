@@ -21,6 +21,7 @@ _LIBRARIES = (
     "botocore.utils",
     "google.api_core.retry.retry_base",
     "google.auth._exponential_backoff",
+    "mlflow.store.tracking.sqlalchemy_store",
     "mlflow.telemetry.client",
     "mlflow.utils.name_utils",
     "mlflow.utils.request_utils",
@@ -29,6 +30,7 @@ _LIBRARIES = (
     "tenacity.wait",
     "urllib3.util.retry",
     "wandb.sdk.lib.retry",
+    "wandb.util",
 )
 """Modules that draw from Python's generator in threads of their own: an endpoint of etcd, a pause, a run's name."""
 _own = random.Random()
@@ -40,6 +42,9 @@ def set_libraries_apart() -> None:
         module = sys.modules.get(name)
         if module is not None and getattr(module, "random", None) is random:
             module.random = _own  # type: ignore[attr-defined]
+    # The pauses of AWS_RETRY_MODE=standard: a client that was made before has the function, not the module.
+    if (backoff := getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)) is not None:
+        backoff._random = property(lambda pause: _own.random, lambda pause, given: None)
 
 
 def seed_generators(seed: int) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from botocore.retries.standard import ExponentialBackoff
 from pyetcd.client import Endpoint, MultiEndpointEtcd3Client
 
 from elastic_train.job.units import generators
@@ -90,6 +91,15 @@ def test_an_etcd_client_that_opens_elsewhere_draws_nothing_from_a_task() -> None
     MultiEndpointEtcd3Client([Endpoint("localhost", 2379, secure=False)])
     assert not moved_generators(before)
     assert random.random() == drawn
+
+
+def test_a_pause_of_botocores_standard_retries_draws_nothing_from_a_task() -> None:
+    """A client for S3 is often older than the first task."""
+    made = ExponentialBackoff()
+    for pause in (made, ExponentialBackoff()):
+        before = states_of_generators()
+        assert 0 <= pause.delay_amount(SimpleNamespace(attempt_number=2)) <= 2
+        assert not moved_generators(before)
 
 
 @pytest.mark.slow  # imports MLflow
