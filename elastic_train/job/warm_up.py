@@ -164,8 +164,10 @@ def _check_repeats(plan: Plan, model: nn.Module, first: LaneLoss, again: Callabl
 
 
 def _put(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """Restore the values of a model's buffers; one that has its value is not written, or would count as changed."""
     for buffer, value in zip(model.buffers(), values, strict=True):
-        buffer.copy_(value)
+        if buffer.layout is not torch.strided or not same_bits(buffer, value):
+            buffer.copy_(value)
 
 
 def _numbers(task: Task, model: nn.Module) -> dict[str, float]:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -19,10 +21,13 @@ from elastic_train.job import warm_up as warm_up_module
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.units.compiled import CompiledBlocks
-from elastic_train.job.warm_up import choose_attention, warm_up
+from elastic_train.job.warm_up import FirstLoss, choose_attention, warm_up
 from elastic_train.parallel import product_probe
 from elastic_train.parallel.attention import choice, kernels, probe
 from elastic_train.parallel.attention.kernels import Machine
+from elastic_train.parallel.buffer_mean import BufferMean
+from elastic_train.parallel.gradient_sum import make_sum
+from elastic_train.parallel.group import Group
 from elastic_train.tasks.task import Batch, LaneLoss
 from tests.conftest import ROOT, write_rows
 from tests.elastic_train.training.jobs import CLASSIFIER, config
@@ -67,6 +72,25 @@ def test_warming_up_changes_nothing(tmp_path: Path, rows: Path, monkeypatch: pyt
     assert all(parameter.grad is None for parameter in state.model.parameters())
     assert state.reached.cursor == Cursor()
     assert not state.optimizer.state
+
+
+def test_a_first_loss_that_is_computed_twice_changes_no_buffer_that_its_pass_leaves() -> None:
+    """What is written counts as changed: such buffers were averaged at each step, and complex ones were refused."""
+    model, group = nn.Linear(2, 1), Group(0, 1, None, 60)
+    model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+    mean = BufferMean(model, (), group, lambda flats: make_sum("canonical", flats, group, (range(1),)))
+    config_of = SimpleNamespace(data=SimpleNamespace(validation=None))
+    first = FirstLoss(cast(Plan, SimpleNamespace(task=SimpleNamespace(), config=config_of)), model, tries_metrics=False)
+
+    def loss() -> LaneLoss:
+        return LaneLoss(model(torch.ones(1, 2)).sum(), 1.0)
+
+    mean.begin()
+    with mean.lane(0, is_empty=False):
+        with first.watching():
+            found = loss()
+        first.check(found, loss)
+    assert not mean.has_changed
 
 
 def test_a_kernel_of_attention_is_chosen_by_the_runs_first_micro_batch(
