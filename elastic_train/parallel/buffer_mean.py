@@ -53,7 +53,9 @@ class Slot:
         """Return True if a forward pass has written to it since it was kept."""
         if self.now is not self.tensor or self.tensor._version != self.version:
             return True
-        return by_value and not torch.equal(self.tensor, self.kept)
+        if not by_value or torch.equal(self.tensor, self.kept):
+            return False
+        return not torch.equal(_bytes_of(self.tensor), _bytes_of(self.kept))  # NaN is not equal to itself
 
     def reset(self) -> None:
         """Restore the kept values into the registered tensor."""
@@ -153,7 +155,7 @@ class BufferMean:
             return 0
         found = 0
         for tensor in alike:
-            found = zlib.crc32(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+            found = zlib.crc32(_bytes_of(tensor.cpu()).numpy().data, found)
         return found | 1 << 32
 
     def finish(self, digests: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -207,6 +209,10 @@ class BufferMean:
         for part, slot in zip(_split(self._increments, self._integers), self._integers, strict=True):
             step = part if slot.name in self._summed else part // num_lanes  # equal in every lane: exact
             yield slot.tensor, slot.kept.to(torch.int64) + step
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _slots_of(model: nn.Module) -> Iterator[Slot]:

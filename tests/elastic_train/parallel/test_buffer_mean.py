@@ -150,6 +150,7 @@ def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
     """Constant buffers are checked, but never copied, added or exchanged."""
     net = nn.Linear(7, 3)
     net.register_buffer("constant", torch.ones(5))
+    net.register_buffer("unknown", torch.full((5,), torch.nan))
     group = Group(0, 1, None, 60)
     buffers = BufferMean(net, [], group, lambda flats: pytest.fail("there is nothing to sum"))
     buffers.begin()
