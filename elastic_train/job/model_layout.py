@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -68,12 +67,16 @@ def check_memory_is_apart(model: nn.Module) -> None:
     """
     named = {id(one): (name, one) for name, one in (*model.named_buffers(), *model.named_parameters())}
     placed = sorted((one.data_ptr(), name, one) for name, one in named.values() if _fills_its_memory(one))
-    for (start, name, one), (following, other_name, other) in pairwise(placed):
-        if start + one.nbytes > following and (one.requires_grad or other.requires_grad):
-            raise ConfigError(
-                f"the task's model has '{name}' and '{other_name}' in the same memory, as two tensors: tie them by "
-                "assigning the parameter itself (one.weight = other.weight) and not its data, or clone one of them"
-            )
+    last = dict[bool, tuple[int, str]]()  # by whether it is trained: the furthest end so far, and whose it is
+    for start, name, one in placed:
+        for end, other in (last[is_trained] for is_trained in last if is_trained or one.requires_grad):
+            if end > start:
+                raise ConfigError(
+                    f"the task's model has '{other}' and '{name}' in the same memory, as two tensors: tie them by "
+                    "assigning the parameter itself (one.weight = other.weight) and not its data, or clone one of them"
+                )
+        own = start + one.nbytes, name
+        last[one.requires_grad] = max(own, last.get(one.requires_grad, own))
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:

@@ -43,6 +43,16 @@ def test_parameters_that_share_memory_without_being_one_are_refused(start: int) 
     check_memory_is_apart(model)
 
 
+def test_a_trained_part_of_a_frozen_tensor_is_found_behind_a_frozen_part_of_it() -> None:
+    memory, model = torch.zeros(12), nn.Linear(3, 2)
+    model.register_buffer("all", memory)
+    model.bias = nn.Parameter(memory[:2], requires_grad=False)
+    check_memory_is_apart(model)
+    model.weight = nn.Parameter(memory[4:10].view(2, 3))
+    with pytest.raises(ConfigError, match="'all' and 'weight' in the same memory"):
+        check_memory_is_apart(model)
+
+
 def test_parameters_that_are_parts_of_one_tensor_are_apart() -> None:
     model, memory = nn.Linear(3, 2), torch.zeros(2, 4)
     model.weight, model.bias = nn.Parameter(memory[:, 1:]), nn.Parameter(memory[:, 0])
