@@ -43,7 +43,8 @@ def set_libraries_apart() -> None:
         if module is not None and getattr(module, "random", None) is random:
             module.random = _own  # type: ignore[attr-defined]
     # The pauses of AWS_RETRY_MODE=standard: a client that was made before has the function, not the module.
-    if (backoff := getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)) is not None:
+    backoff = getattr(sys.modules.get("botocore.retries.standard"), "ExponentialBackoff", None)
+    if backoff is not None and not hasattr(backoff, "_random"):
         backoff._random = property(lambda pause: _own.random, lambda pause, given: None)
 
 
