@@ -7,7 +7,7 @@ finished dataset unchanged.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +25,11 @@ from elastic_train.data.tables import texts as corpora
 from elastic_train.data.tables.files import parse_types
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, Written
+from elastic_train.data.tables.labels import misspelt
 from elastic_train.data.tables.texts import Options
 from elastic_train.errors import ConfigError
 from elastic_train.system.progress_bar import shown
-from elastic_train.system.wording import counted, nearest
+from elastic_train.system.wording import counted
 
 app = App(name="import", help="Make OUT/train and OUT/validation from text, rows or images.")
 
@@ -354,32 +355,12 @@ def _report(out: Path, manifests: Sequence[Manifest], *, is_new: bool, ends: boo
         return print_text(f"{out} already exists, made from the same sources and options; nothing to do")
     for manifest in manifests:
         report_written(manifest)
-    for name, meant in _misspelt(manifests[0]):
+    counts = dict(zip(manifests[0].labels or (), manifests[0].label_counts or (), strict=False))
+    for name, meant in misspelt(counts):
         print_text(f"WARNING: is the label '{name}' meant to be '{meant}'? Then correct its rows, and add --replace")
     if ends:
         print_made(str(out), _next_for(manifests[0], shlex.quote(str(out))))
     return 0
-
-
-_RARE = 20
-"""A label may be a misspelt one if another that is like it has so many times as many rows."""
-
-
-def _misspelt(train: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the labels that look like a commoner one, or differ from one in case and spaces alone."""
-    counts = dict(zip(train.labels or (), train.label_counts or (), strict=True)) if train.labels else {}
-    for name, count in counts.items():
-        commoner = [
-            other
-            for other, number in counts.items()
-            if number >= _RARE * count or (number >= count and other != name and _plain(other) == _plain(name))
-        ]
-        if (meant := nearest(name, commoner, cutoff=0.8)) and not any(map(str.isdigit, name)):
-            yield name, meant
-
-
-def _plain(name: str) -> str:
-    return "".join(name.split()).casefold()
 
 
 def _next_for(train: Manifest, out: str) -> str:

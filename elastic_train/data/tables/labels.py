@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -83,6 +83,32 @@ def labels_of(chunk: Chunk, column: str) -> pa.Array:
             f"for a name, {as_name}"
         )
     return found if is_number else found.cast(pa.string())
+
+
+_RARE = 20
+"""A label may be a misspelt one if another that is like it has so many times as many rows."""
+_MOST_COMPARED = 1000
+"""Labels that are compared with each other: for ten times as many it would take a minute."""
+
+
+def misspelt(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the labels that look like a commoner one, or differ from one in case and spaces alone.
+
+    `counts` are the rows of each label, of which some may have none. Nothing is yielded for more than a thousand.
+    """
+    for name, count in counts.items() if len(counts) <= _MOST_COMPARED else ():
+        commoner = [
+            other
+            for other, number in counts.items()
+            if other != name
+            and (number >= _RARE * max(1, count) or (number >= count and _plain(other) == _plain(name)))
+        ]
+        if (meant := nearest(name, commoner, cutoff=0.8)) and not any(map(str.isdigit, name)):
+            yield name, meant
+
+
+def _plain(name: str) -> str:
+    return "".join(name.split()).casefold()
 
 
 def _is_text(column: pa.Array) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from elastic_train.cli.main import main
 from elastic_train.data.dataset.describe import LENGTH_BOUNDS, describe
 from elastic_train.data.dataset.encoded_images import verify_images
-from elastic_train.data.dataset.manifest import NAME, build_manifest, load_manifest
+from elastic_train.data.dataset.manifest import NAME, SHARE, VALIDATION, build_manifest, load_manifest, part_of
 from elastic_train.data.dataset.row_lengths import NAME as LENGTHS
 from elastic_train.data.dataset.verify import verify
 from elastic_train.data.parquet.footer import NAME as FOOTERS
@@ -235,6 +235,22 @@ def test_text_without_a_label_is_left_out_and_misspelt_labels_are_named(tmp_path
         ("Negative", "negative"),
         ("postive", "positive"),
     ]
+
+
+def test_a_label_that_only_validation_has_is_not_meant_to_be_itself(tmp_path: Path, call: Call) -> None:
+    held_out = next(f"text {n}" for n in range(100) if part_of(repr(f"text {n}").encode(), SHARE, 7) == VALIDATION)
+    rows = [f"row {number},{label}" for number, label in enumerate(["cat", "dog"] * 30)]
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *rows, f"{held_out},eel"]))
+    made = call("import", "rows", tmp_path / "d", tmp_path / "a.csv")
+    assert (made.code, "eel 0)" in made.output, "meant to be" in made.output) == (0, True, False)
+
+
+def test_many_labels_are_not_compared_with_each_other(tmp_path: Path, call: Call) -> None:
+    """Ten thousand would take a minute."""
+    rows = ["1,giraffe"] * 25 + ["1,girafe"] + [f"1,{number}" for number in range(1000)]
+    (tmp_path / "a.csv").write_text("\n".join(["x,label", *rows]))
+    made = call("import", "rows", tmp_path / "d", tmp_path / "a.csv", "--validation-share", 0)
+    assert (made.code, "1002 labels" in made.output, "meant to be" in made.output) == (0, True, False)
 
 
 def test_a_file_of_which_no_row_can_be_used_is_refused(tmp_path: Path, call: Call) -> None:
