@@ -60,13 +60,13 @@ class Chunk:
 def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | None = None) -> Iterator[Chunk]:
     """Yield the rows of several files; `types` of columns override inference.
 
-    All files must have the columns and types of `like` (default: the first file). Raise ConfigError, with file and
-    row, at the first unreadable one.
+    All files must have the types of the first file, or the columns and types of `like`, whose order they are given.
+    Raise ConfigError, with file and row, at the first unreadable one.
     """
     sizes = [size_of(path) for path in paths]
     known, total, before = dict(types or {}), sum(sizes) or 1, 0
-    if like is not None:
-        known |= _types_of(like, known)
+    columns = {} if like is None else _types_of(like, known)
+    known |= columns
     for path, size in zip(paths, sizes, strict=True):
         first = 0
         for rows, share in _batches(path, known, frozenset(types or {})):
@@ -74,13 +74,14 @@ def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | N
                 names = rows.schema.names
                 if twice := sorted({name for name in names if names.count(name) > 1}):
                     raise ConfigError(f"{path}: has several columns named {', '.join(twice)}; rename or remove them")
-                if like is not None and set(names) != set(known):
+                if columns and set(names) != set(columns):
                     raise ConfigError(
-                        f"{path}: has the columns {', '.join(names)}, but {like} has {', '.join(known)}; both must "
+                        f"{path}: has the columns {', '.join(names)}, but {like} has {', '.join(columns)}; both must "
                         "have the same"
                     )
                 known |= {field.name: field.type for field in rows.schema if field.name not in known}
-            yield Chunk(path, first, plain(rows), (before + share * size) / total)
+            in_order = rows.select(list(columns)) if columns else rows
+            yield Chunk(path, first, plain(in_order), (before + share * size) / total)
             first += rows.num_rows
         if not first:
             raise ConfigError(f"{path}: holds no rows")

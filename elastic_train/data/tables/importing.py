@@ -89,8 +89,7 @@ def import_rows(
     made_from = {"source": source, **_origin_of(options), **contents_of_parts(parts)}
     if origin.is_finished(out, made_from, replace=options.replace):
         return load_parts(out)
-    like = parts[TRAIN][0] if len(parts) > 1 else None
-    chunks_of = {name: _reader(of_part, options.types, like) for name, of_part in parts.items()}
+    chunks_of = {name: _reader(of_part, options.types, parts[TRAIN][0]) for name, of_part in parts.items()}
     labels = named or survey(chunks_of[TRAIN](), options.label_key)
     finish = Finisher(labels, options)
     table = Table(
@@ -229,7 +228,7 @@ def texts_of(chunk: Chunk, name: str) -> list[str]:
     return texts
 
 
-def _reader(paths: Sequence[Path], types: Types, like: Path | None) -> Chunks:
+def _reader(paths: Sequence[Path], types: Types, like: Path) -> Chunks:
     return lambda: read_files(paths, types, like)
 
 

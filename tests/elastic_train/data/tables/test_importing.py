@@ -194,6 +194,19 @@ def write_split(folder: Path, rows: dict[str, Any], features: dict[str, Any], ki
     (folder / "cache-1.arrow").write_text("left over")
 
 
+def test_files_have_the_columns_of_the_first_in_any_order(tmp_path: Path) -> None:
+    """As the exports of two programs, or of two versions of one."""
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("y,x\n4,3\n")
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    import_rows(tmp_path / "out", {"train": files}, "csv", RowOptions(share=0))
+    assert rows_in(tmp_path / "out" / "train") == [{"x": 1, "y": 2}, {"x": 3, "y": 4}]
+    for header, found in (("x,y,z\n1,2,3\n", "x, y, z"), ("x\n1\n", "x")):
+        (tmp_path / "b.csv").write_text(header)
+        with pytest.raises(ConfigError, match=rf"b\.csv: has the columns {found}, but .*a\.csv has x, y; both must"):
+            import_rows(tmp_path / "new", {"train": files}, "csv", RowOptions(share=0))
+
+
 FEATURES = {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}, "image": {"_type": "Image"}}
 
 
