@@ -23,10 +23,11 @@ from elastic_train.system.progress_bar import Track, silent
 
 _SUFFIXES = (".parquet", ".arrow", ".jsonl", ".json", ".csv")
 _SPLITS = {
-    TRAIN: re.compile(r"(^|[^a-z])train([^a-z]|$)"),
+    TRAIN: re.compile(r"(^|[^a-z])(train|training)([^a-z]|$)"),
     VALIDATION: re.compile(r"(^|[^a-z])(validation|valid|val|dev)([^a-z]|$)"),
-    "test": re.compile(r"(^|[^a-z])test([^a-z]|$)"),
+    "test": re.compile(r"(^|[^a-z])(test|testing|eval|evaluation)([^a-z]|$)"),
 }
+"""The words of Hugging Face's datasets."""
 
 
 def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track = silent) -> Written:

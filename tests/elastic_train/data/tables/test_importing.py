@@ -230,6 +230,14 @@ def test_a_folder_without_splits_is_split(tmp_path: Path) -> None:
     assert sum(manifest.num_rows for manifest in made.manifests) == 60 and len(made.manifests) == 2
 
 
+@pytest.mark.parametrize("name", ["eval.jsonl", "data/evaluation-00000-of-00001.jsonl", "testing/a.jsonl"])
+def test_what_the_hub_takes_for_a_test_is_not_trained_on(tmp_path: Path, name: str) -> None:
+    for file in ("training.jsonl", name):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / file, some_rows(3))
+    assert splits_of(tmp_path) == {"train": [tmp_path / "training.jsonl"], "test": [tmp_path / name]}
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
