@@ -32,10 +32,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Files of each part, and the tokenizer of their tokens, if they are datasets with one."""
+    """Files of each part, and the tokenizers of those that are datasets with one."""
 
     parts: Mapping[str, Sequence[Path]]
-    tokenizer: Path | None = None
+    tokenizers: Sequence[Path] = ()
 
 
 def sources_of(given: Sequence[Path]) -> Sources:
@@ -44,9 +44,9 @@ def sources_of(given: Sequence[Path]) -> Sources:
         raise ConfigError("name at least one file or dataset to pack")
     parts = [given[0] / name for name in (TRAIN, VALIDATION) if (given[0] / name / NAME).exists()]
     if len(given) == 1 and parts:
-        return Sources({part.name: _files_of(part) for part in parts}, _tokenizer_of(parts[0]))
+        return Sources({part.name: _files_of(part) for part in parts}, _tokenizers_of(parts))
     files = [file for path in given for file in (_files_of(path) if path.is_dir() else [path])]
-    return Sources({TRAIN: files}, next(filter(None, map(_tokenizer_of, given)), None))
+    return Sources({TRAIN: files}, _tokenizers_of(given))
 
 
 class Documents:
@@ -163,8 +163,15 @@ def _unpadded(chunk: Chunk, row: int, mask: Tokens) -> slice:
 
 
 def tokenizer_for(wanted: Path | None, sources: Sources) -> GivenTokenizer | None:
-    path = wanted or sources.tokenizer
-    return read_tokenizer(path) if path else None
+    """Return the tokenizer of the tokens; raise ConfigError if none was named and datasets have several."""
+    found = [read_tokenizer(path) for path in ([wanted] if wanted else sources.tokenizers)]
+    for path, other in zip(sources.tokenizers, found, strict=False):
+        if other.sha256 != found[0].sha256:
+            raise ConfigError(
+                f"{path}: is another tokenizer than {sources.tokenizers[0]}, so equal token ids mean different texts: "
+                "pack the datasets apart, or import them with one --tokenizer"
+            )
+    return found[0] if found else None
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -174,8 +181,6 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / entry.path for entry in load_manifest(str(folder)).files]
 
 
-def _tokenizer_of(path: Path) -> Path | None:
-    if not (path / NAME).exists():
-        return None
-    name = json.loads((path / NAME).read_text()).get("tokenizer")
-    return path / name if name else None
+def _tokenizers_of(paths: Sequence[Path]) -> list[Path]:
+    manifests = [(path, json.loads((path / NAME).read_text())) for path in paths if (path / NAME).exists()]
+    return [path / found["tokenizer"] for path, found in manifests if found.get("tokenizer")]

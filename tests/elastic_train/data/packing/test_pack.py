@@ -18,6 +18,7 @@ from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.packing.bins import BestFit
 from elastic_train.data.packing.pack import PackOptions, pack, read_back, written
+from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.data.tables.writer import ROWS_PER_GROUP
 from elastic_train.errors import ConfigError
 from elastic_train.tasks.rows.token_rows import TokenColumns
@@ -99,6 +100,17 @@ def test_a_dataset_is_packed_part_by_part(tmp_path: Path) -> None:
     assert not pack(tmp_path / "out", [tmp_path / "data"], PackOptions(64)).is_new
     with pytest.raises(ConfigError, match=r"made differently \(length\)"):
         pack(tmp_path / "out", [tmp_path / "data"], PackOptions(65))
+
+
+def test_tokens_of_several_tokenizers_are_not_packed_together(tmp_path: Path, tokenizer: Path) -> None:
+    write_documents(tmp_path / "a.jsonl", 40)
+    train_tokenizer(WORDS[:2], 300).save(str(tmp_path / "other.json"))
+    for name, path in (("a", tokenizer), ("b", tokenizer), ("c", tmp_path / "other.json")):
+        import_rows(tmp_path / name, {"train": [tmp_path / "a.jsonl"]}, "jsonl", RowOptions(tokenizer=path, share=0))
+    a, b, c = (tmp_path / name / "train" for name in "abc")
+    assert pack(tmp_path / "same", [a, b], PackOptions(64)).is_new
+    with pytest.raises(ConfigError, match=r"c/train/tokenizer\.json: is another tokenizer than .*a/train/tokenizer"):
+        pack(tmp_path / "out", [a, b, c], PackOptions(64))
 
 
 def test_what_is_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
