@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 _WIDTH_MULTIPLE = 8
 _NUMBERS = re.compile(r"u?int\d+|halffloat|float|double|bool|null|decimal\d+\(.*\)")
 _NESTED = re.compile(r"\w+<|\w*binary")
+_SPELT_ALIKE = re.compile(r"u?int\d+|(large_)?string")
+"""Types whose equal categories have equal spellings; 1 is not 1.0, nor true True."""
 Ids = npt.NDArray[np.int64]
 
 
@@ -104,6 +106,7 @@ class LabelledRows:
     def check_held_out(self, manifest: Manifest) -> None:
         """Reject a validation set with other columns, classes or tokens than the training set."""
         self._check_columns(manifest)
+        self._check_categories(manifest)
         if self._has_labels:
             check_same_classes(self.known, manifest, self.label, self.num_classes)
         check_same_tokens(self.known, manifest)
@@ -185,6 +188,17 @@ class LabelledRows:
                 raise DataError(
                     f"{manifest.url}: column '{name}' is {manifest.columns[name]}, not one value a row: leave it out "
                     "of task.params.categorical"
+                )
+
+    def _check_categories(self, manifest: Manifest) -> None:
+        """Reject a dataset whose categories are spelt otherwise than in training, so that none is known."""
+        for name in self.categorical:
+            known, found = (plain_name(each.columns.get(name, "null")) for each in (self.known, manifest))
+            is_alike = _SPELT_ALIKE.fullmatch(known) and _SPELT_ALIKE.fullmatch(found)
+            if known != found and "null" not in (known, found) and not is_alike:
+                raise DataError(
+                    f"{manifest.url}: column '{name}' is {found}, and {known} in {self.known.url}, so its categories "
+                    f"are spelt otherwise, such as 1.0 for 1: write it with that type (--types {name}={known})"
                 )
 
 

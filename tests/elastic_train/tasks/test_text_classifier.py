@@ -156,6 +156,34 @@ def test_a_validation_set_of_another_kind_is_refused(
         make_plan(config)
 
 
+@pytest.mark.parametrize(
+    ("known", "found", "is_alike"),
+    [
+        (pa.float64(), pa.int64(), False),
+        (pa.int64(), pa.float64(), False),
+        (pa.string(), pa.bool_(), False),
+        (pa.int64(), pa.int8(), True),
+        (pa.int64(), pa.string(), True),
+        (pa.float64(), pa.null(), True),
+    ],
+)
+def test_categories_that_are_spelt_otherwise_than_in_training_are_refused(
+    tmp_path: Path, known: pa.DataType, found: pa.DataType, is_alike: bool
+) -> None:
+    """As a file without a missing value, or with whole numbers alone, is read: no category would be a known one."""
+    given = {"train": ["1", None, "0", "1"], "validation": [None] * 4 if found == pa.null() else ["1", "1", "0", "1"]}
+    train, validation = (
+        described(tmp_path / name, {"input_ids": TOKENS, "label": LABELS, "rooms": pa.array(given[name]).cast(kind)})
+        for name, kind in (("train", known), ("validation", found))
+    )
+    task = prepared(train, categorical=["rooms"])
+    if is_alike:
+        task.check_held_out(validation)
+        return
+    with pytest.raises(DataError, match=rf"'rooms' is {found}, and {known} in .*, so its .* \(--types rooms={known}\)"):
+        task.check_held_out(validation)
+
+
 def test_text_in_place_of_a_number_is_the_users_mistake() -> None:
     from elastic_train.config.schema import TaskConfig
     from elastic_train.tasks import load_task
