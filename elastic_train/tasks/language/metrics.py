@@ -12,6 +12,8 @@ from elastic_train.tasks.metric_library import Metric
 
 _UNIT = 1 << 20
 """Negative log-likelihoods are counted in units of 1 / this: 1e12 tokens of 8 nats each fit 64 bits."""
+_MOST = 2.0**40
+"""Most units of a token: those of a model that diverges, a million nats and more, would not fit."""
 
 
 class TokenMetric(Metric):
@@ -31,16 +33,23 @@ class TokenMetric(Metric):
 
 
 class Perplexity(TokenMetric):
-    """Exponential of the mean negative log-likelihood, without additions to the loss."""
+    """Exponential of the mean negative log-likelihood, without additions to the loss; infinite once one is huge."""
 
     higher_is_better = False
+    num_huge: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("num_huge", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, likelihoods: Tensor, is_first: Tensor) -> None:
-        self.total += (likelihoods.double() * _UNIT).round().to(torch.int64).sum()
+        units = (likelihoods.double() * _UNIT).round()
+        self.total += units.clamp(max=_MOST).to(torch.int64).sum()
         self.count += len(likelihoods)
+        self.num_huge += (units > _MOST).sum()
 
     def compute(self) -> Tensor:
-        return (super().compute() / _UNIT).exp()
+        return (super().compute() / _UNIT).exp().masked_fill(self.num_huge > 0, torch.inf)
 
 
 class TokenAccuracy(TokenMetric):

@@ -107,6 +107,14 @@ def test_a_validation_leaves_modules_in_the_mode_that_each_had() -> None:
     assert [module.training for module in model.modules()] == [True, True, False]
 
 
+@pytest.mark.parametrize("huge", [1e9, 1e13, 3e38, math.inf])
+def test_a_model_that_diverges_does_not_have_the_best_perplexity(huge: float) -> None:
+    """Its sum would not fit 64 bits: the perplexity was 0."""
+    likelihoods = torch.full((20_000,), huge)
+    loss = LaneLoss(likelihoods.double().sum(), 20_000.0, likelihoods, torch.zeros(20_000, dtype=torch.bool))
+    assert evaluated([loss], language())[0]["perplexity"] == math.inf
+
+
 def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_nan() -> None:
     """NaN (a diverged model) ranks below any number; an undefined metric does not count."""
     scores = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
