@@ -14,6 +14,8 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _GREY = ((0.5,), (0.5,))
 _CENTRE = 224 / 256
 _FILE = "preprocessor_config.json"
+_BILINEAR = 2
+"""Pillow's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,13 @@ class Normalisation:
     def write(self, folder: Path, size: int, centre_share: float) -> None:
         """Write the image preprocessing of validation into the folder of a transformers model."""
         prepared = {
-            "image_processor_type": "ConvNextImageProcessor",
+            "image_processor_type": "BitImageProcessor",  # crops at any size, unlike ConvNeXt's
             "do_resize": True,
-            "size": {"shortest_edge": size},
-            "crop_pct": centre_share,
+            "size": {"shortest_edge": int(size / centre_share)},
+            "resample": _BILINEAR,
+            "do_center_crop": True,
+            "crop_size": {"height": size, "width": size},
+            "do_convert_rgb": len(self.mean) == 3,
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,3 +148,19 @@ def test_a_normalisation_has_a_number_for_each_channel() -> None:
         Normalisation.of(3, [0.5], None, None)
     with pytest.raises(ValueError, match="std above 0"):
         Normalisation.of(1, None, [0.0], None)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize(("size", "crop"), [(16, "resized"), (384, "resized"), (384, "centre")])
+def test_an_exported_model_sees_what_a_validation_does(tmp_path: Path, size: int, crop: str) -> None:
+    """The centre, at the sizes at which some models of transformers squeeze the whole image, too."""
+    from transformers import AutoImageProcessor
+
+    image, how = ramp(120, 60).resize((1200, 600)), Augmentation(crop)
+    normal = Normalisation.of(3, None, None, None)
+    normal.write(tmp_path, size, how.centre_share)
+    theirs = AutoImageProcessor.from_pretrained(str(tmp_path))(image, return_tensors="np")["pixel_values"][0]
+    mean, std = (np.array(each)[:, None, None] for each in (normal.mean, normal.std))
+    ours = (view(image, size, how, None) / 255 - mean) / std
+    assert theirs.shape == ours.shape and np.abs(theirs - ours).max() < 0.2
