@@ -51,12 +51,14 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class DataTokenizer:
-    """A dataset's tokenizer.json, without special tokens, as used for the dataset's rows."""
+    """A dataset's tokenizer.json, as used for the dataset's rows, but without the tokens that it puts after a text."""
 
     tokenizer: Any
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        found = self.tokenizer.encode(text)
+        num_after = next((at for at, is_added in enumerate(found.special_tokens_mask[::-1]) if not is_added), 0)
+        return list(found.ids[: len(found.ids) - num_after])
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))
@@ -78,7 +80,10 @@ def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:
         return None
     with needed_for("a dataset's tokenizer"):
         import tokenizers
-    return DataTokenizer(tokenizers.Tokenizer.from_str(_content(manifest).decode()))
+    made = tokenizers.Tokenizer.from_str(_content(manifest).decode())
+    made.no_padding()
+    made.no_truncation()
+    return DataTokenizer(made)
 
 
 def write_tokenizer(folder: Path | None, manifest: Manifest, target: Path) -> None:

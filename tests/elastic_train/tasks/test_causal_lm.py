@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from elastic_train.data.corpora.tokenizer import train_tokenizer
+from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.rows.token_rows import check_tokenizer
-from elastic_train.tasks.rows.tokenizing import write_tokenizer
+from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.task import Sampling
 from tests.elastic_train.tasks.language_rows import VOCABULARY, described, lists, prepared
 
@@ -245,6 +248,26 @@ def test_data_of_another_tokenizer_than_the_models_is_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"token 'b' has id 1, in .*other.* it has 2: .*tokenise it again"):
         check_tokenizer(manifest, tmp_path / "other")
     check_tokenizer(manifest, tmp_path)
+
+
+def test_a_prompt_begins_as_the_rows_of_the_data_do(tmp_path: Path) -> None:
+    """With what its tokenizer puts before a text, but not what it puts after; neither padded nor cut."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = train_tokenizer(["a tree and a lane"], 300)
+    made.add_special_tokens(["<s>", "</s>"])
+    first, last = (made.token_to_id(token) for token in ("<s>", "</s>"))
+    made.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", first), ("</s>", last)])
+    made.enable_padding(length=64)
+    made.enable_truncation(4)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.csv").write_text("text\na tree and a lane\n")
+    options = RowOptions(tokenizer=tmp_path / "tokenizer.json", share=0)
+    (manifest,) = import_rows(tmp_path / "out", {"train": [tmp_path / "a.csv"]}, "csv", options).manifests
+    (row,) = pq.read_table(f"{manifest.url}/part-00000.parquet")["input_ids"].to_pylist()
+    coder = tokenizer_of(None, manifest)
+    assert coder is not None and row[0] == first and row[-1] == last
+    assert coder.encode("a tree and a lane") == row[:-1]
 
 
 def test_a_models_own_tokenizer_goes_along(tmp_path: Path) -> None:
