@@ -87,9 +87,13 @@ def import_text(
     Without a 'validation' part, a tenth of the texts is kept for validation.
     """
     left_out: list[str] | None = [] if options.skips else None
-    samples = {name: read_samples(files, text_key, label_key, left_out) for name, files in parts.items()}
-    if left_out and not samples[TRAIN]:
-        raise ConfigError(*left_out[:MOST_NAMED], "no row of the training files can be used")
+    samples: dict[str, list[Sample]] = {}
+    for name, files in parts.items():
+        num_before = len(left_out or ())
+        samples[name] = read_samples(files, text_key, label_key, left_out)
+        if left_out and not samples[name]:
+            wrong = left_out[num_before:][:MOST_NAMED]
+            raise ConfigError(*wrong, f"no row of the {'training' if name == TRAIN else name} files can be used")
     content = [(name, sample.text, sample.label) for name, of_part in samples.items() for sample in of_part]
     made_from = _origin("text", options, content_sha256=hashlib.sha256(repr(content).encode()).hexdigest())
     if origin.is_finished(out, made_from, replace=options.replace):

@@ -257,6 +257,10 @@ def test_a_file_of_which_no_row_can_be_used_is_refused(tmp_path: Path, call: Cal
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 12)
     made = call("import", "text", tmp_path / "d", tmp_path / "a.jsonl", "--skip-unfit")
     assert (made.code, "no row of the training files can be used" in made.output) == (2, True)
+    (tmp_path / "b.jsonl").write_text('{"text": "x", "label": "a"}\n{"text": "y", "label": "b"}\n')
+    parts = [tmp_path / "b.jsonl", "--validation", tmp_path / "a.jsonl"]
+    made = call("import", "text", tmp_path / "d", *parts, "--skip-unfit")
+    assert (made.code, "no row of the validation files can be used" in made.output) == (2, True)
 
 
 BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
