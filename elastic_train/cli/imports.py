@@ -84,8 +84,8 @@ class Split:
     def checked(self) -> Split:
         if not 0 <= self.validation_share < 1:
             raise ConfigError("--validation-share must be at least 0 and less than 1")
-        if self.seed < 0:
-            raise ConfigError("--seed must be at least 0")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError("--seed must be at least 0 and below 2^64")
         return self
 
 

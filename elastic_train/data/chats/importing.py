@@ -116,7 +116,7 @@ def find_layout(paths: Sequence[Path], options: ChatOptions, text_key: str) -> A
 def columns_of_texts(paths: Sequence[Path], text_key: str) -> list[str]:
     """Return the columns of the first row of files of texts; raise ConfigError if it is a chat and has no text."""
     try:
-        names = [] if paths[0].suffix == ".txt" else _first_columns(paths)
+        names = [] if paths[0].suffix.lower() == ".txt" else _first_columns(paths)
     except (ElasticTrainError, OSError):
         return []  # who reads the texts says it
     if text_key not in names and layout_of(names):
@@ -242,9 +242,9 @@ class _Chats:
         tokens = rendered.tokens[: self._options.max_tokens]
         num_targets = int((tokens[1:, 1] != IGNORED).sum())
         if not num_targets:
-            raise UnfitError(
-                f"its first {self._options.max_tokens:,} tokens have nothing to be predicted; make --max-tokens larger"
-            )
+            if (most := self._options.max_tokens) is None:
+                raise UnfitError("has nothing to be predicted after its first token")
+            raise UnfitError(f"its first {most:,} tokens have nothing to be predicted; make --max-tokens larger")
         self._count(rendered, len(tokens), num_targets)
         return tokens
 

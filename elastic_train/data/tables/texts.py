@@ -253,7 +253,7 @@ def read_samples(
 
 def _read(path: Path, text_key: str, label_key: str) -> Iterator[Sample | str]:
     """Yield a file's samples, and what is wrong with the other rows."""
-    if path.suffix == ".txt":
+    if path.suffix.lower() == ".txt":
         yield from _paragraphs(path)
         return
     for rows in read_objects([path]):

@@ -284,6 +284,7 @@ BAD_INPUT: dict[str, tuple[list[str], int, str]] = {
         2,
         "--validation-share must",
     ),
+    "too large a seed": (["import", "images", "OUT", "FOLDER", "--seed", str(1 << 64)], 2, "below 2^64"),
     "no images": (["import", "images", "OUT", "FOLDER"], 2, "holds no images"),
     "no dataset of Hugging Face": (["import", "hf-folder", "OUT", "FOLDER"], 2, "has no split 'train'"),
     "a type that there is not": (["import", "rows", "OUT", "a.csv", "--types", "n=many"], 2, "write column=type"),
