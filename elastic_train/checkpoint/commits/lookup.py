@@ -248,7 +248,9 @@ def _marks(
         head = discover(store, damage=lambda _, key: wrong.get(key)).head
     except CommitError:
         head = None  # every row has the reason
-    whole = [Candidate(key, record.step, _always(record)) for key, record in found.items() if record and not wrong[key]]
+    whole = [
+        Candidate(key, record.step, _always(record), head) for key, record in found.items() if record and not wrong[key]
+    ]
     named = {
         "head": {head.key} if head else set(),
         "best": set(best.wanted(whole)),

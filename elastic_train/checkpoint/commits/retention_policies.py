@@ -120,7 +120,10 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keep the commit with the best value of a metric, the first of equal ones. Written `min loss`, `max macro_f1`."""
+    """Keep the lineage's commit with the best value of a metric, the first of equal ones.
+
+    Written `min loss`, `max macro_f1`. A commit outside the lineage would stand for the same steps, repeated within it.
+    """
 
     metric: str
     is_higher_better: bool
@@ -133,7 +136,7 @@ class Best:
     def wanted(self, commits: Sequence[Candidate]) -> list[str]:
         best: tuple[float, str] | None = None
         for commit in reversed(commits):
-            value = commit.record.metrics.get(self.metric) if commit.record else None
+            value = commit.record.metrics.get(self.metric) if commit.record and commit.is_of_lineage else None
             rank = None if value is None else -value if self.is_higher_better else value
             if rank is not None and (best is None or rank < best[0]):
                 best = rank, commit.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -97,6 +98,17 @@ def test_a_dead_branch_does_not_use_up_a_retention_period(local_store: Store) ->
         newest = commits.save(small_state(step), facts(step))
     prune(local_store, Retention.of(last=1, every_steps=2), newest=newest)
     assert [key[8:16] + key[-7:-5] for key in commit_keys(local_store)] == ["0000000304", "0000000302"]
+
+
+def test_the_best_commit_of_a_dead_branch_does_not_stand_for_the_lineages(local_store: Store) -> None:
+    """Steps that are repeated after damage have the same metrics, so the best commit is there twice."""
+    by_step = {step: dataclasses.replace(facts(step), metrics={"loss": abs(2.0 - step)}) for step in (1, 2, 3)}
+    first = writer(local_store).save(small_state(1), by_step[1])
+    damage(local_store, writer(local_store, first).save(small_state(2), by_step[2]))
+    commits = writer(local_store, first)
+    best, newest = (commits.save(small_state(step), by_step[step]) for step in (2, 3))
+    prune(local_store, Retention.of(last=1, best="min loss"), newest=newest)
+    assert commit_keys(local_store) == [newest.key, best.key]
 
 
 def test_nothing_is_deleted_while_every_commit_is_damaged(local_store: Store) -> None:
