@@ -131,10 +131,15 @@ class CommitWriter:
         part = plan.parts[0]
 
         def write() -> Sequence[WrittenPart]:
+            self.look()
             contents = live_contents(part, leaves)
             return [write_part(self._store, attempt, part, contents, draft.plain, most_behind=_MOST_COPIES)]
 
         return self.publish(draft, write)
+
+    def look(self) -> None:
+        """Look at the store before anything is written there; it may hang. Raise StorageError to stop the commit."""
+        self._look(self._parent)
 
     def publish(
         self,
@@ -142,16 +147,16 @@ class CommitWriter:
         write: Callable[[], Sequence[WrittenPart]],
         gate: contextlib.AbstractContextManager[object] | None = None,
     ) -> CommitRecord:
-        """Let all parts be written, then publish them inside `gate`; return the record.
+        """Let all parts be written, after `look`, then publish them inside `gate`; return the record.
 
         Raise StorageError if nothing was published, FencedError if a newer world owns the lineage (stop then), and
         errors of `write` and `gate`. After FenceNotUpdated the commit exists: publishing the same step again asks the
         fence again, and the next step's commit is its child.
         """
         parent = record = self._parent
-        self._look(parent)
         if record is not None and (record.term, record.step) == (self._term, draft.facts.step):
             with gate or contextlib.nullcontext():
+                self.look()
                 self._make_head(record)
             return record
         with contextlib.ExitStack() as undo:

@@ -266,6 +266,8 @@ class SaveInFlight:
 
     def _write_mine(self) -> WrittenPart:
         with self._contents() as contents:
+            if self.place == 0:
+                self._commits.look()  # while the state is copied: training does not wait for the store
             reach("write")
             return self._write_stubbornly(contents)
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from elastic_train.checkpoint.commits.reader import Discovery, discover, read_state, verify
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.saving import save_thread
-from elastic_train.checkpoint.saving.background_saves import SaveMemory
+from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, Saves
 from elastic_train.checkpoint.stores import store as stores
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Store, Uncertain
@@ -80,6 +82,25 @@ def test_a_large_part_may_take_long_without_progress(tmp_path: Path, monkeypatch
     threading.Timer(0.5, store.may_write.set).start()
     ended = background.wait()
     assert ended is not None and ended.commit is not None
+
+
+def test_a_store_that_hangs_when_it_is_looked_at_blocks_nobody(tmp_path: Path) -> None:
+    """The state is copied before the store has answered, so training continues; the abandoned save writes nothing."""
+    is_looking, may_look, store = threading.Event(), threading.Event(), LocalStore(tmp_path)
+
+    def look(parent: CommitRecord | None) -> None:
+        is_looking.set()
+        assert may_look.wait(2 * DEADLINE_S), "never let through"
+
+    background = Saves(store, CommitWriter(store, Heads(), 1, None, look), 1, Role(0, 1, "world"), SaveMemory())
+    background.begin(small_state(1), facts(1))
+    flight = background._flight
+    assert flight is not None and is_looking.wait(DEADLINE_S)
+    assert flight.staged.wait(DEADLINE_S), "training waits for the store"
+    background.await_staging()
+    background.abandon()
+    may_look.set()
+    assert flight.ended.wait(DEADLINE_S) and store.list("") == []
 
 
 class MuteHeads(Heads):
