@@ -25,7 +25,10 @@ def process_identity() -> dict[str, object]:
 
 def pid_space() -> str:
     """Return the scope in which pid and birth time are unique: the machine's boot, and the container."""
-    return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    try:
+        return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:  # a sandbox without namespaces
+        return boot_id()
 
 
 def slurm_job() -> dict[str, object]:

@@ -25,7 +25,7 @@ from typing import Protocol
 
 from elastic_train.checkpoint.stores.store import KeyMissing, Store, read
 from elastic_train.errors import ConfigError, OtherJobError, StorageError
-from elastic_train.system.process_identity import process_identity
+from elastic_train.system.process_identity import pid_space, process_identity
 from elastic_train.tracking.history_files import FOLDER
 from elastic_train.tracking.run_folder import RunFolder
 from rendezvous.process_table import is_alive
@@ -52,6 +52,8 @@ class Claim:
     pid: int = 0
     boot: str = ""
     born: int = 0
+    space: str = ""
+    """Scope of the process's number; a container has its own."""
     at: float = 0.0
     etcd: str = ""
     """Endpoints of the etcd in which it was claimed first; empty without etcd."""
@@ -114,7 +116,7 @@ class Own:
 def new_claim(own: Own) -> tuple[bytes, str]:
     """Return a claim's content, and its nonce, by which a retried create and the other ranks recognize it."""
     nonce = uuid.uuid4().hex
-    who = {"pid": os.getpid(), **process_identity(), "run_id": own.run_id, "etcd": own.etcd}
+    who = {"pid": os.getpid(), **process_identity(), "space": pid_space(), "run_id": own.run_id, "etcd": own.etcd}
     return json.dumps({**who, "at": time.time(), "claim": nonce}).encode(), nonce
 
 
@@ -214,8 +216,13 @@ class Rivals:
 
 
 def _is_one_process_here(claim: Claim) -> bool:
+    """Return True if a claim is of a process without launcher on this machine, in the same container.
+
+    A claim of an older version does not name the container.
+    """
     here = process_identity()
-    return not claim.run_id and (claim.host, claim.boot) == (here["host"], here["boot"])
+    is_near = (claim.host, claim.boot) == (here["host"], here["boot"]) and claim.space in ("", pid_space())
+    return not claim.run_id and is_near
 
 
 def _has_ended_here(claim: Claim) -> bool:

@@ -165,6 +165,18 @@ def test_processes_without_a_launcher_are_told_apart(tmp_path: Path) -> None:
         fence_of(tmp_path, "").claim()
 
 
+@pytest.mark.slow
+def test_a_process_in_another_container_is_not_looked_for_among_the_own_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers on the host's network have its name, and each counts its processes from 1."""
+    fence = fence_of(tmp_path, "")
+    claim_as(tmp_path, 1, run_id="", pid=os.getpid(), space=f"{process_identity()['boot']}-1")
+    train_meanwhile(tmp_path, monkeypatch)
+    with pytest.raises(OtherJobError, match=f"process {os.getpid()} on .* is at work here"):
+        fence.claim()
+
+
 class Etcd:
     """An etcd, as a fence, that may lose its data."""
 
