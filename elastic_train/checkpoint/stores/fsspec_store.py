@@ -103,10 +103,14 @@ class FsspecStore:
                 raise KeyTaken(f"{self._url}/{key}: exists already")
             if rivals:
                 raise KeyClaimed(f"{self._url}/{key}: another writer is claiming it")
-            with self._translating("create", key):
-                self._fs.pipe_file(self._path(key), content)
+            try:
+                with self._translating("create", key):
+                    self._fs.pipe_file(self._path(key), content)
+            except StorageError as error:
+                raise Uncertain(f"{self._url}/{key}: create was not confirmed: {error}") from error
         finally:
-            self.delete(marker)
+            with contextlib.suppress(StorageError):  # the marker of a key that exists is in nobody's way
+                self.delete(marker)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Sink]:

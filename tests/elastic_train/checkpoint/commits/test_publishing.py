@@ -13,10 +13,11 @@ from typing import BinaryIO, cast
 import pytest
 from torch import nn
 
-from elastic_train.checkpoint.commits.reader import discover, read_state
+from elastic_train.checkpoint.commits.reader import Discovery, discover, read_state
 from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.saving.background_saves import SaveMemory
 from elastic_train.checkpoint.stores.disk import RealDisk
+from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Store, Uncertain
 from elastic_train.config.parallel import ParallelConfig
@@ -298,3 +299,23 @@ def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -
     assert commit_alone(plan_of(tmp_path), state, SaveMemory())
     head = discover(LocalStore(tmp_path)).head
     assert head is not None and head.step == 8
+
+
+@pytest.mark.parametrize("store", ["plain"], indirect=True)
+@pytest.mark.parametrize(("call", "path"), [("pipe_file", "/run/commits/0"), ("rm_file", "/run/claims/commits/0")])
+def test_a_claimed_record_whose_answer_is_lost_keeps_its_files(
+    store: Store, monkeypatch: pytest.MonkeyPatch, call: str, path: str
+) -> None:
+    """Without conditional create, too: what was sent may have arrived, and the content says whose it is."""
+    assert isinstance(store, FsspecStore)
+    commits, real, lost = writer(store), getattr(store._fs, call), list[str]()
+
+    def act(where: str, *content: bytes) -> None:
+        real(where, *content)
+        if path in where and not lost:
+            lost.append(where)
+            raise ConnectionResetError("connection reset by peer")
+
+    monkeypatch.setattr(store._fs, call, act)
+    record = commits.save(small_state(1), facts(1))
+    assert lost and discover(store) == Discovery(record, ())
