@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from elastic_train.checkpoint.stores.checksums import find_damage
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import Entry, FileRecord, Sink, Store, no_listener
+from elastic_train.checkpoint.stores.store import Entry, FileRecord, KeepsUnfinished, Sink, Store, no_listener
 from elastic_train.core.lineage import ATTEMPTS
 from elastic_train.errors import StorageError
 
@@ -87,6 +87,11 @@ class NodeCopyStore:
     def delete(self, key: str) -> None:
         self._forget(key)
         self._far.delete(key)
+
+    def drop_unfinished(self, prefix: str, before: float, *, is_rehearsal: bool = False) -> Sequence[str]:
+        if not isinstance(self._far, KeepsUnfinished):
+            return []
+        return self._far.drop_unfinished(prefix, before, is_rehearsal=is_rehearsal)
 
     def near(self, files: Mapping[str, FileRecord], on_progress: Callable[[], None] = no_listener) -> Store:
         """Return this store for reading, using the intact copies of these files on this node."""

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.pruning import drop_unfinished, prune
 from elastic_train.checkpoint.commits.reader import discover, read_state
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Retention
+from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import DeadlineStore, KeyMissing, Store
 from tests.elastic_train.checkpoint.commit_samples import facts, small_state, writer
@@ -132,3 +133,13 @@ def test_checking_a_node_copy_counts_as_progress(far_url: str, tmp_path: Path) -
     reports.clear()
     store.near({f"{record.attempt}/{name}": file for name, file in record.files.items()})
     assert len(reports) >= sum(len(file.blocks) for file in record.files.values()) >= 5
+
+
+def test_uploads_that_killed_processes_left_are_dropped_where_copies_are_kept(
+    far_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the far store has any."""
+    monkeypatch.setattr(FsspecStore, "drop_unfinished", lambda store, *asked, **how: [*asked, how["is_rehearsal"]])
+    store = open_store(far_url, str(tmp_path))
+    assert drop_unfinished(store, now=10.0, safe_age_s=3.0, is_rehearsal=True) == ["data/", 7.0, True]
+    assert drop_unfinished(open_store(str(tmp_path / "far"), str(tmp_path)), now=10.0) == []
