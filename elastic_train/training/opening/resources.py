@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from elastic_train.checkpoint.commits.pruning import prune
-from elastic_train.checkpoint.commits.reader import ABSENT, discover, read_record, strays_from
+from elastic_train.checkpoint.commits.reader import (
+    ABSENT,
+    Discovery,
+    commit_keys,
+    discover,
+    read_record,
+    readable,
+    strays_from,
+)
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.writer import CommitWriter
 from elastic_train.checkpoint.format.layout import leaves_by_path
@@ -28,12 +36,12 @@ from elastic_train.checkpoint.saving.background_saves import Role, SaveMemory, S
 from elastic_train.checkpoint.saving.cadence import Cadence, Faults, faults_before
 from elastic_train.checkpoint.saving.save_thread import call_abandonable
 from elastic_train.checkpoint.stores.open import open_store
-from elastic_train.checkpoint.stores.store import DeadlineStore
+from elastic_train.checkpoint.stores.store import DeadlineStore, Store
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.lineage import place_of
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.errors import StorageError
+from elastic_train.errors import CommitError, StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import FILE as UTILISATION
 from elastic_train.insight.phases import StepClock, Utilisation
@@ -286,7 +294,7 @@ def _commit_alone(
     plan: Plan, state: AppliedState, published: str | None, run_id: str, on_progress: Callable[[], None]
 ) -> None:
     store = DeadlineStore(open_store(plan.config.checkpoint_url), on_progress)
-    found = discover(store, published=published)
+    found = _discover(store, state, published)
     head, missing = found.head, [key for key, why in found.skipped if why == ABSENT]
     if state.step <= max([head.step if head else 0, *(place[1] for key in missing if (place := place_of(key)))]):
         return  # a start falls back behind a missing commit only if explicitly allowed
@@ -297,3 +305,15 @@ def _commit_alone(
     term, key = fence.claim(), parent_of(store, state, published, state.step - 1)
     writer = CommitWriter(store, fence, term, read_record(store, key) if key else None)
     writer.save(state.pieces.tree(), describe_commit(plan, state, world_size=1), state.reached.intervals)
+
+
+def _discover(store: Store, state: AppliedState, published: str | None) -> Discovery:
+    """Return the newest intact commit; none if all are damaged, and the state has all their steps: it alone is left."""
+    try:
+        return discover(store, published=published)
+    except CommitError:
+        named = readable(store, published) if published is not None else None
+        furthest = max(place[1] for key in commit_keys(store, published) if (place := place_of(key)))
+        if furthest > state.step or (named is not None and strays_from(state.reached.intervals, named)):
+            raise
+        return Discovery(None, ())

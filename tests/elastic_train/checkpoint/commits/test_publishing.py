@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,7 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.lineage import Interval
 from elastic_train.core.mesh import Mesh
-from elastic_train.errors import FencedError, StorageError
+from elastic_train.errors import CommitError, FencedError, StorageError
 from elastic_train.job.build import build_state
 from elastic_train.job.plan import Plan
 from elastic_train.job.sharded.zero1_share import Zero1Share
@@ -279,6 +280,21 @@ def test_a_commit_without_a_world_continues_its_own_states_parent(tmp_path: Path
     alone = discover(store).head
     assert alone is not None
     assert (alone.term, alone.step, alone.parent_key) == (3, 8, first.key)
+
+
+def test_a_state_is_committed_without_a_world_where_no_commit_is_intact(tmp_path: Path) -> None:
+    """The process holds what the store has lost; a commit with more steps is not covered by one with fewer."""
+    store = LocalStore(tmp_path)
+    lost = [CommitWriter(store, StoreFence(store), 1, None).save(small_state(), facts(step)) for step in (5, 9)]
+    shutil.rmtree(tmp_path / "data")
+    state = build_state(nn.Linear(2, 1), OptimizerConfig(), total_steps=10, device="cpu", is_fp16=False)
+    state.reached = TrainProgress(step=8, intervals=(Interval(1, 0, 8),))
+    with pytest.raises(CommitError, match="none is intact"):
+        commit_alone(plan_of(tmp_path), state, SaveMemory())
+    store.delete(lost[1].key)
+    commit_alone(plan_of(tmp_path), state, SaveMemory())
+    alone = discover(store).head
+    assert alone is not None and (alone.step, alone.parent_key) == (8, lost[0].key)
 
 
 def test_a_share_of_the_state_is_not_committed_without_a_world(tmp_path: Path) -> None:
