@@ -7,7 +7,9 @@ inspection, such as the columns of packed documents, must be the same for all.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,11 +85,21 @@ def check_states(name: str, metric: Metric) -> None:
 
 def value_of(name: str, metric: Metric) -> float:
     """Compute a metric; raise ConfigError if the result is not a single number."""
-    value = metric.compute()
-    if not isinstance(value, Tensor | int | float) or (isinstance(value, Tensor) and value.numel() != 1):
+    return _number(f"metric '{name}'", metric.compute())
+
+
+def details_of(name: str, metric: Metric) -> dict[str, float]:
+    """Return a metric's further values by name; raise ConfigError if one is not a single number."""
+    details = getattr(metric, "details", None)
+    found = {} if details is None else details()
+    return {one: _number(f"metric '{name}': '{one}' of `details`", value) for one, value in found.items()}
+
+
+def _number(what: str, value: object) -> float:
+    if not isinstance(value, Tensor | Real) or (isinstance(value, Tensor) and value.numel() != 1):
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
-            f"task.path: metric '{name}' gives {found}, not one number: have it averaged (average='macro'), or return "
+            f"task.path: {what} gives {found}, not one number: have it averaged (average='macro'), or return "
             "a metric for each of its numbers"
         )
     return float(value)
@@ -114,6 +126,8 @@ def _check_states_are_all(name: str, metric: Metric, fresh: Metric, loss: LaneLo
     """Reject a metric whose states do not add up, or do not determine its value: ranks combine only states."""
     once = copy.deepcopy(metric.metric_state)
     value = value_of(name, metric)
+    if not math.isnan(value):
+        details_of(name, metric)
     for state, found in once.items():
         setattr(fresh, state, copy.deepcopy(found))
     fresh._update_count = 1

@@ -31,7 +31,7 @@ from elastic_train.job.units.generators import seed_validated
 from elastic_train.parallel.devices.switches import TrainingModes
 from elastic_train.parallel.group import Group
 from elastic_train.system.failpoints import reach
-from elastic_train.tasks.preparing import check_states, value_of
+from elastic_train.tasks.preparing import check_states, details_of, value_of
 from elastic_train.tasks.task import OWN_VALUES, LaneLoss, Task, mean_loss, on_device, weight_of
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import gather_tables
@@ -262,8 +262,8 @@ def _merge(metrics: Mapping[str, Metric], owners: Group, *, is_nan: bool) -> dic
         if is_nan:
             judged[name] = Judged(math.nan, None, {})
             continue
-        value, details = value_of(name, metric), getattr(metric, "details", None)
-        more = {} if details is None or math.isnan(value) else details()
+        value = value_of(name, metric)
+        more = {} if math.isnan(value) else details_of(name, metric)
         judged[name] = Judged(value, getattr(metric, "remark", None), more)
     return judged
 

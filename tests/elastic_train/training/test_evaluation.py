@@ -130,6 +130,30 @@ def test_a_metric_that_the_targets_do_not_define_is_no_number_and_one_of_nan_is_
     assert all(math.isnan(cast(float, values[name])) for name in ("loss", "auc", "f1", "macro_f1"))
 
 
+class Detailed(MulticlassF1Score):
+    """A metric with details as torch computes them."""
+
+    more: object = torch.tensor([0.5])
+
+    def details(self) -> dict[str, object]:
+        return {"f1/no": torch.tensor(0.5), "rows": np.int64(2), "more": self.more}
+
+
+def test_details_are_numbers_whatever_computes_them() -> None:
+    """Records of commits hold plain numbers only."""
+    scores, given = torch.tensor([[0.2, 0.8], [0.6, 0.4]]), torch.tensor([1, 0])
+    values, _ = evaluated([LaneLoss(torch.tensor(1.0), 2.0, scores, given)], {"mine": Detailed(2, average="macro")})
+    assert [(type(values[name]), values[name]) for name in ("f1/no", "rows", "more")] == [
+        (float, 0.5),
+        (float, 2.0),
+        (float, 0.5),
+    ]
+    wrong = Detailed(2, average="macro")
+    wrong.more = "many"
+    with pytest.raises(ConfigError, match="metric 'mine': 'more' of `details` gives str, not one number"):
+        try_metrics({"mine": wrong}, LaneLoss(torch.tensor(1.0), 2.0, scores, given))
+
+
 def test_weights_are_numbers_of_at_least_0_or_none_for_not_to_divide() -> None:
     for weight in (-1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match=r"returns the weight .*at least 0"):
