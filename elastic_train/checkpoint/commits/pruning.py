@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,18 +98,24 @@ def sweep(
 ) -> Pruned:
     """Delete attempts without a record that nobody should finish: of a term below `term`, or old ones.
 
-    An attempt of the newest term is old if nothing in it changed for `safe_age_s` seconds; a writer still at work on it
-    is fenced when it publishes. A rehearsal deletes nothing.
+    The record of an attempt's step may be that of another try. An attempt of the newest term is old if nothing in it
+    changed for `safe_age_s` seconds; a writer still at work on it is fenced when it publishes. A rehearsal deletes
+    nothing.
     """
     attempts = _attempts(store)
     recorded = {place_of(key) for key in commit_keys(store)}  # an unreadable record's files stay
+    num_at = Counter(map(place_of_attempt, attempts))
     moment = time.time() if now is None else now
     lost: dict[str, list[Entry]] = {}
     for attempt, entries in attempts.items():
         place = place_of_attempt(attempt)
-        if place is None or place in recorded or not _is_over(place, entries, term, moment - safe_age_s):
+        if place is None or not _is_over(place, entries, term, moment - safe_age_s):
             continue
-        if is_rehearsal or create_once(store, commit_key(*place), VOID):
+        if place in recorded:
+            is_lost = num_at[place] > 1 and _is_of_another(store, place, attempt)
+        else:
+            is_lost = is_rehearsal or create_once(store, commit_key(*place), VOID)
+        if is_lost:
             lost[attempt] = entries
     # A reader creates a hold, then looks for the record: with the names claimed, no hold can succeed any more.
     spared = {place_of(key) for key in held(store, now)}
@@ -137,6 +144,12 @@ def tombstones(store: Store, below_term: int) -> list[str]:
     committed = max((term for (term, _), entry in entries if entry.size != len(VOID)), default=0)
     below = min(below_term, committed)
     return [entry.key for (term, _), entry in entries if entry.size == len(VOID) and term < below]
+
+
+def _is_of_another(store: Store, place: Place, attempt: str) -> bool:
+    """Return True if the record of an attempt's place can be read, and is another attempt's: the name is taken."""
+    record = readable(store, commit_key(*place))
+    return record is not None and record.attempt != attempt
 
 
 def _is_over(place: Place, entries: list[Entry], term: int, safe_until: float) -> bool:

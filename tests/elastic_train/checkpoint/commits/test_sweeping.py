@@ -15,7 +15,7 @@ import pytest
 
 from elastic_train.checkpoint.commits import pruning
 from elastic_train.checkpoint.commits.pruning import sweep
-from elastic_train.checkpoint.commits.reader import commit_keys, discover, verify
+from elastic_train.checkpoint.commits.reader import Discovery, commit_keys, discover, verify
 from elastic_train.checkpoint.commits.record import VOID, CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import holding
 from elastic_train.checkpoint.commits.writer import CommitWriter
@@ -221,3 +221,13 @@ def test_a_commit_published_during_a_sweep_keeps_its_files(tmp_path: Path) -> No
     store.late = (commit.key, content)
     assert sweep(store, term=2).attempts == ()
     assert discover(store).head == commit
+
+
+def test_an_attempt_whose_step_another_one_has_committed_is_swept(local_store: Store) -> None:
+    """The last step is saved again if storage fails, and it may fail to delete the first try as well."""
+    (record,) = commit_steps(local_store, 5)
+    again = f"{record.attempt.rpartition('-')[0]}-again"
+    local_store.create(f"{again}/__0_0.distcp", b"a part")
+    assert sweep(local_store, 1).attempts == (), "its writer may be at work"
+    assert sweep(local_store, 2).attempts == (again,)
+    assert discover(local_store) == Discovery(record, ())
