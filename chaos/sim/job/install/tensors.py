@@ -115,11 +115,8 @@ def _files(host: Host) -> Iterable[Replacement]:
     if host.plan.is_tiny or host.shape.cell > 1:  # ranks write pieces of tensors
         for module in ("saving.background_saves", "commits.writer"):
             yield from within(f"elastic_train.checkpoint.{module}", Planner=piece_files.PiecePlanner)
-    yield from within(
-        "elastic_train.checkpoint.commits.reader",
-        read_leaves=commit_files.read_leaves,
-        decode=functools.lru_cache(64)(record.decode),
-    )
+    yield from within("elastic_train.checkpoint.commits.reader", decode=functools.lru_cache(64)(record.decode))
+    yield from within("elastic_train.checkpoint.format.reading", read_leaves=commit_files.read_leaves)
 
 
 def _of_cells() -> Iterable[Replacement]:
