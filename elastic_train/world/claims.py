@@ -26,13 +26,13 @@ from typing import Protocol
 from elastic_train.checkpoint.stores.store import KeyMissing, Store, read
 from elastic_train.errors import ConfigError, OtherJobError, StorageError
 from elastic_train.system.process_identity import pid_space, process_identity
-from elastic_train.tracking.history_files import FOLDER
+from elastic_train.tracking.history_files import FOLDER, last_step_lines
 from elastic_train.tracking.run_folder import RunFolder
 from rendezvous.process_table import is_alive
 
 TERMS = "terms/"
-LOOK_S, PATIENCE_S = 3.0, 15.0
-"""Seconds between looks for signs of life, and for how long there must be some.
+LOOK_S, MOST_LOOK_S, PATIENCE_S = 3.0, 60.0, 15.0
+"""Seconds between looks for signs of life, more of them where steps take longer, and for how long there must be some.
 
 By then the traces of a killed job, including its members' leases, are gone.
 """
@@ -190,13 +190,22 @@ class Rivals:
         """Return True if a job keeps showing signs of life, False once there are none for a while."""
         if _is_one_process_here(claim):
             return is_alive(claim.pid, claim.born)
+        look_s = min(max(LOOK_S, 2 * self._step_s(claim.term)), MOST_LOOK_S)
         deadline, seen = time.monotonic() + PATIENCE_S, self._traces()
         while time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(look_s)
             before, seen = seen, self._traces()
             if before == seen and not self._has_members(claim):
                 return False
         return True
+
+    def _step_s(self, term: int) -> float:
+        """Return the seconds between the last two steps of a term, which write lines; 0 if they are not known."""
+        files = sorted((self._run_dir / FOLDER).glob(f"{term:08d}-00000-*.jsonl"))[-2:]
+        with contextlib.suppress(OSError, TypeError, ValueError, KeyError):
+            *_, before, last = sorted(float(str(line["t"])) for path in files for line in last_step_lines(path))
+            return last - before
+        return 0.0
 
     def _has_members(self, claim: Claim) -> bool:
         """Return True if this job's etcd knows members of the other job; members of this run id do not count."""

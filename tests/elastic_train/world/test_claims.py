@@ -115,6 +115,19 @@ def test_a_history_that_grows_is_a_sign_of_life(tmp_path: Path, monkeypatch: pyt
     assert fence_of(tmp_path, "second").claim() == 2
 
 
+def test_a_job_of_long_steps_is_looked_at_for_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its history has no new line for twenty seconds; a second job that looked for three took its folder over."""
+    monkeypatch.setattr(claims, "LOOK_S", 3.0)
+    fence_of(tmp_path, "first").claim()
+    lines = [{"op": "step", "step": step, "t": 1e9 + 20.0 * step} for step in range(4)]
+    (tmp_path / "history").mkdir()
+    (tmp_path / "history" / "00000001-00000-x.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    looks = list[float]()
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=looks.append)
+    monkeypatch.setattr(claims, "time", clock)
+    assert (fence_of(tmp_path, "second").claim(), looks) == (2, [40.0])
+
+
 @pytest.mark.slow
 def test_claims_are_signs_of_life_if_the_history_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
