@@ -29,6 +29,7 @@ from typing import Protocol
 
 from elastic_train.checkpoint.commits.record import VOID, CommitRecord
 from elastic_train.checkpoint.stores.store import (
+    KeyClaimed,
     KeyMissing,
     KeyTaken,
     Store,
@@ -210,9 +211,13 @@ _HOLD = re.compile(r"holds/(?P<name>\d+-\d+)/(?P<until>\d+)-[0-9a-f]+")
 
 
 def pin(store: Store, key: str) -> None:
-    """Keep a commit until `unpin`; idempotent."""
-    with contextlib.suppress(KeyTaken):
+    """Keep a commit until `unpin`; idempotent. Raise KeyClaimed if another process is about to pin it, or may fail."""
+    try:
         store.create(f"{PINS}{_name(key)}", _whose())
+    except KeyClaimed:
+        raise
+    except KeyTaken:
+        return
 
 
 def unpin(store: Store, key: str) -> None:

@@ -15,7 +15,7 @@ from elastic_train.checkpoint.commits.reader import commit_keys, discover, stray
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention, held, holding, pin, pinned, unpin
 from elastic_train.checkpoint.stores.local import LocalStore
-from elastic_train.checkpoint.stores.store import KeyMissing, Store
+from elastic_train.checkpoint.stores.store import KeyClaimed, KeyMissing, Store
 from elastic_train.core.lineage import Interval
 from elastic_train.errors import StorageError
 from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
@@ -131,6 +131,22 @@ def test_pinned_commits_are_kept(store: Store) -> None:
         unpin(store, commits[0].key)
     prune(store, Retention.of(last=1))
     assert steps_of(store) == [3]
+
+
+def test_a_pin_that_another_process_claims_is_not_taken_for_pinned(
+    local_store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two at a time on GCS or Azure neither may have pinned the commit."""
+    [commit] = commit_steps(local_store, 1)
+
+    def claimed(key: str, content: bytes) -> None:
+        raise KeyClaimed(f"{key}: another writer is claiming it")
+
+    with monkeypatch.context() as rival, pytest.raises(StorageError, match="another writer is claiming it"):
+        rival.setattr(local_store, "create", claimed)
+        pin(local_store, commit.key)
+    pin(local_store, commit.key)
+    assert pinned(local_store) == {commit.key}
 
 
 def test_a_commit_held_by_a_reader_is_kept(store: Store) -> None:
