@@ -302,17 +302,19 @@ class _Nodes:
         placed, _ = self._ray.wait(list(refs), num_returns=1, timeout=timeout_s) if refs else ([], [])
         for ref in placed:
             refs[ref].placed = None
-            with contextlib.suppress(self._ray.exceptions.RayActorError):
+            with contextlib.suppress(self._ray.exceptions.RayError):
                 _log.info("a node of the job is on %s", self._ray.get(ref))
 
     def _end_of(self, node: _Running) -> tuple[int, Result | None] | None:
-        """Remove an ended node; return its code and result, None if its actor was lost."""
+        """Remove an ended node; return its code and result, None if its actor was lost or could not run it."""
         self._nodes.remove(node)
         try:
             found: tuple[int, Result | None] = self._ray.get(node.ended)
-        except self._ray.exceptions.RayActorError as error:
-            _log.warning("a node was lost with its actor: %s", str(error).strip().partition("\n")[0])
-            return (Preempted.exit_code, None) if error.preempted else None
+        except self._ray.exceptions.RayError as error:
+            # An error that the actor raised, or the reason why it could not be set up, says more than Ray's first line.
+            why = getattr(error, "cause", None) or getattr(error, "error_message", None) or error
+            _log.warning("a node was lost with its actor: %s", str(why).strip().partition("\n")[0])
+            return (Preempted.exit_code, None) if getattr(error, "preempted", False) else None
         if found[0] != 0:
             _log.warning("a node has ended with exit code %d", found[0])
         return found

@@ -21,7 +21,21 @@ CONFIG = Config.model_validate({"run": {"dir": "/runs/one"}, "data": {"train": "
 LOST = "lost"
 
 
-class ActorLost(Exception):  # noqa: N818 - Ray's name
+class RayError(Exception):
+    """The base of all that Ray raises."""
+
+
+class OutOfMemoryError(RayError):
+    """Of an actor that Ray's memory monitor has killed; it is no RayActorError."""
+
+
+class RayTaskError(RayError):
+    """What an actor's method raised."""
+
+    cause = OSError(28, "No space left on device")
+
+
+class ActorLost(RayError):  # noqa: N818 - Ray's name
     preempted = False
 
 
@@ -38,7 +52,7 @@ class Cluster:
         self.given: tuple[Any, ...] = ()
         self.actors: list[SimpleNamespace] = []
         self.asked_to_leave = self.killed = 0
-        self.exceptions = SimpleNamespace(RayActorError=ActorLost)
+        self.exceptions = SimpleNamespace(RayError=RayError)
 
     def remote(self, kind: type) -> Any:
         def options(**given: object) -> Any:
@@ -96,6 +110,18 @@ def test_lost_and_failed_nodes_are_replaced_until_one_is_done(monkeypatch: pytes
     assert len(cluster.actors) == 7 and cluster.asked_to_leave == 0
     assert cluster.options["max_restarts"] == 0
     assert cluster.options["scheduling_strategy"] == "SPREAD"
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(OutOfMemoryError, "the actor died"), (RayTaskError, "No space left on device")]
+)
+def test_a_node_that_is_killed_for_memory_or_cannot_write_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[RayError], why: str
+) -> None:
+    """Ray has other errors for these than for a lost actor: they once ended the whole job."""
+    found, cluster = ended(monkeypatch, [kind, 0])
+    assert found == (0, {"step": 5})
+    assert len(cluster.actors) == 3 and why in caplog.text
 
 
 @pytest.mark.parametrize("code", FINAL_CODES)
