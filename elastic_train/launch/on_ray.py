@@ -239,8 +239,7 @@ class _Nodes:
                     self.leave()
                     return found
                 if found is not None and found[0] == 0:
-                    self._await_ends()
-                    return found
+                    return 0, self._newest_result(found[1])
                 code = 1 if found is None else found[0]
                 self._replace(code)
         return code, None
@@ -319,12 +318,22 @@ class _Nodes:
             _log.warning("a node has ended with exit code %d", found[0])
         return found
 
-    def _await_ends(self) -> None:
-        """Wait for the placed nodes within their grace period."""
+    def _newest_result(self, found: Result | None) -> Result | None:
+        """Return the result of the job's last world, once the other nodes have ended as well.
+
+        If `run.dir` is each node's own, only rank 0's node has it; others may have that of an earlier start.
+        """
+        results = [found, *(end[1] for node in self._await_ends() if (end := self._end_of(node)) is not None)]
+        return max(filter(None, results), key=lambda result: int(result.get("term", 0)), default=None)
+
+    def _await_ends(self) -> list[_Running]:
+        """Wait for the placed nodes within their grace period; return those that have ended."""
         self._note_placed(0.0)
-        at_work = [node.ended for node in self._nodes if node.placed is None]
-        if at_work:
-            self._ray.wait(at_work, num_returns=len(at_work), timeout=self._job.grace_s)
+        at_work = {node.ended: node for node in self._nodes if node.placed is None}
+        if not at_work:
+            return []
+        ended, _ = self._ray.wait(list(at_work), num_returns=len(at_work), timeout=self._job.grace_s)
+        return [at_work[ref] for ref in ended]
 
 
 def _ray() -> Any:

@@ -44,7 +44,7 @@ class Preempted(ActorLost):
 
 
 class Cluster:
-    """A Ray whose actors end one after the other as a script says: with a code, or lost; None: has no place."""
+    """A Ray whose actors end one after the other as a script says: with a code (and a result), or lost."""
 
     def __init__(self, ends: list[object], actors_at_once: int) -> None:
         self.ends, self.room = ends, actors_at_once
@@ -90,7 +90,7 @@ class Cluster:
         end = self.ends[number]
         if isinstance(end, type):
             raise end("the actor died")
-        return end, {"step": 5} if end == 0 else None
+        return end if isinstance(end, tuple) else (end, {"step": 5} if end == 0 else None)
 
     def kill(self, actor: object) -> None:
         self.killed += 1
@@ -110,6 +110,15 @@ def test_lost_and_failed_nodes_are_replaced_until_one_is_done(monkeypatch: pytes
     assert len(cluster.actors) == 7 and cluster.asked_to_leave == 0
     assert cluster.options["max_restarts"] == 0
     assert cluster.options["scheduling_strategy"] == "SPREAD"
+
+
+@pytest.mark.parametrize("first", [None, {"step": 5, "term": 2}])
+def test_the_result_is_that_of_rank_0s_node_whichever_node_ends_first(
+    monkeypatch: pytest.MonkeyPatch, first: object
+) -> None:
+    """With a `run.dir` of each node's own, the others have none, or that of an earlier start of fewer steps."""
+    found, _ = ended(monkeypatch, [(0, first), (0, {"step": 9, "term": 4})])
+    assert found == (0, {"step": 9, "term": 4})
 
 
 @pytest.mark.parametrize(
