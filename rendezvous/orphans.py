@@ -8,6 +8,7 @@ from a thread that lives as long as they should.
 A function that runs in its own process is started as `BoundFunction(function)`.
 
 `adopting()` makes this process the parent of descendants whose own parent ends (PR_SET_CHILD_SUBREAPER).
+`keep_exit_codes()` has it hear how children end.
 """
 
 from __future__ import annotations
@@ -42,6 +43,13 @@ def adopting() -> Iterator[None]:
         yield
     finally:
         _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def keep_exit_codes() -> None:
+    """Stop ignoring SIGCHLD, if whoever started this process did: the kernel would tell nobody how a child ended."""
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def bound_command(*command: str) -> list[str]:

@@ -26,7 +26,7 @@ from rendezvous.agent.worker_end import (
     new_page,
     note_end,
 )
-from rendezvous.orphans import die_with_parent
+from rendezvous.orphans import die_with_parent, keep_exit_codes
 
 _HEARD = {*ORDERS, *WARNINGS, signal.SIGCHLD}
 _BY_KERNEL = 0x80
@@ -39,6 +39,7 @@ def train_in_a_child() -> None:
     if page is None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # until the child listens
+    keep_exit_codes()
     parent, kills_before = os.getpid(), memory_kills()
     child = os.fork()
     if child:

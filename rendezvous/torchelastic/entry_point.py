@@ -20,6 +20,7 @@ from rendezvous.errors import OptionError, RendezvousError, StoreDeniedError, St
 from rendezvous.etcd.connection import await_etcd
 from rendezvous.membership.records import Keys
 from rendezvous.open_files import raise_limit
+from rendezvous.orphans import keep_exit_codes
 from rendezvous.torchelastic.conf import BACKEND, Conf
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     from rendezvous.torchelastic.restart_handler import EtcdRendezvousHandler
 
     reverse_lookups.switch_off()
+    keep_exit_codes()
     with contextlib.ExitStack() as undone:
         try:
             conf = Conf.read(params)

@@ -70,11 +70,16 @@ def test_workers_that_outstay_their_grace_are_counted() -> None:
     assert [outstayed(codes) for codes in ([], [75, -15], [75, -9], [-9, -9])] == [0, 0, 1, 2]
 
 
-def begin(work: Callable[[], object], said: Path) -> ForkedWorker:
-    """Begin a parent whose child does some work, and ends with 0 in a way that Python hears nothing of."""
+def begin(work: Callable[[], object], said: Path, *ignored: signal.Signals) -> ForkedWorker:
+    """Begin a parent whose child does some work, and ends with 0 in a way that Python hears nothing of.
+
+    Whoever starts the parent ignores some signals, and so does what it starts.
+    """
     if pid := os.fork():
         return ForkedWorker(pid)
     try:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
         faulthandler.disable()  # pytest's would write of a crash that is meant
         os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
         train_in_a_child()
@@ -115,6 +120,13 @@ def test_a_request_to_the_parent_reaches_the_child(tmp_path: Path, number: signa
     os.kill(parent.pid, number)
     assert parent.wait(PATIENCE_S) == 75
     assert (tmp_path / "said").read_text() == f"asked to leave by {number.name} before anything was started\n"
+
+
+@pytest.mark.slow
+def test_the_parent_ends_with_its_child_where_ends_of_children_are_ignored(tmp_path: Path) -> None:
+    """As below a daemon, or `trap '' CHLD` of a script: the command never returned."""
+    work = lambda: (announce(), declare_finished(), ctypes.CDLL(None)._exit(75))  # noqa: E731
+    assert begin(work, tmp_path / "said", signal.SIGCHLD).wait(PATIENCE_S) == 75
 
 
 @pytest.mark.slow

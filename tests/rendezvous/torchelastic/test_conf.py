@@ -6,6 +6,7 @@ import ast
 import inspect
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -119,6 +120,17 @@ def test_numbers_out_of_range_are_errors(key: str, value: str) -> None:
     """The error comes before etcd is asked for a lease of that duration."""
     (problem,) = problems_of(**{key: value})
     assert f"{key}={value!r}" in problem
+
+
+def test_the_agent_hears_how_its_workers_end_whatever_its_own_parent_ignores() -> None:
+    """Below a daemon that ignores SIGCHLD, a killed worker had ended with 0, and a forked one always with 255."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(OptionError):
+            create_handler(params(wat="1"))
+        assert subprocess.run(["false"], check=False).returncode == 1
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_all_problems_are_reported_at_once() -> None:
