@@ -20,6 +20,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument("--data-dir", help="default: a temporary folder, deleted at the end")
     asked = parser.parse_args()
+    if asked.port is not None and not 0 < asked.port < 65536:
+        parser.error(f"--port must be 1 to 65535, not {asked.port}")
     # Python runs signal handlers between bytecodes, so a signal just before a wait would not end it. The wakeup socket
     # does, because the interpreter writes to it at once.
     woken, wakes = socket.socketpair()
@@ -32,7 +34,7 @@ def main() -> None:
             sys.stdout.write(server.endpoint + "\n")
             sys.stdout.flush()
             woken.recv(1)
-    except ServerError as error:
+    except (ServerError, OSError) as error:  # the latter from --data-dir
         sys.exit(f"error: {error}")
 
 

@@ -108,6 +108,18 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--port", "70000", "--port must be 1 to 65535, not 70000"), ("--data-dir", "/proc/none", "error: [Errno 2]")],
+)
+def test_the_demo_server_refuses_bad_options_in_a_sentence(option: str, value: str, said: str) -> None:
+    """Python's own traceback came instead."""
+    command = [sys.executable, "-m", "rendezvous", option, value]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode in (1, 2) and said in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
 def test_the_demo_server_runs_by_itself() -> None:
     """`python -m rendezvous` prints its endpoint, and leaves no process or file when it is asked to stop."""
     server = subprocess.Popen([sys.executable, "-m", "rendezvous"], stdout=subprocess.PIPE, text=True)
