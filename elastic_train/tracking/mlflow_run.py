@@ -40,6 +40,7 @@ GIT_TAG = "mlflow.source.git.commit"  # MLflow's own name, shown on its pages as
 # MLflow's limits: parameters and metrics per call, characters per parameter; tags were 5,000 in older servers.
 _PARAMS_A_BATCH, _METRICS_A_BATCH = 100, 1000
 _PARAM_CHARS, _TAG_CHARS, _NAME_CHARS = 6000, 5000, 250
+_NO_PATH = re.compile(r"^(/|\.\.)|/(?=/|$)|(?<![^/])\.{1,2}(?=/|$)")
 _OPEN_TIMEOUT_S = 60.0
 
 
@@ -215,8 +216,9 @@ def _metrics(lines: Sequence[Values]) -> Iterator[Metric]:
 
 
 def metric_name(text: str) -> str:
-    """Return a metric's name with unsupported characters replaced."""
-    return re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
+    """Return a metric's name with what MLflow refuses replaced: characters, and what a path does without (//, /./)."""
+    name = re.sub(r"[^\w\-. :/]", "_", text, flags=re.ASCII)[:_NAME_CHARS]
+    return _NO_PATH.sub(lambda found: "_" * len(found[0]), name)
 
 
 @contextmanager

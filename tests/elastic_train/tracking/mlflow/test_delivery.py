@@ -21,7 +21,7 @@ from elastic_train.tracking.mlflow_run import flatten, resolve
 from elastic_train.tracking.mlflow_sync import sync
 from elastic_train.tracking.run_folder import Link, RunFolder
 from tests.conftest import PATIENCE_S, eventually, run_source
-from tests.elastic_train.tracking.mlflow.jobs import DOWN, EXPERIMENT, run_of, start, steps
+from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, run_of, start, steps
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,6 +40,22 @@ def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, 
     assert steps(client, run_id) == Counter(range(1, 6))
     tracker.finish("FAILED")
     assert steps(client, run_id) == Counter(range(1, 11))
+
+
+def test_names_that_are_no_paths_do_not_keep_metrics_from_mlflow(
+    tmp_path: Path, uri: str, client: MlflowClient
+) -> None:
+    """A class may be called '.' or 'and//or', and a mixture's source ../a: MLflow would refuse the whole call."""
+    names = ["recall/.", "recall/..", "recall/", "recall/and//or", "recall/a/", "samples/../a", "/a", "..", "..a/b"]
+    names += ["x" * 249 + "/a", "recall/...", "recall/.a", "recall/a.b"]
+    tracker = start(tmp_path, uri, config={**CONFIG, "task": {"params": {"//": 1}}})
+    tracker.log(1, {"loss": 1.0, **dict.fromkeys(names, 2.0)})
+    run_id = run_of(client, tracker).info.run_id
+    tracker.finish("FINISHED")
+    found = client.get_run(run_id).data
+    assert len(found.metrics) == 1 + len(names)
+    assert {"recall/_", "recall/__", "recall/and_/or", "samples/__/a", "recall/...", "recall/a.b"} <= set(found.metrics)
+    assert found.params["task.params.__"] == "1"
 
 
 def test_code_tags_need_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
