@@ -9,6 +9,7 @@ file serves for many locks.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -22,7 +23,12 @@ _LOCK = "hhqqi4x"  # struct flock: type, whence, start, length, process
 
 
 def draft_of(path: Path) -> Path:
-    """Return a unique name next to a file: containers that share a folder may have equal process ids."""
+    """Return a unique name next to a file: containers that share a folder may have equal process ids.
+
+    Raise IsADirectoryError for a path without a name, such as the working folder's.
+    """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 

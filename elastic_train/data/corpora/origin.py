@@ -32,7 +32,12 @@ Origin = Mapping[str, object]
 
 
 def is_finished(folder: Path, origin: Origin, *, replace: bool = False) -> bool:
-    """Return True if `folder` already holds this dataset; raise ConfigError if it holds anything else."""
+    """Return True if `folder` already holds this dataset; raise ConfigError if it holds anything else, or has no name.
+
+    A finished draft takes the folder's place: the working folder would be moved away under whoever is in it.
+    """
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{folder}: is no name for a dataset; name a folder in it")
     found, wanted = read_origin(folder), json.loads(json.dumps(origin))
     if found == wanted:
         return True

@@ -31,6 +31,14 @@ def test_processes_with_equal_ids_do_not_share_a_draft(tmp_path: Path, monkeypat
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def test_the_working_folder_is_no_file_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`report --html .` is told so, as where another folder is named."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(IsADirectoryError) as caught:
+        write_atomically(Path(), "page")
+    assert caught.value.filename == "."
+
+
 def test_processes_with_equal_ids_do_not_share_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of two jobs that have claimed one term, each in a store of its own, with one `run.dir`."""
     monkeypatch.setattr(os, "getpid", lambda: 7)

@@ -104,6 +104,16 @@ def test_an_absent_or_empty_folder_is_not_finished(tmp_path: Path) -> None:
     assert [is_finished(folder, ORIGIN) for folder in (tmp_path, tmp_path / "absent")] == [False, False]
 
 
+@pytest.mark.parametrize("folder", [".", "..", "a/..", "/"])
+def test_a_dataset_does_not_take_the_place_of_the_working_folder(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty folder in which somebody works is no name either: it would be moved away."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is no name for a dataset; name a folder in it"):
+        is_finished(Path(folder), ORIGIN)
+
+
 def test_another_dataset_is_not_overwritten(tmp_path: Path) -> None:
     """The message names every parameter that differs; `replace` allows it."""
     (tmp_path / NAME).write_text(json.dumps({**ORIGIN, "seed": 2, "old": 0}))
