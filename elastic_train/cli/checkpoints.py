@@ -19,6 +19,7 @@ from elastic_train.checkpoint.commits.reader import (
 from elastic_train.checkpoint.commits.retention_policies import Best, Retention
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.cli.output import Flag, Json, print_json, print_table, print_text
+from elastic_train.config.checkpoints import checked_size
 from elastic_train.errors import CommitError, ConfigError, StorageError
 from elastic_train.system.wording import counted, duration, size
 
@@ -167,8 +168,8 @@ def _drop_unfinished(store: Store, *, is_rehearsal: bool) -> list[str]:
 
 def _bytes(text: str) -> int:
     try:
-        return TypeAdapter(ByteSize).validate_python(text)
-    except ValidationError as error:
+        return TypeAdapter(ByteSize).validate_python(checked_size(text))
+    except (ValidationError, ValueError) as error:
         raise ConfigError(
             f"--keep-last '{text}' is neither a number of commits nor a size: write 5, 200GB or 1.5TiB"
         ) from error

@@ -59,6 +59,13 @@ def _keep_bytes(old: Mapping[str, Any]) -> Mapping[str, object]:
     return {"keep_last": f"{budget}B" if isinstance(budget, int) else budget}
 
 
+def checked_size(text: str) -> str:
+    """Refuse a size without a unit, such as 5.0: as one of bytes it would keep a single commit."""
+    if not any(map(str.isalpha, text)):
+        raise ValueError("a size has a unit, such as 200GB; a number of commits is written without quotes")
+    return text
+
+
 class CheckpointConfig(Section):
     url: str | None = None
     """Folder or fsspec URL of the commits. Default: run.dir."""
@@ -99,9 +106,9 @@ class CheckpointConfig(Section):
     @field_validator("keep_last", mode="before")
     @classmethod
     def _has_a_unit(cls, kept: object) -> object:
-        if isinstance(kept, str) and kept.strip().isdecimal():
-            raise ValueError("a size has a unit, such as 200GB; a number of commits is written without quotes")
-        return kept
+        if type(kept) is int and kept < 1:  # which would be taken for a size
+            raise ValueError("must be at least 1")
+        return checked_size(kept) if isinstance(kept, str) else kept
 
     @field_serializer("keep_last")
     def _with_its_unit(self, kept: int | ByteSize) -> int | str:

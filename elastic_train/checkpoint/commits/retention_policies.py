@@ -105,6 +105,10 @@ class EverySteps:
 
     num: int
 
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ConfigError(f"the steps of a period to keep a commit of must be at least 1, not {self.num}")
+
     def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
         return _firsts(commits, lambda commit: commit.step // self.num or None)
 
@@ -114,6 +118,10 @@ class EverySeconds:
     """Keep the first commit of every period of `seconds`, by its record's time."""
 
     seconds: float
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ConfigError(f"the seconds of a period to keep a commit of must be more than 0, not {self.seconds:g}")
 
     def wanted(self, commits: Sequence[Candidate]) -> Iterator[str]:
         return _firsts(commits, lambda commit: int(commit.record.created_at // self.seconds) if commit.record else None)
@@ -162,9 +170,11 @@ class Retention:
         budget: int | None = None,
     ) -> Retention:
         """Join the given policies, a budget replacing `last`; raise ConfigError if one is invalid."""
+        if budget is not None and budget < 1:
+            raise ConfigError(f"the bytes of commits to keep must be at least 1, not {budget}")
         policies: list[Policy] = [] if budget else [Last(last)]
-        policies += [EverySteps(every_steps)] if every_steps else []
-        policies += [EverySeconds(every_s)] if every_s else []
+        policies += [] if every_steps is None else [EverySteps(every_steps)]
+        policies += [] if every_s is None else [EverySeconds(every_s)]
         policies += [Best.parse(best)] if best else []
         return cls(tuple(policies), budget)
 

@@ -148,6 +148,13 @@ def test_prune_keeps_what_a_rule_keeps(local_store: Store, capsys: pytest.Captur
     ("options", "message"),
     [
         (("--keep-last", "0"), "at least 1"),
+        (("--keep-last", "0GB"), "at least 1"),
+        (("--keep-last", "2.0"), "neither a number of commits nor a size"),
+        (("--keep-last", " 2"), "neither a number of commits nor a size"),
+        (("--keep-every-steps", "0"), "at least 1, not 0"),
+        (("--keep-every-steps", "-2"), "at least 1, not -2"),
+        (("--keep-every-s", "0"), "more than 0, not 0"),
+        (("--keep-every-s", "nan"), "more than 0, not nan"),
         (("--keep-best", "loss"), "write 'min loss'"),
         (("--keep-best", "max macrof1"), "no commit of .* has this metric; they have .*loss"),
         (("--keep-last", "much"), "write 5, 200GB"),

@@ -221,8 +221,11 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
     assert config.checkpoint.budget == 200 * 10**9
     assert load(tmp_path, yaml.safe_load(config.to_yaml())) == config
     assert load(tmp_path, {**GOOD, "checkpoint": {"keep_last": 7}}).checkpoint.budget is None
-    with pytest.raises(ConfigError, match="a size has a unit"):
-        load(tmp_path, {**GOOD, "checkpoint": {"keep_last": "7"}})
+    for text in ("7", "7.0", "7."):
+        with pytest.raises(ConfigError, match="a size has a unit"):
+            load(tmp_path, {**GOOD, "checkpoint": {"keep_last": text}})
+    with pytest.raises(ConfigError, match=r"'checkpoint\.keep_last': must be at least 1, given 0"):
+        load(tmp_path, {**GOOD, "checkpoint": {"keep_last": 0}})
     with pytest.raises(ConfigError, match="write 'min loss'"):
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
 
