@@ -110,7 +110,8 @@ def _rates(story: Story, *, for_each_rank: bool = False) -> list[tuple[float, fl
     for world in story.worlds:
         size = (world.size or 1) if for_each_rank else 1
         for step in world.kept:
-            samples[min(spells - 1, int(spells * (step.at - story.began) / until))] += step.num_samples / size
+            place = int(spells * (step.at - story.began) / until)  # below 0 by the clock of another leader
+            samples[min(spells - 1, max(0, place))] += step.num_samples / size
     length = until / spells
     return [((place + 0.5) * length, count / length) for place, count in enumerate(samples)]
 

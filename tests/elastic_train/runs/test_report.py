@@ -22,7 +22,7 @@ from elastic_train.runs.story import Story, read_story
 from elastic_train.system.file_systems import STARTED_IN
 from elastic_train.tracking.run_folder import RunFolder
 from tests.conftest import start
-from tests.elastic_train.runs.folders import T0, begin, faulted
+from tests.elastic_train.runs.folders import SAMPLES, T0, begin, faulted
 from tests.elastic_train.training.jobs import CLASSIFIER, config, succeed
 
 
@@ -72,6 +72,19 @@ def test_mfu_over_time_is_of_the_ranks_that_each_world_had(tmp_path: Path) -> No
     samples = sum(step.num_samples / (world.size or 1) for world in found.story.worlds for step in world.kept)
     assert sum(rates) * spell_s == pytest.approx(samples) and min(rates) == 0.0
     assert {world.size for world in found.story.worlds} == {2}
+
+
+@pytest.mark.parametrize("behind_s", [12.0, 1000.0])
+def test_a_leader_whose_clock_is_behind_does_not_prevent_a_page(behind_s: float, tmp_path: Path) -> None:
+    """The next world's rank 0 is on another machine, by whose clock it trained before the run began."""
+    run = begin(tmp_path)
+    run.world(1, lo=0, steps={1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0})
+    at = 6.0 - behind_s
+    run.world(2, lo=4, steps={5: at + 1, 6: at + 2}, cause="lost", started=at - 1, restored=at)
+    found = reported(run.folder)
+    rates = [rate for _, rate in _rates(found.story)]
+    assert rates == [pytest.approx(2 * SAMPLES / (5.0 / 3))] * 3, "its two steps are drawn at the beginning"
+    assert "samples a second over time" in render([found])
 
 
 def test_steps_that_a_later_world_did_not_continue_are_given_up(tmp_path: Path) -> None:
