@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import statistics
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ def _read(path: Path) -> dict[str, Any]:
             tree = json.load(file)
         if not {FACTS, "traceEvents", "baseTimeNanoseconds"} <= set(tree):
             raise ValueError("it is not one of a run's traces")
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"{path} cannot be read: {first_line(error)}; delete it to merge the others") from error
     found: dict[str, Any] = tree
     return found

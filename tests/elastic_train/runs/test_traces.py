@@ -102,14 +102,17 @@ def test_traffic_is_added_up_by_kind_and_size(tmp_path: Path) -> None:
 
 
 def test_a_run_without_traces_and_a_torn_trace_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So is one that the disk has damaged."""
     with pytest.raises(ConfigError, match=r"set profile\.at_steps"):
         merge_all(tmp_path)
     written(tmp_path, 0, "alpha", 0)
     path = tmp_path / "profile" / trace_name(10, 2, 0)
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(SystemExit) as left:
-        main(["profile", str(tmp_path)])
-    assert (left.value.code, "cannot be read" in capsys.readouterr().err) == (2, True)
+    whole = path.read_bytes()
+    for content in (whole[:50], whole[:50] + bytes(100) + whole[150:]):
+        path.write_bytes(content)
+        with pytest.raises(SystemExit) as left:
+            main(["profile", str(tmp_path)])
+        assert (left.value.code, "cannot be read" in capsys.readouterr().err) == (2, True)
 
 
 def on_a_full_disk(path: Path, *_: object, **__: object) -> IO[str]:
