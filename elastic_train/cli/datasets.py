@@ -54,6 +54,7 @@ def synth(
     def write(url: str) -> Manifest:
         return synthetic.synthesise(url, rows, schema, seed, rows_per_group=rows_per_group, track=shown)
 
+    synthetic.check(rows, schema, seed, rows_per_group)  # before anything is replaced
     if "://" in out:
         _refuse_existing(out, replace=replace)
         return _report_synthetic(out, write(out))

@@ -73,12 +73,7 @@ def synthesise(
 
     Without `rows_per_file` there are at least four files if the rows suffice. Raise ConfigError for impossible numbers.
     """
-    if schema not in SCHEMAS:
-        raise ConfigError(f"schema must be one of {', '.join(SCHEMAS)}, not '{schema}'")
-    if rows < 1 or rows_per_group < 1 or (rows_per_file is not None and rows_per_file < 1):
-        raise ConfigError(f"rows, rows per group and rows per file must be at least 1; rows is {rows}")
-    if seed < 0:
-        raise ConfigError(f"seed must be at least 0, not {seed}")
+    check(rows, schema, seed, rows_per_group, rows_per_file)
     if rows_per_file is None:
         rows_per_file = min(_MAX_ROWS_PER_FILE, -(-rows // _MIN_FILES))
     layout = SCHEMAS[schema]
@@ -103,6 +98,16 @@ def synthesise(
         categorical_columns=layout.categorical,
         vocabulary_size=VOCABULARY,
     )
+
+
+def check(rows: int, schema: str, seed: int, rows_per_group: int, rows_per_file: int | None = None) -> None:
+    """Raise ConfigError for impossible numbers."""
+    if schema not in SCHEMAS:
+        raise ConfigError(f"schema must be one of {', '.join(SCHEMAS)}, not '{schema}'")
+    if rows < 1 or rows_per_group < 1 or (rows_per_file is not None and rows_per_file < 1):
+        raise ConfigError(f"rows, rows per group and rows per file must be at least 1; rows is {rows}")
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0, not {seed}")
 
 
 def _cut(lo: int, hi: int, size: int) -> Iterator[tuple[int, int]]:

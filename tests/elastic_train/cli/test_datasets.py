@@ -120,6 +120,9 @@ def test_synth_writes_to_a_url(call: Call) -> None:
     assert [call("synth", url, "--rows", 9).code for _ in range(2)] == [0, 2]
     assert call("synth", url, "--rows", 8, "--replace").code == 0
     assert load_manifest(url).num_rows == 8
+    wrong = (("--rows", 0), ("--rows-per-group", 0), ("--seed", -1))
+    assert [call("synth", url, *options, "--replace").code for options in wrong] == [2, 2, 2]
+    assert load_manifest(url).num_rows == 8
 
 
 def test_rows_are_imported_and_packed(tmp_path: Path, call: Call) -> None:
