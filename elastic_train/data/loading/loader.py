@@ -101,7 +101,7 @@ class LaneLoader:
             )
 
     def _steps(self) -> Generator[list[LaneBatch], None, None]:
-        if self._num_workers == 0:
+        if self._num_workers == 0 or not self._lanes:
             ahead = ReadAhead(
                 self._reader,
                 self._order,

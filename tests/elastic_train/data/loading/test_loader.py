@@ -116,6 +116,16 @@ def test_any_micro_batch_reads_the_order_once(dataset: Manifest, micro_batch: in
     assert Counter(id_ for step in steps for batch in step for id_ in batch.ids.tolist()) == Counter(range(101))
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_without_lanes_takes_the_same_steps(dataset: Manifest, num_workers: int) -> None:
+    """A loop of one's own may have more ranks than lanes: the last ones have nothing to read, and the same state."""
+    order = order_of(dataset)
+    lanes = owned_lanes(0, NUM_LANES + 1, NUM_LANES)
+    loader = loader_of(dataset, order, lanes, num_workers=num_workers, num_steps=3)
+    assert (len(lanes), list(loader)) == (0, [[], [], []])
+    assert loader.state_dict() == LoaderStates(order, dataset.digest, MICRO_BATCH).write(Cursor(0, 3 * MICRO_BATCH))
+
+
 def test_tensors_are_those_of_the_ids(dataset: Manifest) -> None:
     """A micro-batch's tensors hold the rows that its ids name."""
     labels = Reader(dataset, ["label"]).read(np.arange(101))[0].column("label").to_pylist()
