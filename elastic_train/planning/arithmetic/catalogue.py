@@ -191,13 +191,15 @@ def _from_file(path: Path) -> Cluster:
         )
     device = catalogue.device(str(on.get("device")))
     nodes, per_node = on.get("nodes", 1), on.get("per_node", device.node)
-    if not all(isinstance(number, int) and number >= 1 for number in (nodes, per_node)):
+    if not all(type(number) is int and number >= 1 for number in (nodes, per_node)):
         raise ConfigError(f"--on {path}: cluster.nodes and cluster.per_node are whole numbers, at least 1")
-    inside = catalogue.link(on.get("inside", device.link))
-    return Cluster(device, inside, catalogue.link(on.get("between", _usual(device))), nodes, per_node)
+    inside, between = on.get("inside", device.link), on.get("between", _usual(device))
+    return Cluster(device, catalogue.link(str(inside)), catalogue.link(str(between)), nodes, per_node)
 
 
 def _catalogue(tree: Mapping[str, Any], where: str, base: Catalogue) -> Catalogue:
+    if wrong := [key for _, key in _KINDS if not isinstance(tree.get(key) or {}, dict)]:
+        raise ConfigError(*(f"{where}: {key} is not a mapping of names" for key in wrong))
     named = [(kind, name, values) for kind, key in _KINDS for name, values in (tree.get(key) or {}).items()]
     if wrong := [problem for kind, name, values in named for problem in _problems(kind, name, values, where)]:
         raise ConfigError(*wrong)
@@ -208,6 +210,11 @@ def _catalogue(tree: Mapping[str, Any], where: str, base: Catalogue) -> Catalogu
 
 
 _KINDS: tuple[tuple[Any, str], ...] = ((Device, "devices"), (Link, "links"))
+
+
+_SPEEDS = ("tflops_bf16", "tflops_fp32", "memory_gb_per_s", "bus_gb_per_s", "gb_per_s")
+_DIVISORS = (*_SPEEDS, "matmul_share", "memory_share", "share")
+"""Numbers that are divided by."""
 
 
 def _problems(kind: Any, name: str, values: Any, where: str) -> list[str]:
@@ -221,10 +228,12 @@ def _problems(kind: Any, name: str, values: Any, where: str) -> list[str]:
     wrong += [f"{where}: {name} lacks '{key}'" for key in needed if key not in values]
     numbers = {key: value for key, value in values.items() if key not in ("link", "is_cpu", "is_shared")}
     wrong += [
-        f"{where}: {name}.{key} must be a number of at least 0, not {value!r}"
+        f"{where}: {name}.{key} must be a number {'more than' if key in _DIVISORS else 'of at least'} 0, not {value!r}"
         for key, value in numbers.items()
-        if key in known and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0)
+        if key in known and not (type(value) in (int, float) and (value > 0 if key in _DIVISORS else value >= 0))
     ]
+    if not isinstance(values.get("link", ""), str):
+        wrong.append(f"{where}: {name}.link must be the name of a link, not {values['link']!r}")
     return wrong
 
 

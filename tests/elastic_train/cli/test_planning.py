@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_train.cli.main import main
+from elastic_train.errors import ConfigError
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.calibrating import Calibrated, measure_device
 from tests.conftest import PATIENCE_S, begin, places_of
@@ -72,6 +74,25 @@ def test_what_is_wrong_is_said_before_a_model_is_built(
 ) -> None:
     assert typed(str(tmp_path / "no.yaml"), *words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cluster: {device: H100, between: 100}", "no link '100'"),
+        ("cluster: {device: H100, inside: null}", "no link 'None'"),
+        ("cluster: {device: H100, nodes: true}", "are whole numbers"),
+        ("cluster: {device: H100}\nlinks: [IB]", "links is not a mapping of names"),
+        ("cluster: {device: H100}\nlinks: {IB: {gb_per_s: 0, alpha_s: 0}}", "IB.gb_per_s must be a number more than 0"),
+        ("cluster: {device: H100}\nlinks: {IB: {gb_per_s: true, alpha_s: 0}}", "IB.gb_per_s must be a number more"),
+        ("cluster: {device: D}\ndevices: {D: {link: 7}}", "D.link must be the name of a link, not 7"),
+    ],
+)
+def test_what_a_file_of_devices_has_wrong_is_said(text: str, said: str, tmp_path: Path) -> None:
+    """By its own name, as of a value that is missing, and before anything is divided by it."""
+    (tmp_path / "here.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_cluster(str(tmp_path / "here.yaml"))
 
 
 def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
