@@ -104,6 +104,8 @@ class Flags:
             yield f"--recovery must be one of {', '.join(RECOVERIES)}, not {self.recovery!r}"
         if self.ranks is not None and self.ranks < 1:
             yield f"--ranks must be at least 1, not {self.ranks}; leave it out for one rank per GPU"
+        if self.max_restarts is not None and self.max_restarts < 0:
+            yield f"--max-restarts must be at least 0, not {self.max_restarts}"
         for name, seconds in (("--ttl-s", self.ttl_s), ("--grace-s", self.grace_s), ("--timeout-s", self.timeout_s)):
             if seconds is not None and not 0 <= seconds < math.inf:
                 yield f"{name} must be a number of seconds, 0 or more, not {seconds}"

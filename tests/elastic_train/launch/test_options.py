@@ -281,6 +281,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     [
         (Flags(ranks=0), "--ranks must be at least 1, not 0"),
         (Flags(ranks=-1), "--ranks must be at least 1, not -1"),
+        (Flags(max_restarts=-1), "--max-restarts must be at least 0, not -1"),
         (Flags(timeout_s=-1.0), "--timeout-s must be a number of seconds"),
         (Flags(ttl_s=math.inf), "--ttl-s must be a number of seconds"),
         (Flags(grace_s=math.nan), "--grace-s must be a number of seconds"),
