@@ -23,7 +23,10 @@ def newest_record(run: Path) -> dict:
     """Return the newest sealed record: order is (term, step), never time."""
     records = [path for path in (run / "commits").iterdir() if re.fullmatch(r"\d{8,}-\d{12,}\.json", path.name)]
     for path in sorted(records, key=lambda path: tuple(map(int, path.stem.split("-"))), reverse=True):
-        record = json.loads(path.read_bytes())
+        try:
+            record = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError):
+            record = {}
         if record == {"void": True}:
             continue  # a place that a sweep has taken: no commit
         seal = record.pop("seal", None)

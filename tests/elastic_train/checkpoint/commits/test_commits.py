@@ -211,6 +211,8 @@ def test_a_fifty_line_reader_reads_a_commit(
     record = writer(local_store, discover(local_store).head).save(state, facts(3))
     if is_older:
         aged(local_store, record)
+    for step, torn in enumerate((b"", b'{"format":4,', b"[]"), start=4):  # by a disk, or a machine that went down
+        (Path(local_store.url) / "commits" / f"00000009-{step:012d}.json").write_bytes(torn)
     assert_equal_leaves(read_commit(Path(local_store.url)), dict(leaves_of(state)))
 
 
