@@ -23,7 +23,7 @@ from rendezvous.etcd.server import free_ports
 
 SPOOL = "ids"
 """Folder below a run's folder in which the hook of each process writes."""
-_BACKEND = re.compile(r"--rdzv[-_]backend[= ]+(\S+)")
+_BACKEND = re.compile(r"""--rdzv[-_]backend['"]?[= ]+['"]?([\w-]+)""")
 _ENDPOINT = re.compile(r"--rdzv[-_]endpoint\b|--master[-_]addr\b")
 _STANDALONE = re.compile(r"--standalone\b")
 
