@@ -8,6 +8,7 @@ Periods are text: '100 steps', '15 min', '2 epochs', or several with commas betw
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -88,7 +89,8 @@ class Section(BaseModel):
         for name, old in given.items():
             if section[name] != old.default:
                 _warn(f"configuration: {name} {old.why}")
-                today |= old.now(section) if old.now is not None else {}
+                with contextlib.suppress(AttributeError, TypeError):  # of a wrong value beside it, refused by its key
+                    today |= old.now(section) if old.now is not None else {}
         return today
 
     @field_validator("*", mode="before")

@@ -491,6 +491,26 @@ def test_old_keys_are_taken_with_a_warning_that_names_the_new_one(
     assert not set(yaml12.parse(config.to_yaml())["checkpoint"]) & set(CheckpointConfig.OLD)  # type: ignore[index, call-overload]
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"checkpoint": {"every": 100, "every_s": 60.0}}, r"'checkpoint\.every': has no unit"),
+        ({"validation": {"every": 100, "every_epochs": 2}}, r"'validation\.every': has no unit"),
+        ({"give_up_after": 30, "give_up_after_s": 600.0}, "'give_up_after': has no unit"),
+        ({"profile": {"at_steps": 5, "num_steps": 3}}, r"'profile\.at_steps' takes a list"),
+        (
+            {"profile": {"at_steps": ["10"], "num_steps": 3}},
+            r"'profile\.at_steps': must be a number",
+        ),
+        ({"optimizer": {"options": 5, "betas": [0.8, 0.9]}}, r"'optimizer\.options' is a section"),
+    ],
+)
+def test_a_wrong_value_beside_an_old_key_is_refused_by_name(keys: dict[str, object], said: str, tmp_path: Path) -> None:
+    """What says the same today is made of both."""
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path, {**GOOD, **keys})
+
+
 @pytest.mark.parametrize("text", ["10", "steps", "0 steps", "1.5 steps", "3 weeks", "1 h, 2 h", "9 steps, 8 steps", ""])
 def test_a_period_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="keep_every"):
