@@ -22,7 +22,7 @@ setup: .venv/.installed
 # looser range would pull several gigabytes of CUDA packages. The rest by uv, on every core; by pip where uv finds no index.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11"; exit 2; }
-	@echo "setup: creating .venv (about 2 GB, two to four minutes the first time)"
+	@echo "setup: creating .venv (about 2 GB, one to three minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) install --upgrade -c constraints.txt pip uv
 	@echo "setup: installing torch"
