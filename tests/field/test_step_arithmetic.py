@@ -144,7 +144,8 @@ def test_gradients_are_clipped_at_their_own_size_not_at_that_of_a_scaled_loss(
     """
     scaled = losses(train(tmp_path, texts, 4, precision="fp16", epochs=20))
     expected = list(losses(at_once).values())
-    begun = next(step for step, loss in scaled.items() if loss != scaled[1])
+    # Without an update the loss stays, but for its last bits, as each epoch has another order.
+    begun = next(step for step, loss in scaled.items() if loss < 0.99 * scaled[1])
     assert begun > 2, "no scale was too large for the first update"
     found = [scaled[step] for step in range(begun - 1, begun + 2)]
     assert found == pytest.approx(expected, rel=0.02)
