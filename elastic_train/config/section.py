@@ -89,7 +89,7 @@ class Section(BaseModel):
         for name, old in given.items():
             if section[name] != old.default:
                 _warn(f"configuration: {name} {old.why}")
-                with contextlib.suppress(AttributeError, TypeError):  # of a wrong value beside it, refused by its key
+                with contextlib.suppress(AttributeError, TypeError):  # a wrong value is refused later, by its key
                     today |= old.now(section) if old.now is not None else {}
         return today
 

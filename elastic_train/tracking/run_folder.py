@@ -23,7 +23,7 @@ from elastic_train.tracking.history_files import FOLDER
 
 CONFIG, RESULT, LINK = "config.yaml", "result.json", "mlflow.json"
 LAST_STEP, EARLY_STOPPING = "last step", "early stopping"
-"""What ended training, in a result."""
+"""Reasons why training ended, as written in result.json."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's loader, ten times as fast, where PyYAML has it: a start reads its configuration several times."""
 

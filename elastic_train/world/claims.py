@@ -53,7 +53,7 @@ class Claim:
     boot: str = ""
     born: int = 0
     space: str = ""
-    """Scope of the process's number; a container has its own."""
+    """PID namespace of the process: the machine's boot, and the container."""
     at: float = 0.0
     etcd: str = ""
     """Endpoints of the etcd in which it was claimed first; empty without etcd."""

@@ -196,7 +196,7 @@ def _check_large(
 ) -> None:
     """Raise ConfigError if the update of a large parameter differs from that of its parts, a small and a large one.
 
-    A moment that none of them has yet may come later.
+    Some moments are created only after several steps.
     """
     values, *gradients = _drawn(1 + _FEW, shape, device)
     every = [

@@ -22,7 +22,7 @@ LOST = "lost"
 
 
 class RayError(Exception):
-    """The base of all that Ray raises."""
+    """The base class of Ray's errors."""
 
 
 class OutOfMemoryError(RayError):
@@ -30,7 +30,7 @@ class OutOfMemoryError(RayError):
 
 
 class RayTaskError(RayError):
-    """What an actor's method raised."""
+    """An error raised by an actor's method."""
 
     cause = OSError(28, "No space left on device")
 
