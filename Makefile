@@ -61,13 +61,13 @@ test-long: test
 test-deploy: setup
 	@$(MAKE) -s skypilot || echo "test-deploy: SkyPilot's parser could not be installed"
 	@echo "test-deploy: jobs as a cluster runs them, with Slurm's own programs on machines in namespaces"
-	@$(PYTEST) $(WAITING) -rs -m "deploy or monitoring" tests/deploy tests/elastic_train/insight/test_prometheus.py
+	@$(PYTEST) $(WAITING) -rfEs -m "deploy or monitoring" tests/deploy tests/elastic_train/insight/test_prometheus.py
 
 # What takes no cluster, release or live job: manifests, schemas, the SkyPilot task.
 test-deploy-quick: setup
 	@$(MAKE) -s skypilot || echo "test-deploy-quick: SkyPilot's parser could not be installed"
 	@echo "test-deploy-quick: manifests by their APIs, tasks by their parsers"
-	@$(PYTEST) -rs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
+	@$(PYTEST) -rfEs -m deploy tests/deploy/test_kubernetes.py tests/deploy/test_skypilot.py
 
 # At another version of torch than the pin: `make test-torch TORCH=2.9.1`, the quick tests and a live job whose worker is killed.
 # An environment of its own has torch (4 GB where the index has no build for CPUs) and what that needs; .venv has the rest.
