@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 from elastic_train.errors import ConfigError, ElasticTrainError, UnfinishedError
-from rendezvous.agent.worker_end import described, memory_kills
+from rendezvous.agent.worker_end import RecentMemoryKills, described
 
 UNGUARDED_CODE = 64
 UNGUARDED = (
@@ -24,13 +24,13 @@ UNGUARDED = (
 NOTICED_S = 1.0
 """Most seconds between the end of a process's connections and its exit."""
 
-_needed: dict[BaseProcess, int | None] = {}
+_needed: dict[BaseProcess, RecentMemoryKills] = {}
 """Workers that must not end yet, with the count of out-of-memory kills before each."""
 
 
 def need(worker: BaseProcess) -> None:
     """Register a worker that has just been started."""
-    _needed[worker] = memory_kills()
+    _needed[worker] = RecentMemoryKills()
 
 
 def needed() -> set[BaseProcess]:
@@ -44,6 +44,12 @@ def need_no_more(workers: Iterable[BaseProcess]) -> None:
         _needed.pop(worker, None)
 
 
+def are_at_work() -> None:
+    """Note that the workers have just done some work: what the kernel kills meanwhile is not one of them."""
+    for kills in _needed.values():
+        kills.look()
+
+
 def ended_too_soon(patience_s: float = 0.0, workers: Collection[BaseProcess] | None = None) -> ElasticTrainError | None:
     """Return the error if a needed worker (by default any) has ended, or ends within `patience_s`; else None."""
     asked = needed() if workers is None else workers
@@ -55,7 +61,7 @@ def ended_too_soon(patience_s: float = 0.0, workers: Collection[BaseProcess] | N
     code = ended[0].exitcode
     if code == UNGUARDED_CODE:
         return ConfigError(UNGUARDED)
-    how = "exited with 0" if code == 0 else described(code or 0, _needed[ended[0]])
+    how = "exited with 0" if code == 0 else described(code or 0, _needed[ended[0]].before)
     return UnfinishedError(
         f"a worker process of the loader (data.num_workers) {how} while its batches were needed: the task's collate or "
         "a library ended it, or the system did. With data.num_workers: 0 this process reads the data itself"

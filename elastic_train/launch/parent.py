@@ -17,11 +17,12 @@ from elastic_train.system.preemption import ORDERS, WARNINGS, tell
 from rendezvous.agent.worker_end import (
     FAILURE_CODE,
     PAGE,
+    RECENT_S,
     UNFINISHED_CODE,
+    RecentMemoryKills,
     await_notes,
     described,
     judged,
-    memory_kills,
     named_on,
     new_page,
     note_end,
@@ -40,10 +41,10 @@ def train_in_a_child() -> None:
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # until the child listens
     keep_exit_codes()
-    parent, kills_before = os.getpid(), memory_kills()
+    parent, kills = os.getpid(), RecentMemoryKills()
     child = os.fork()
     if child:
-        _end_as(child, _status_of(child), page, kills_before)
+        _end_as(child, _status_of(child, kills), page, kills.before)
     die_with_parent()
     if os.getppid() != parent:
         os._exit(FAILURE_CODE)
@@ -53,11 +54,13 @@ def train_in_a_child() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _status_of(child: int) -> int:
+def _status_of(child: int, kills: RecentMemoryKills) -> int:
     """Forward requests to the child until it has ended; return its status."""
     while True:
-        heard = signal.sigwaitinfo(_HEARD)
-        if heard.si_signo != signal.SIGCHLD:
+        heard = signal.sigtimedwait(_HEARD, RECENT_S)
+        if heard is None:
+            kills.look()
+        elif heard.si_signo != signal.SIGCHLD:
             if heard.si_code != _BY_KERNEL:
                 os.kill(child, heard.si_signo)
             continue

@@ -33,6 +33,8 @@ IN_GOOD_ORDER = frozenset({0, 74, 75, 77, 79})
 LONGEST_PAGE = 1 << 14
 NOTED_WITHIN_S = 2.0
 """Seconds that an ending agent waits for its notes: the folder may hang."""
+RECENT_S = 15.0
+"""Seconds for which a process that the kernel kills for memory may take to end."""
 _NOTES = "note of an end"
 _REASONS = {
     signal.SIGBUS: "memory behind a mapped file is gone: shared memory (/dev/shm) is full, or a file was cut",
@@ -139,7 +141,7 @@ class Worker:
             self._close_page()
             raise
         self._code: int | None = None
-        self._kills_before = memory_kills()
+        self._kills = RecentMemoryKills()
         self._asked_with: signal.Signals | None = None
         self._named: Mapping[str, Any] | None = None
 
@@ -155,6 +157,8 @@ class Worker:
         """Return the exit code, a signal negated, UNFINISHED_CODE for a false 0; None while it runs."""
         if self._code is None and (code := self._handler.proc.poll()) is not None:
             self._code = self._judged(code)
+        if self._code is None:
+            self._kills.look()
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
@@ -173,7 +177,7 @@ class Worker:
         """Describe its end, as the predicate of a sentence."""
         code = self.poll()
         assert code is not None, "it has ended"
-        return described(code, self._kills_before)
+        return described(code, self._kills.before)
 
     def note_that_its_node_leaves(self, why: str) -> None:
         """Add to the note of its end that it is not replaced."""
@@ -183,7 +187,7 @@ class Worker:
         code = judged(code, self._page)
         self._named = named_on(self._page)
         if self._asked_with is None:
-            note_end(self._named, code, described(code, self._kills_before))
+            note_end(self._named, code, described(code, self._kills.before))
         elif code == -signal.SIGKILL:
             note_end(self._named, code, "was killed by its launcher: it had not left in the time that it was given")
         self._close_page()
@@ -251,7 +255,7 @@ def how_it_ended(worker: object, code: int) -> str:
 
 
 def described(code: int, kills_before: int | None = None) -> str:
-    """Describe the end of a process by its exit code, a signal negated, and `memory_kills` at its start."""
+    """Describe the end of a process by its exit code, a signal negated, and `memory_kills` shortly before."""
     if code == UNFINISHED_CODE:
         return "exited with 0 without finishing"
     if code >= 0:
@@ -265,6 +269,19 @@ def described(code: int, kills_before: int | None = None) -> str:
         return f"was killed by signal {-code}"
     reason = _REASONS.get(name)
     return f"was killed by {name.name}" + (f" ({reason})" if reason else "")
+
+
+class RecentMemoryKills:
+    """`memory_kills` from shortly before now: a process that is killed later than another was is not for memory."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self.before = now, memory_kills()
+        self._next, self._next_at = self.before, now()
+
+    def look(self) -> None:
+        """Call this often while a process runs: `before` is then from its start, or from RECENT_S to twice that ago."""
+        if self._now() - self._next_at >= RECENT_S:
+            self.before, self._next, self._next_at = self._next, memory_kills(), self._now()
 
 
 def memory_kills(root: Path = Path("/")) -> int | None:

@@ -33,7 +33,7 @@ from elastic_train.core.order import Cursor
 from elastic_train.data.loading.lane_batch import Collate, LaneBatch, SampleRules, builder_of
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.data.worker_failures import NOTICED_S, ended_too_soon, need, need_no_more, needed
+from elastic_train.data.worker_failures import NOTICED_S, are_at_work, ended_too_soon, need, need_no_more, needed
 from elastic_train.errors import ElasticTrainError, UnfinishedError
 
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated", category=UserWarning)  # torchdata's own call
@@ -239,6 +239,7 @@ def _read(loader: LaneDataLoader, num_lanes: int) -> Generator[list[LaneBatch], 
                 raise batch
             step.append(batch)
             if len(step) == num_lanes:
+                are_at_work()
                 yield step
                 step = []
         is_cut_short = False

@@ -15,7 +15,9 @@ import pytest
 from rendezvous.agent import worker_end
 from rendezvous.agent.worker_end import (
     FAILURE_CODE,
+    RECENT_S,
     UNFINISHED_CODE,
+    RecentMemoryKills,
     Worker,
     announce,
     await_notes,
@@ -158,6 +160,20 @@ def test_an_end_is_described(
 ) -> None:
     monkeypatch.setattr(worker_end, "memory_kills", lambda: now)
     assert described(code, before).startswith(expected)
+
+
+def test_what_was_killed_for_memory_long_before_is_no_reason_for_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process of the machine was, and this one goes on: whoever kills it later is not the kernel."""
+    clock, count = [0.0], [0]
+    monkeypatch.setattr(worker_end, "memory_kills", lambda: count[0])
+    kills = RecentMemoryKills(lambda: clock[0])
+    said = {}
+    for now in range(1, 100):
+        clock[0], count[0] = float(now), int(now >= 40)
+        kills.look()
+        said[now] = "for memory" in described(-signal.SIGKILL, kills.before)
+    assert not any(said[now] for now in range(1, 40)) and all(said[now] for now in range(40, 40 + int(RECENT_S)))
+    assert not any(said[now] for now in range(40 + 2 * int(RECENT_S) + 1, 100))
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
