@@ -215,6 +215,7 @@ def test_tests_are_interrupted_before_the_limit_and_those_that_ran_are_counted(t
 
 
 @pytest.mark.slow
+@pytest.mark.hunt
 def test_a_rank_that_is_lost_beside_another_on_one_device_costs_no_step() -> None:
     """Killed, stopped and out of memory, once each, as on a GPU, with a device that stands in for it."""
     found = {name: value for each in faults(Limit(time.monotonic() + 600.0), "cpu", 1) for name, value in each.items()}

@@ -25,10 +25,13 @@ exec {sys.executable} -m elastic_train.command "$@"
 
 LONGEST_S = 2400
 """Longer than the tests' own patience, which say what did not come."""
+BEGIN_FIRST = ("test_ray.py", "test_slurm_scenarios.py")
+"""They take longest: begun last, they would delay the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests of this folder the time that they may take on a busy machine."""
+    """Give tests of this folder the time that they may take on a busy machine, and begin with the longest."""
+    items.sort(key=lambda item: item.path.name not in BEGIN_FIRST)
     for item in items:
         if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LONGEST_S))

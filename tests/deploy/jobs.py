@@ -14,7 +14,7 @@ from tests.deploy.pages import command
 from tests.elastic_train.training.live.test_live import JOB, NO_HANG_S, history, until_whole, write_config
 
 SCRIPTS = ROOT / "deploy" / "slurm"
-PATIENCE_S = 500.0
+PATIENCE_S = 900.0
 """For whatever has to come: nodes have their imports to do first, and a machine may do much else."""
 STEPS, LANE_MS = 160, 600.0
 """Of a job that waits for faults: what is left of its steps once they are over is computed, so few long ones cost less

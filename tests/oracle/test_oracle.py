@@ -77,7 +77,9 @@ def test_a_run_ends_with_the_weights_of_a_plain_loop(tmp_path: Path, job: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--parallel.shards", "parameters"], ["--parallel.tensor", "1"]])
+@pytest.mark.parametrize(
+    "how", [["--parallel.shards", "parameters"], pytest.param(["--parallel.tensor", "1"], marks=pytest.mark.hunt)]
+)
 def test_so_does_a_language_model_whose_layers_could_be_cut(tmp_path: Path, how: list[str]) -> None:
     """Its gradients are measured, and its weights hashed, by parts that ranks of cells would have."""
     path = write_job(tmp_path, JOBS["five lanes, a lane without samples in the last step"], LANGUAGE_MODEL)

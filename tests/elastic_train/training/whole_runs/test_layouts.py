@@ -38,7 +38,7 @@ from tests.rounding import assert_same_but_for_rounding
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("layouts")]  # reference runs
 Keys = Mapping[str, object]
 Reference = Callable[[Keys], Path]
-HUNT = pytest.mark.hunt  # other rows, STRETCHES or `test_lost_ranks` have these
+HUNT = pytest.mark.hunt  # what other rows, STRETCHES or `test_lost_ranks` have, or costs seconds
 DEVICES = {"on_devices": True}
 
 TENSOR, CONTEXT, EXPERT, STAGES = ({f"parallel.{key}": 2} for key in ("tensor", "context", "expert", "pipeline"))
@@ -111,14 +111,14 @@ ROWS = [
     # sequence parallelism
     pytest.param(4, {**SEQUENCE, **OPTIMIZER, **ONCE, **SMALL}, {}, marks=HUNT),
     pytest.param(4, {**SEQUENCE, **PARAMETERS, **UNITS, **AUDITED}, DEVICES),
-    pytest.param(4, {**SEQUENCE, **CHUNKS}, {}),
+    pytest.param(4, {**SEQUENCE, **CHUNKS}, {}, marks=HUNT),
     # context parallelism
     pytest.param(4, {**CONTEXT, **UNITS, **AUDITED, **SMALL}, {}),
     pytest.param(4, {**CONTEXT, **OPTIMIZER}, DEVICES),
     pytest.param(4, {**CONTEXT, **CHUNKS, **SMALL}, {}, marks=HUNT),
     pytest.param(8, {**CONTEXT, **GPIPE, **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **PARAMETERS, **ONCE, **UNITS, **AUDITED}, {}),
-    pytest.param(6, {**CONTEXT, "parallel.expert": 1, **OPTIMIZER, **ONCE, **UNITS}, {}),
+    pytest.param(6, {**CONTEXT, "parallel.expert": 1, **OPTIMIZER, **ONCE, **UNITS}, {}, marks=HUNT),
     pytest.param(8, {**CONTEXT, **CHUNKS, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**CONTEXT, **STAGES, **UNITS, **AUDITED}, {}, marks=HUNT),
     # pipeline stages
@@ -126,13 +126,13 @@ ROWS = [
     pytest.param(4, {**GPIPE, **OPTIMIZER, **ONCE, **SMALL, **AUDITED}, {}),
     pytest.param(6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}, {}, marks=HUNT),
     pytest.param(4, {**STAGES, **GRADIENTS, **UNITS}, DEVICES, marks=HUNT),
-    pytest.param(4, {**CHUNKS, **UNITS, **SMALL, "run.audit_lanes": 1}, {}),
+    pytest.param(4, {**CHUNKS, **UNITS, **SMALL, "run.audit_lanes": 1}, {}, marks=HUNT),
     pytest.param(6, {**CHUNKS, **GRADIENTS, **ONCE}, {}, marks=HUNT),
     pytest.param(4, {**CHUNKS, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}),
     pytest.param(4, {**CHUNKS, **OPTIMIZER, **ALL_AT_ONCE}, DEVICES),
     pytest.param(4, {**GPIPE, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     # experts spread over ranks, some of which have one lane more
-    pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}),
+    pytest.param(2, {**EXPERT, **SMALL, "parallel.recompute": "selective"}, {}, marks=HUNT),
     pytest.param(4, {"parallel.expert": 4, **ALL_AT_ONCE}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, **PARAMETERS, "parallel.offload": "all", **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, **GRADIENTS, **UNITS, **AUDITED}, {}),
@@ -141,28 +141,28 @@ ROWS = [
     pytest.param(4, {**EXPERT, **GPIPE}, {}, marks=HUNT),
     pytest.param(8, {**EXPERT, **CHUNKS, **SMALL, **UNITS, **AUDITED}, {}, marks=HUNT),
     pytest.param(8, {**EXPERT, **CHUNKS, **SMALL, **GRADIENTS, **ONCE}, {}, marks=HUNT),
-    pytest.param(4, {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}, DEVICES),
+    pytest.param(4, {**EXPERT, **CHUNKS, **OPTIMIZER, "parallel.recompute": "selective"}, DEVICES, marks=HUNT),
     pytest.param(8, {**EXPERT, **STAGES, **PARAMETERS, **ONCE}, {}, marks=HUNT),
     # combinations
     pytest.param(8, {**TENSOR, **STAGES, **GRADIENTS, **ONCE}, {}, marks=HUNT),
-    pytest.param(8, {**TENSOR, **CONTEXT, **UNITS, **OPTIMIZER, **ONCE}, {}),
+    pytest.param(8, {**TENSOR, **CONTEXT, **UNITS, **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(8, {**TENSOR, **CONTEXT, **STAGES}, {}, marks=HUNT),
     pytest.param(8, {**SEQUENCE, **CONTEXT, **GRADIENTS, **AUDITED}, {}, marks=HUNT),
     pytest.param(4, {**TENSOR, **EXPERT}, {}, marks=HUNT),
-    pytest.param(4, {**SEQUENCE, **EXPERT, **UNITS, **AUDITED}, {}),
+    pytest.param(4, {**SEQUENCE, **EXPERT, **UNITS, **AUDITED}, {}, marks=HUNT),
     pytest.param(6, {**SEQUENCE, "parallel.expert": 1, **GRADIENTS}, {}, marks=HUNT),
-    pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}),
+    pytest.param(8, {**TENSOR, **EXPERT, **STAGES}, {}, marks=HUNT),
     pytest.param(4, {**TENSOR, "parallel.expert": 1, **OPTIMIZER, **UNITS, **AUDITED}, {}, marks=HUNT),
     # blocks compiled between their exchanges
-    pytest.param(4, {**TENSOR, **UNITS, **COMPILED}, {}),
+    pytest.param(4, {**TENSOR, **UNITS, **COMPILED}, {}, marks=HUNT),
     pytest.param(4, {**EXPERT, **COMPILED}, {}, marks=HUNT),
     # other kernels; in fp16 the first steps search for the scale, and stages without a loss must skip the same updates
     pytest.param(4, {**CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}),
     pytest.param(3, {"precision": "fp16", "epochs": 2, "optimizer.options.fused": True}, {}),
-    pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}),
+    pytest.param(4, {**CHUNKS, "optimizer.name": "muon", **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(3, {**ADAFACTOR, **PARAMETERS, **ONCE, "parallel.offload": "all"}, {}),
     pytest.param(2, {**ADAFACTOR, **GRADIENTS, "parallel.offload": "optimizer"}, {}),
-    pytest.param(4, {**ADAFACTOR, **CHUNKS, **OPTIMIZER, **ONCE}, {}),
+    pytest.param(4, {**ADAFACTOR, **CHUNKS, **OPTIMIZER, **ONCE}, {}, marks=HUNT),
     pytest.param(4, {**ADAFACTOR, **STAGES, **AUDITED}, {}),
     pytest.param(
         4, {**ADAFACTOR, **CHUNKS, "precision": "fp16", "epochs": 2, "parallel.offload": "optimizer"}, {}, marks=HUNT
@@ -172,12 +172,12 @@ ROWS = [
     # float8, whose scales are of rows: of tokens, of outputs, and of what a rank sums over
     pytest.param(3, {**FP8, "parallel.recompute": "selective", **AUDITED}, {}),
     pytest.param(2, {**FP8, **GRADIENTS, **UNITS}, {}),
-    pytest.param(4, {**FP8, **EXPERT, **PARAMETERS, **ONCE}, {}),
-    pytest.param(4, {**FP8, **SEQUENCE, **OPTIMIZER, **UNITS}, {}),
-    pytest.param(4, {**FP8, **TENSOR, **AUDITED}, DEVICES),
-    pytest.param(4, {**FP8, **CONTEXT, **CHUNKS}, {}),
+    pytest.param(4, {**FP8, **EXPERT, **PARAMETERS, **ONCE}, {}, marks=HUNT),
+    pytest.param(4, {**FP8, **SEQUENCE, **OPTIMIZER, **UNITS}, {}, marks=HUNT),
+    pytest.param(4, {**FP8, **TENSOR, **AUDITED}, DEVICES, marks=HUNT),
+    pytest.param(4, {**FP8, **CONTEXT, **CHUNKS}, {}, marks=HUNT),
     pytest.param(2, {**FP8, **COMPILED}, {}, marks=HUNT),
-    pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}),
+    pytest.param(4, {**EXPERT, "optimizer.name": "muon", **OPTIMIZER}, {}, marks=HUNT),
 ]
 
 
@@ -216,7 +216,9 @@ STRETCHES: dict[str, list[tuple[int, Keys]]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRETCHES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("shards", "stages", "context") else pytest.param(name, marks=HUNT) for name in STRETCHES]
+)
 def test_commits_continue_in_any_layout_that_computes_the_same(
     tmp_path: Path, fewer_rows: Path, reference: Reference, name: str
 ) -> None:
@@ -252,7 +254,11 @@ def test_commits_continue_in_layouts_that_round_otherwise(
 
 @pytest.mark.parametrize(
     ("num_ranks", "keys"),
-    [(8, {**TENSOR, **CONTEXT}), (8, {**EXPERT, **CHUNKS, **SMALL}), (4, {**ADAFACTOR, **STAGES})],
+    [
+        (8, {**TENSOR, **CONTEXT}),
+        pytest.param(8, {**EXPERT, **CHUNKS, **SMALL}, marks=HUNT),
+        (4, {**ADAFACTOR, **STAGES}),
+    ],
     ids=str,
 )
 def test_fast_sums_differ_by_rounding_alone(
@@ -287,14 +293,17 @@ def test_float8_learns_as_bf16_does(reference: Reference) -> None:
     "layouts",
     [
         [(2, SEQUENCE), (4, {**SEQUENCE, **GRADIENTS})],
-        [
-            (2, STAGES),
-            (3, {"parallel.pipeline": 3}),
-            (4, {**GPIPE, **OPTIMIZER, **ONCE}),
-            (4, {**CHUNKS, **GRADIENTS, **AUDITED}),
-            (6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}),
-        ],
-        [(4, {**TENSOR, **STAGES}), (8, {**TENSOR, **STAGES, **OPTIMIZER, **ONCE})],
+        pytest.param(
+            [
+                (2, STAGES),
+                (3, {"parallel.pipeline": 3}),
+                (4, {**GPIPE, **OPTIMIZER, **ONCE}),
+                (4, {**CHUNKS, **GRADIENTS, **AUDITED}),
+                (6, {**STAGES, **PARAMETERS, **ONCE, **UNITS}),
+            ],
+            marks=HUNT,
+        ),
+        pytest.param([(4, {**TENSOR, **STAGES}), (8, {**TENSOR, **STAGES, **OPTIMIZER, **ONCE})], marks=HUNT),
     ],
     ids=["tokens", "stages", "tensor in stages"],
 )
@@ -355,6 +364,7 @@ def test_a_cell_that_cannot_read_a_sample_keeps_no_other_waiting(tmp_path: Path)
     assert found[2] == found[4]
 
 
+@HUNT
 def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_path: Path, fewer_rows: Path) -> None:
     """Lanes with one row of four tokens for one of two experts: if tensor ranks of a cell had gradients of different
     blocks, they would wait for one another in a cycle."""
@@ -368,7 +378,7 @@ def test_lanes_without_a_token_for_some_ranks_experts_keep_nobody_waiting(tmp_pa
         assert_same_bits(tmp_path / name, tmp_path / "one")
 
 
-@pytest.mark.parametrize("keys", [{}, STAGES], ids=["whole", "staged"])
+@pytest.mark.parametrize("keys", [{}, pytest.param(STAGES, marks=HUNT)], ids=["whole", "staged"])
 def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
     tmp_path: Path, fewer_rows: Path, keys: Keys
 ) -> None:
@@ -385,7 +395,7 @@ def test_lanes_are_audited_where_nothing_below_the_first_experts_is_trained(
     [
         (3, {}, 4),
         (3, {**PARAMETERS, "parallel.offload": "all"}, 4),
-        (4, CHUNKS, 7),
+        pytest.param(4, CHUNKS, 7, marks=HUNT),
         pytest.param(3, PARAMETERS, 4, marks=HUNT),
         pytest.param(3, {**GRADIENTS, "parallel.wire": "bf16"}, 4, marks=HUNT),
         pytest.param(4, EXPERT, 7, marks=HUNT),

@@ -124,6 +124,7 @@ def test_commits_of_stages_go_on_at_other_degrees_and_export_to_the_same_folder(
     assert loaded.keys() == weights.keys() and all(loaded[name].equal(tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.hunt
 def test_chunks_and_tensor_ranks_of_drawn_weights(tmp_path: Path, fewer_rows: Path) -> None:
     """The pipeline, its schedule and the number of cells change no bit: neither relative to one process, in bf16, nor
     to tensor ranks alone, with or without sequence parallelism, and through a lost rank; attention has dropout."""
