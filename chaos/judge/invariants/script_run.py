@@ -113,14 +113,15 @@ def agreement(run: Evidence) -> str:
 
 
 def coverage(run: Evidence, reference: Evidence | None) -> str:
-    """Every row of every epoch was applied exactly once by the lineage."""
+    """Every row of every epoch was applied exactly once by the lineage, and the epochs are those without faults."""
     counts, expected = counts_of(run), _expected(reference)
     last, tallies = max(counts), tallies_of(run)
     # Report differences caused by faults before those that occur without them.
     for epoch in sorted(counts, key=lambda epoch: (tallies[epoch] == expected.get(epoch), epoch)):
         times = counts[epoch]
-        # A job that ends inside an epoch without faults may do so with them.
-        is_cut_short = epoch == last and epoch in expected and expected[epoch].num_skipped > 0
+        # A job that ends inside an epoch without faults may do so with them, but not earlier.
+        most_skipped = expected[epoch].num_skipped if epoch == last and epoch in expected else 0
+        is_cut_short = tallies[epoch].num_skipped <= most_skipped
         wrong = np.flatnonzero(times > 1 if is_cut_short else times != 1)
         if wrong.size and (times[wrong] > 1).any():
             row = int(wrong[times[wrong] > 1][0])
@@ -130,14 +131,29 @@ def coverage(run: Evidence, reference: Evidence | None) -> str:
             raise Unknown(reason)
         if wrong.size:
             raise Violated(f"epoch {epoch}: row {int(wrong[0])} was never applied; {_in_all(run, expected)}")
+    _check_epochs(run, expected)
     rows = {len(times) for times in counts.values()}
     return f"{len(counts)} epochs of {' or '.join(str(size) for size in sorted(rows))} rows, each row exactly once"
 
 
+def _check_epochs(run: Evidence, expected: dict[int, Tally]) -> None:
+    """The epochs are those of the run without faults; if that is not known, none is left out between two."""
+    counts = counts_of(run)
+    due = sorted(expected) or range(min(counts), max(counts))
+    if (lost := next((epoch for epoch in due if epoch not in counts), None)) is not None:
+        if (reason := unreported(run)) is not None:
+            raise Unknown(reason)
+        raise Violated(f"epoch {lost} was never applied")
+    if expected and (more := sorted(counts.keys() - expected.keys())):
+        raise Violated(f"epoch {more[0]} was applied, and without faults it was not")
+
+
 def _expected(reference: Evidence | None) -> dict[int, Tally]:
-    """Return the tallies of the run without faults; empty if it logs nothing."""
+    """Return the tallies of the run without faults; empty if it logs nothing, or has not finished."""
+    if reference is None or (reference.result or {}).get("status") != "done":
+        return {}
     try:
-        return tallies_of(reference) if reference is not None else {}
+        return tallies_of(reference)
     except (Unknown, Violated):
         return {}
 
