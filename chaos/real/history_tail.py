@@ -86,7 +86,8 @@ class Followed:
 
     def _take_step(self, line: Line) -> None:
         """Take a step's values; the rate follows from the same rank's previous step."""
-        self.step, self.epoch, self.loss = whole(line, "step"), whole(line, "epoch"), number(line, "loss")
+        self.step, self.epoch = whole(line, "step"), whole(line, "epoch")
+        self.loss = None if line["loss"] is None else number(line, "loss")  # no sample of it has a target
         self.applied_at = number(line, "t")
         self.began_at = self.began_at or self.applied_at
         if line["rank"] == 0:

@@ -85,7 +85,7 @@ def _known(result: Line, name: str) -> object:
 
 
 def _check_skipped(run: Evidence, result: Line) -> None:
-    """Steps without an update have no sample, or a non-finite loss or gradient; all are in the lineage."""
+    """Steps without an update have no target, or a non-finite loss or gradient; all are in the lineage."""
     said, steps = skipped_steps(result), {one.step: one for one in lineage_of(run)}
     if beyond := sorted(said - steps.keys()):
         raise Violated(f"result.json says that step {beyond[0]} has no update, which the job does not have")

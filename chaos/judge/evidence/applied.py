@@ -320,9 +320,8 @@ def num_not_applied(run: Evidence) -> int:
 
 
 def is_empty(applied: Applied) -> bool:
-    """Return True if a step had no sample, all being in unreadable row groups: its loss is None."""
-    lines = applied.lines
-    return bool(lines) and all(line.get("num_samples") == 0 and line.get("loss") is None for line in lines)
+    """Return True if no sample of a step has a target, or all are in unreadable row groups: its loss is None."""
+    return bool(applied.lines) and all(line["loss"] is None for line in applied.lines)
 
 
 def is_finite(run: Evidence, applied: Applied) -> bool:

@@ -37,7 +37,7 @@ def progress(run: Evidence) -> str:
 
 
 def updates(run: Evidence) -> str:
-    """Only non-finite steps are without an update, and at most as many as faults caused."""
+    """Only steps without a target or a finite loss have no update; of the latter at most as many as faults caused."""
     skipped, given = skipped_steps(result_of(run)), sum(fault["kind"] == "nan_loss" for fault in run.of("fault"))
     told = {whole(line, "step") for line in run.of("nonfinite")}
     for applied in lineage_of(run):

@@ -246,7 +246,10 @@ def test_ctrl_c_ends_a_soak_between_two_faults(tmp_path: Path) -> None:
 
 
 def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
-    """Half a line is waited for; a restore sets the step back; lines of an older term are skipped."""
+    """Half a line is waited for; a restore sets the step back; lines of an older term are skipped.
+
+    A step without a target has no loss.
+    """
     path = tmp_path / "history" / "00000001-00000-1.jsonl"
     path.parent.mkdir()
     followed = Followed()
@@ -262,10 +265,12 @@ def test_histories_are_followed_line_by_line(tmp_path: Path) -> None:
     whole = [json.dumps(line) + "\n" for line in (form, {**step, "step": 5}, {"op": "commit", "term": 1, "step": 5})]
     assert follow(whole[0] + whole[1][:40]) == (1, 0, None)
     assert follow(whole[1][40:] + whole[2]) == (1, 5, 5)
-    assert followed.pids == {0: 7}
+    assert (followed.pids, followed.loss) == ({0: 7}, 1.5)
+    assert follow(json.dumps({**step, "step": 6, "loss": None}) + "\n") == (1, 6, 5)
+    assert followed.loss is None
     newer = {"op": "restore", "t": 1, "term": 2, "step": 3, "resumed": None}
     (tmp_path / "history" / "00000002-00000-2.jsonl").write_text(json.dumps(newer) + "\n")
-    assert follow(json.dumps({**step, "step": 6}) + "\n") in {(2, 3, 5), (1, 6, 5)}
+    assert follow(json.dumps({**step, "step": 7}) + "\n") in {(2, 3, 5), (1, 7, 5)}
     assert follow("") == (2, 3, 5)
 
 

@@ -1,14 +1,19 @@
-"""Stopping without progress: a process that makes none must stop in time, and no process may stop without a reason."""
+"""Progress: a process that makes none must stop in time, none may stop without a reason, and updates need a target."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chaos.judge.evidence.run_files import Evidence, Line
 from chaos.judge.findings import Violated
 from chaos.judge.invariants.progress import progress
+from chaos.judge.verdict import examine
+from chaos.planted.edits import edit, edit_json, forge, rewrite
+from tests.chaos.recorded import LANES, MICRO_BATCH, ORDER, ROWS
 
 LIMITS: Line = {"give_up_after": "5 worlds, 1 min"}
 
@@ -55,3 +60,27 @@ def test_93_for_what_a_history_says_has_a_reason(op: str) -> None:
 
 def test_a_job_that_is_never_to_give_up_does_not() -> None:
     assert progress(run(*unformed(*range(0, 1000, 10)), config={**LIMITS, "give_up_after": None}))
+
+
+def test_a_step_whose_samples_have_no_target_needs_no_fault(folder: Path) -> None:
+    """Its loss is null, nothing is learned from it, and result and commits list it: with faults as without."""
+
+    def is_it(line: Line) -> bool:
+        return line.get("step") == 3
+
+    for name in ("faulted", "reference"):
+        own = folder / name
+        edit(own, lambda line: {**line, "loss": None} if line["op"] == "step" and is_it(line) else line)
+        forge(own, lambda record: {**record, "skipped_steps": [[2, 3]]})
+        edit_json(own / "result.json", skipped_steps=[[2, 3]])
+        for path in (own / "metrics").glob("*.jsonl"):
+            rewrite(path, lambda lines: [line for line in lines if not is_it(line)])
+        held = json.loads((own / "tracked.json").read_text())["train/loss"]
+        edit_json(own / "tracked.json", **{"train/loss": [point for point in held if point[0] != 3]})
+    witness = np.load(folder / "faulted" / "witness.npy")
+    for lane in range(LANES):
+        witness[ORDER.epoch(0).ids(lane, 0, ROWS)[2 * MICRO_BATCH : 3 * MICRO_BATCH]] -= 1
+    np.save(folder / "faulted" / "witness.npy", witness)
+    found = {finding.invariant: finding for finding in examine(folder).findings}
+    assert [finding for finding in found.values() if finding.truth != "true"] == []
+    assert found["updates"].why.startswith("0 of 30 steps without an update")
