@@ -37,7 +37,7 @@ from chaos.scenario.model import Scenario
 from chaos.scenario.networks import NETWORKS
 from chaos.scenario.schedule import Due
 from chaos.scenario.soak import Drawn, kinds_of
-from chaos.services.surroundings import FREEZING, Surroundings, surroundings
+from chaos.services.surroundings import FREEZING, WAYS, Surroundings, surroundings
 from elastic_train.config.schema import Config
 from elastic_train.config.sources import as_argument
 from elastic_train.core.mixture import RunOrder
@@ -199,6 +199,12 @@ def clear(folder: Path) -> None:
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
     for name in (FAULTED, REFERENCE, BESIDE):
+        ways = folder / f"{name}{WAYS}"
+        for way in ways.glob("*"):  # left, like disks, by a run that was killed
+            subprocess.run(["umount", "-l", str(way)], check=False, capture_output=True)
+            way.rmdir()
+        if ways.exists():
+            ways.rmdir()
         for disk in (folder / name / mounted for mounted in FREEZING):
             if os.path.ismount(disk):  # left, maybe frozen, by a run that was killed
                 subprocess.run(["fsfreeze", "--unfreeze", str(disk)], check=False, capture_output=True)

@@ -59,12 +59,11 @@ class StoreMount:
 def mounted(store: Path, folder: Path) -> Iterator[StoreMount]:
     """Mount a folder at a second path; raises NoMountError."""
     folder.mkdir(parents=True, exist_ok=True)
-    run_as_root("mount", "--rbind", str(store), str(folder))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(folder.rmdir)
+        run_as_root("mount", "--rbind", str(store), str(folder))
+        undo.callback(run_as_root, "umount", "--lazy", str(folder))
         yield StoreMount(store, folder)
-    finally:
-        run_as_root("umount", "--lazy", str(folder))
-        folder.rmdir()
 
 
 def _insist(*command: str) -> None:

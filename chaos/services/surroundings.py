@@ -71,6 +71,8 @@ class OwnData:
 DISK_MB = 64
 FREEZING = ("data", "metrics")
 """Run folders that are mounted if a scenario has a `freezing_disk`; `data` also if its disk can become full."""
+WAYS = ".ways"
+"""End of the name of the folder next to a run's that holds each node's mount of it."""
 
 
 @dataclass(slots=True)
@@ -193,7 +195,7 @@ def _authority(folder: Path) -> Authority:
 
 def _ways(undo: contextlib.ExitStack, folder: Path, count: int) -> dict[int, StoreMount]:
     """Mount a run's folder once more for each node, next to it."""
-    outside = folder.with_name(f"{folder.name}.ways")
+    outside = folder.with_name(f"{folder.name}{WAYS}")
     outside.mkdir()
     undo.callback(outside.rmdir)
     return {number: undo.enter_context(mounted(folder, outside / str(number))) for number in range(count)}

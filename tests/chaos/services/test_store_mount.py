@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from chaos.real.runs import clear
+from chaos.services import store_mount
 from chaos.services.store_mount import NoMountError, mounted
+from chaos.services.surroundings import _ways
 
 pytestmark = pytest.mark.slow
 
@@ -39,3 +43,33 @@ def test_a_process_with_mounts_of_its_own_is_refused_and_let_write_again(tmp_pat
         pytest.skip(str(error))
     assert answers == ["written", "Read-only file system", "written"]
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["0", "2"]
+
+
+def test_a_machine_that_permits_no_mounts_keeps_no_folders_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user without root has runs that leave such faults out; their end, and the next run, find nothing in the way."""
+
+    def refuse(*_: str) -> None:
+        raise NoMountError("mount: must be superuser to use mount.")
+
+    monkeypatch.setattr(store_mount, "run_as_root", refuse)
+    (tmp_path / "faulted").mkdir()
+    for _ in range(2):
+        with contextlib.ExitStack() as undo, contextlib.suppress(NoMountError):
+            _ways(undo, tmp_path / "faulted", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["faulted"]
+
+
+def test_mounts_that_a_killed_run_has_left_are_cleared_away(tmp_path: Path) -> None:
+    """SIGKILL takes nothing away: the next run in that folder begins all the same."""
+    (tmp_path / "run" / "faulted").mkdir(parents=True)
+    (tmp_path / "run" / "faulted" / "result.json").touch()
+    killed = contextlib.ExitStack()
+    try:
+        _ways(killed, tmp_path / "run" / "faulted", 2)
+    except NoMountError as error:
+        pytest.skip(str(error))
+    clear(tmp_path / "run")
+    killed.pop_all()
+    assert list((tmp_path / "run").iterdir()) == []
