@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from chaos.errors import ScenarioError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -22,13 +24,23 @@ class Ledger(Generic[Entry]):
     """An append-only file of entries; `read` makes an entry of a line's fields."""
 
     def __init__(self, path: Path, read: Callable[[Mapping[str, Any]], Entry]) -> None:
-        """Open the file, creating it if necessary, and read its entries into `entries`."""
+        """Open the file, creating it if necessary, and read its entries into `entries`.
+
+        Raise ScenarioError, and change nothing, if it holds anything else.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text() if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        self.entries = [read(json.loads(line)) for line in whole.splitlines()]
-        self._file = path.open("r+" if text else "w")
-        self._file.truncate(len(whole.encode()))
+        content = path.read_bytes() if path.exists() else b""
+        *whole, last = content.split(b"\n")
+        try:
+            self.entries = [read(json.loads(line)) for line in whole]
+            if last and not _is_cut(last):
+                read(json.loads(last))
+        except (ValueError, TypeError, LookupError) as error:
+            raise ScenarioError(
+                f"{path}: holds something else than outcomes of such jobs; name another file"
+            ) from error
+        self._file = path.open("r+" if content else "w")
+        self._file.truncate(len(content) - len(last))
         self._file.seek(0, 2)
 
     def add(self, entry: Entry) -> None:
@@ -37,6 +49,15 @@ class Ledger(Generic[Entry]):
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_cut(line: bytes) -> bool:
+    """Return True if a line is the beginning of a mapping in JSON."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return line.startswith(b"{")
+    return False
 
 
 def code_version() -> str:

@@ -94,6 +94,17 @@ def test_a_job_that_is_not_valid_is_kept_and_the_storm_goes_on(tmp_path: Path, t
     assert Tally(again.entries).fields()["failed"] == tally.fields()["failed"]
 
 
+@pytest.mark.parametrize(
+    "text", ["buy milk", "buy milk\n", "[1]\n", '{"seed": 1}\n', '{"seed": 1}', "\xe9\n", '{"job": 1, "lay\n']
+)
+def test_a_file_that_is_no_ledger_is_kept(tmp_path: Path, text: str) -> None:
+    """A wrong file is named, and nothing in it is taken for a line that was cut."""
+    (tmp_path / "ledger.jsonl").write_text(text, encoding="latin-1")
+    with pytest.raises(ScenarioError, match="holds something else than outcomes of such jobs"):
+        open_storm(tmp_path / "ledger.jsonl")
+    assert (tmp_path / "ledger.jsonl").read_text(encoding="latin-1") == text
+
+
 def test_wrong_options_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError) as refused:
         Storm(0, 10, 1, ("hole",), tmp_path, "10gbee")
