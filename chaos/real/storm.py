@@ -14,14 +14,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos.errors import ChaosError, RunError, ScenarioError
+from chaos.errors import ChaosError, ScenarioError
 from chaos.judge.verdict import Verdict
 from chaos.ledger import Ledger, code_version
 from chaos.scenario.layouts import LAYOUTS
 from chaos.scenario.model import Scenario
 from chaos.scenario.networks import NETWORKS
-from elastic_train.errors import ElasticTrainError
+from elastic_train.errors import ConfigError, ElasticTrainError
 
+IN_VAIN = 10
+"""Jobs in a row that ended before a fault, after which no more are begun."""
 Execute = Callable[[Scenario, int, Path, str], Verdict]
 """Runs and judges a scenario with a seed, in a folder; the text is the command that does it again."""
 
@@ -131,7 +133,10 @@ def open_storm(path: Path) -> Ledger[Entry]:
 
 
 def run_storm(storm: Storm, execute: Execute, say: Callable[[str], None]) -> Tally:
-    """Run jobs until there were enough faults, or one was stopped by Ctrl-C; continue where the ledger ends."""
+    """Run jobs until there were enough faults, or one was stopped by Ctrl-C; continue where the ledger ends.
+
+    Raises ScenarioError or ConfigError if a job cannot be configured: then no job can.
+    """
     ledger = open_storm(storm.folder / "ledger.jsonl")
     code, tally = code_version(), Tally([entry for entry in ledger.entries if entry.options == storm.options])
     try:
@@ -141,6 +146,9 @@ def run_storm(storm: Storm, execute: Execute, say: Callable[[str], None]) -> Tal
             tally.entries.append(entry)
             say(f"{entry}; {tally}")
             if entry.is_stopped:
+                break
+            if len(tally.entries) >= IN_VAIN and not any(entry.faults for entry in tally.entries[-IN_VAIN:]):
+                say(f"the last {IN_VAIN} jobs ended before a fault: no more are begun")
                 break
     finally:
         ledger.close()
@@ -165,7 +173,9 @@ def _run_job(storm: Storm, job: int, code: str, execute: Execute) -> Entry:
     again = f"elastic-chaos storm --layouts {name} --per-job {storm.per_job} --faults 1 --seed {seed}{network}"
     try:
         verdict = execute(scenario, seed, folder, again)
-    except (ChaosError, RunError, ElasticTrainError, OSError) as error:
+    except (ScenarioError, ConfigError):
+        raise
+    except (ChaosError, ElasticTrainError, OSError) as error:
         return Entry(**known, valid=False, faults={}, seconds=time.monotonic() - began, error=str(error))
     if verdict.is_valid:
         shutil.rmtree(folder)

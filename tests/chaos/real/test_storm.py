@@ -15,10 +15,11 @@ import pytest
 from chaos.errors import RunError, ScenarioError
 from chaos.judge.verdict import Verdict
 from chaos.real.leftovers import on_first_signal
-from chaos.real.storm import Storm, Tally, open_storm, run_storm
+from chaos.real.storm import IN_VAIN, Storm, Tally, open_storm, run_storm
 from chaos.scenario.layouts import LAYOUTS
 from chaos.scenario.model import Scenario
 from elastic_train.config.sources import as_argument, load
+from elastic_train.errors import ConfigError
 
 Ran = list[tuple[str, int]]
 
@@ -92,6 +93,28 @@ def test_a_job_that_is_not_valid_is_kept_and_the_storm_goes_on(tmp_path: Path, t
     again = open_storm(tmp_path / "ledger.jsonl")
     again.close()
     assert Tally(again.entries).fields()["failed"] == tally.fields()["failed"]
+
+
+def test_a_storm_whose_jobs_all_fail_before_a_fault_ends(tmp_path: Path) -> None:
+    """It would go on for ever, as nothing brings it nearer to its number of faults."""
+    said: list[str] = []
+    ran: Ran = []
+    tally = run_storm(storm(tmp_path), executing(ran, whole="stuck", tensor="stuck"), said.append)
+    assert len(ran) == len(tally.failed) == IN_VAIN
+    assert said[-1] == f"the last {IN_VAIN} jobs ended before a fault: no more are begun"
+
+
+@pytest.mark.parametrize("error", [ScenarioError("no kind is left"), ConfigError("configs/soak.yaml: cannot be read")])
+def test_what_no_job_can_be_configured_with_ends_the_storm_at_once(tmp_path: Path, error: Exception) -> None:
+    """The storm may be repeated where the configuration is, and then counts no job as bad."""
+
+    def execute(*_: object) -> Verdict:
+        raise error
+
+    with pytest.raises(type(error)):
+        run_storm(storm(tmp_path), execute, lambda _: None)
+    ran: Ran = []
+    assert run_storm(storm(tmp_path), executing(ran), lambda _: None).failed == []
 
 
 @pytest.mark.parametrize(
