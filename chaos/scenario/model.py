@@ -17,6 +17,7 @@ from chaos.errors import ScenarioError
 from chaos.scenario.kinds import IN_LIVE_JOBS, IN_PLAIN, KINDS, LOCAL, ON_DISK
 from chaos.scenario.networks import NETWORKS
 from chaos.scenario.on_slurm import OnSlurm
+from elastic_train.config.yaml12 import NOT_YAML
 from elastic_train.system.failpoints import POINTS
 from elastic_train.system.wording import did_you_mean, nearest
 
@@ -268,7 +269,7 @@ def load(path: Path) -> Scenario:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise ScenarioError(f"{path}: is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise ScenarioError(f"{path}: must be a mapping with name, description, config and faults")

@@ -13,6 +13,7 @@ from chaos.sim.campaign.simulate import Case
 from chaos.sim.job.fault import AT_POINTS, POINTS, SimFault
 from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.shape import Shape
+from elastic_train.config.yaml12 import NOT_YAML
 
 FOLDER = Path(__file__).parent / "regressions"
 _CASE = TypeAdapter(Case)
@@ -32,9 +33,11 @@ def save(case: Case, path: Path, why: str) -> None:
 def load(path: Path) -> Case:
     """Read a case; raise ScenarioError with every problem found."""
     try:
-        case = _CASE.validate_python(yaml.safe_load(path.read_text()))
-    except (OSError, yaml.YAMLError) as error:
+        tree = yaml.safe_load(path.read_text())
+    except (OSError, *NOT_YAML) as error:
         raise ScenarioError(f"{path}: cannot be read: {error}") from error
+    try:
+        case = _CASE.validate_python(tree)
     except ValidationError as error:
         problems = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
         raise ScenarioError(*(f"{path}: {problem}" for problem in problems)) from error

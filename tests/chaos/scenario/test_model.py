@@ -197,6 +197,14 @@ def test_a_file_that_is_not_a_scenario_is_refused(tmp_path: Path, text: str) -> 
     assert len(problems(tmp_path, text)) == 1
 
 
+@pytest.mark.parametrize("content", [b"name: caf\xe9\n", b"name: x\ndescription: 2026-99-99\n"])
+def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Bytes that are not UTF-8, and a date that no calendar has, are mistakes of the file as well."""
+    (tmp_path / "x.yaml").write_bytes(content)
+    with pytest.raises(ScenarioError, match=r"x.yaml: is not valid YAML: "):
+        load(tmp_path / "x.yaml")
+
+
 def test_an_unknown_name_suggests_the_nearest() -> None:
     """An unknown scenario name gets the nearest known one as a suggestion."""
     with pytest.raises(ScenarioError, match="did you mean 'kill-a-node'"):

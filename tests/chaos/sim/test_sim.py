@@ -167,6 +167,10 @@ def test_an_impossible_case_is_refused(tmp_path: Path) -> None:
     (tmp_path / "case.yaml").write_text("seed: 1\nshape: {}\nfaults: [{kind: kil_worker}]\n")
     with pytest.raises(ScenarioError, match=r"no fault 'kil_worker'"):
         cases.load(tmp_path / "case.yaml")
+    for content in (b"# caf\xe9\nseed: 1\n", b"seed: 2026-99-99\n"):
+        (tmp_path / "case.yaml").write_bytes(content)
+        with pytest.raises(ScenarioError, match=r"case.yaml: cannot be read: "):
+            cases.load(tmp_path / "case.yaml")
 
 
 def test_a_deadlock_ends_the_simulation() -> None:
