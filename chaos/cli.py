@@ -379,6 +379,11 @@ def leave_with(command: Callable[[], object]) -> NoReturn:
     except (ScenarioError, RunError, ChaosError, RendezvousError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in getattr(error, "problems", [str(error)])))
         sys.exit(getattr(error, "exit_code", 1))
+    except OSError as error:
+        if error.filename is None:  # of no place that anybody named
+            raise
+        sys.stderr.write(f"error: {error.filename}: {error.strerror}; name another place, or repair this one\n")
+        sys.exit(ChaosError.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("stopped; no process is left running\n")
         sys.exit(130)

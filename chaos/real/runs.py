@@ -52,6 +52,8 @@ from elastic_train.tracking.progress import Progress, ResumeBanner, Status
 from elastic_train.tracking.run_folder import RunFolder
 
 Say = Callable[[str], None]
+_OF_A_RUN = {"history", "result.json", "manifest.json", "failpoints", "holes", "ids", FAULTED, REFERENCE}
+"""Names of which a run's folder has at least one, from its beginning."""
 
 
 def undoable(scenario: Scenario) -> Iterator[str]:
@@ -195,10 +197,15 @@ def spoilt_lanes(config: Config, folder: Path) -> list[tuple[int, int]]:
 
 
 def clear(folder: Path) -> None:
-    """Delete what an earlier run has left."""
+    """Delete what an earlier run has left; raise ScenarioError if anything else is in the way."""
+    names = (FAULTED, REFERENCE, BESIDE)
+    for path in (folder / name for name in names if (folder / name).exists()):
+        held = {each.name for each in path.iterdir()}
+        if path.is_symlink() or (held and held.isdisjoint(_OF_A_RUN)):
+            raise ScenarioError(f"{path}: is no run's folder, and would be deleted; name another --out")
     for name in (VERDICT, REPORT):
         (folder / name).unlink(missing_ok=True)
-    for name in (FAULTED, REFERENCE, BESIDE):
+    for name in names:
         ways = folder / f"{name}{WAYS}"
         for way in ways.glob("*"):  # left, like disks, by a run that was killed
             subprocess.run(["umount", "-l", str(way)], check=False, capture_output=True)

@@ -122,6 +122,35 @@ def test_a_refused_run_deletes_no_earlier_results(tmp_path: Path, fault: str, co
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["faulted", "reference"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_somebody_elses_is_not_deleted(
+    tmp_path: Path, name: str, is_link: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--out may be a folder in which a `reference` or a report is no run's; links lead to what is not ours."""
+    theirs, out = tmp_path / "theirs", tmp_path / "out"
+    (theirs if is_link else out / name).mkdir(parents=True)
+    out.mkdir(exist_ok=True)
+    if is_link:
+        (out / name).symlink_to(theirs)
+    kept = [out / name / "notes.txt", out / "report.html"]
+    for path in kept:
+        path.write_text("mine")
+    assert leave(["run", "any-script", "--command", "false", "--out", str(out)]) == 2
+    assert f"{out / name}: is no run's folder, and would be deleted; name another --out" in capsys.readouterr().err
+    assert [path.read_text() for path in kept] == ["mine", "mine"]
+
+
+def test_a_place_that_is_no_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file in place of --out's folder is one clear error."""
+    (tmp_path / "notes.txt").write_text("mine")
+    assert leave(["run", "any-script", "--command", "false", "--out", str(tmp_path / "notes.txt")]) == 1
+    assert "notes.txt" in (printed := capsys.readouterr().err) and "Not a directory" in printed
+    assert leave(["storm", "--out", str(tmp_path / "notes.txt")]) == 1
+    assert "notes.txt: File exists" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize("error", [ChaosError("no etcd here"), ConfigError("no etcd here")])
 def test_the_demo_reports_its_mistakes(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
