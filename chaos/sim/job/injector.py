@@ -11,6 +11,7 @@ from chaos.sim.job.fleet import Fleet
 from chaos.sim.job.kinds import KINDS
 from chaos.sim.job.run_record import named
 from chaos.sim.machine.kernel import Killed, Process
+from chaos.sim.modelled.plan import FILE
 
 TIMES = {"scale_down": 5.0, "start_twin": 5.0}
 """Duration factors by kind."""
@@ -88,6 +89,8 @@ class Injector:
         # Faults that affect all nodes, or the path to etcd, count even if no worker noticed.
         if hit or damaged or affects_all(fault.kind) or kind_of(fault.kind).cuts_off:
             more: dict[str, Any] = {"commit": damaged[0]} if damaged else {}
+            if fault.kind == "bad_row_group":
+                more |= {"file": FILE, "row_group": fault.other % len(fleet.shape.rows)}
             if fault.kind in WHOSE:
                 more["nodes"] = WHOSE[fault.kind](fleet, hit)
             self._note(fault, hit, fleet.node(fault), for_s, **more)

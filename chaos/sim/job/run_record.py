@@ -48,7 +48,7 @@ class RunRecord:
     def is_done(self) -> bool:
         return self.result is not None and self.result["status"] == "done"
 
-    def write(self, file: str, op: str, *, at: float | None = None, **fields: object) -> None:
+    def write(self, file: str, op: str, /, *, at: float | None = None, **fields: object) -> None:
         """Append a line to a history as JSON would keep it, stamped with `at` or the observer's clock."""
         line: Line = {"op": op, "t": EPOCH_S + self._kernel.now if at is None else at}
         for name, value in fields.items():

@@ -25,6 +25,9 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.core.order import Order
 from elastic_train.job.state import AppliedState
 
+FILE = "rows.parquet"
+"""The only file of a training set, with all of its row groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelledFile:
@@ -47,7 +50,7 @@ class ModelledManifest:
 
     @property
     def files(self) -> list[ModelledFile]:
-        return [ModelledFile("rows.parquet")]
+        return [ModelledFile(FILE)]
 
     def place_of_group(self, group: int) -> tuple[int, int]:
         return 0, group

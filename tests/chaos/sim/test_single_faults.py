@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from chaos.judge.checker import judge
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.departures import deaths
+from chaos.judge.invariants.exactly_once.samples import coverage
 from chaos.judge.invariants.progress import progress
 from chaos.scenario.kinds import spares_others
 from chaos.sim.campaign.simulate import Case, run_and_judge, simulate
@@ -273,6 +275,10 @@ def test_an_unreadable_row_group_is_skipped_by_all_and_in_the_replay() -> None:
     assert all(finding.truth == "true" for finding in findings), findings
     (why,) = [finding.why for finding in findings if finding.invariant == "coverage"]
     assert "but for 54 in 1 holes that are listed" in why
+    for place in ({"row_group": 1}, {"file": "others.parquet"}, {"kind": "kill_job"}):
+        lines = [[{**line, **place} if line.get("row_group") == 2 else line for line in own] for own in run.processes]
+        with pytest.raises(Unknown, match=r"row group 2 of rows.parquet: samples \[47, 77\) .* no fault explains it"):
+            coverage(replace(run, processes=lines))
 
 
 @pytest.mark.parametrize(

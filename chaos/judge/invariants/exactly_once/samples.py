@@ -29,6 +29,7 @@ from chaos.judge.evidence.run_files import Evidence, Line, items, manifests_of, 
 from chaos.judge.findings import Unknown, Violated
 from chaos.judge.invariants.exactly_once.agreement import differ
 from chaos.judge.job_shape import MixedShape, Shape
+from chaos.scenario.kinds import kind_of
 
 _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
@@ -51,6 +52,7 @@ def coverage(run: Evidence) -> str:
         if read + left_out != expected:
             raise Violated(f"{where} read {read} samples and left out {left_out}, it should be {expected} in all")
     left_out = _check_left_out(shape, holes, lineage_of(run))
+    _check_cause(run)
     least, most = coverage_counts(run)
     if (least, most) != (1, 1):
         raise Violated(f"by the witness, samples were applied {least} to {most} times an epoch")
@@ -67,6 +69,16 @@ def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> 
         if left_out != (listed := num_missing(holes, range(epoch, epoch + 1))):
             raise Violated(f"epoch {epoch} left out {left_out} samples, but the holes list {listed}")
     return total_left_out(lineage)
+
+
+def _check_cause(run: Evidence) -> None:
+    """A fault made the row group of every hole unreadable: the run without faults is given the same holes."""
+    result = result_of(run)
+    spoilt = {(x.get("file"), x.get("row_group")) for x in run.of("fault") if kind_of(x["kind"]).aim == "data"}
+    for hole in (line for line in items(result, "holes") if isinstance(line, dict)) if "holes" in result else ():
+        if (place := (hole.get("file"), hole.get("row_group"))) not in spoilt:
+            where = f"row group {place[1]} of {place[0]}: samples [{hole['lo']}, {hole['hi']})"
+            raise Unknown(f"{where} are left out from step {hole['since']} on, and no fault explains it")
 
 
 def sums(run: Evidence, reference: Evidence | None) -> str:
