@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from operator import index
 from pathlib import Path
 from typing import Protocol
 
@@ -39,14 +40,16 @@ def log_ids(
 
     `ids` are the row numbers in this rank's batch; `step` counts the steps applied so far, this one included, as the
     script itself counts them when it continues from a snapshot; `of` is the number of rows in the dataset. `loss`, if
-    given, is drawn. Raises OSError where the line cannot be written: the run could not be judged.
+    given, is drawn. Raises TypeError for numbers that are not whole, or rows that are not of one dimension, and OSError
+    where the line cannot be written: the run could not be judged.
     """
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
-    rows = ids.tolist() if hasattr(ids, "tolist") else [int(row) for row in ids]
+    rows = [int(row) for row in (ids.tolist() if hasattr(ids, "tolist") else ids)]
     shown = loss if loss is None or isinstance(loss, int | float) else loss.item()
-    line = {"t": time.time(), "step": step, "epoch": epoch, "of": of, "loss": shown, "ids": rows}
+    place = {"step": index(step), "epoch": index(epoch), "of": index(of)}
+    line = {"t": time.time(), **place, "loss": shown, "ids": rows}
     content = json.dumps(line).encode() + b"\n"
     file = os.open(Path(folder) / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
