@@ -17,7 +17,7 @@ from rich.text import Text
 
 from chaos.errors import ChaosError
 from chaos.judge.checker import judge
-from chaos.judge.evidence.copies import copies_of, in_words, parallel_of
+from chaos.judge.evidence.copies import copies_of, layout_of, parallel_of
 from chaos.judge.evidence.holes import coverage_counts
 from chaos.judge.evidence.recovery_cost import Recovery, fault_kind, recoveries
 from chaos.judge.evidence.run_files import Evidence, Line, collect, items, part, scenario_field, whole
@@ -94,7 +94,7 @@ def _fields(
         "mlflow_run_id": result.get("mlflow_run_id"),
         "reference_mlflow_run_id": expected.get("mlflow_run_id"),
         "shards": parallel_of(run).get("shards", "none"),
-        "copies": copies_of(run),
+        "copies": unless_broken(lambda: copies_of(run), None),
         "seed": scenario_field(run, "seed"),
         "scenario": scenario_field(run, "name"),
         "replay": _replay(run),
@@ -176,13 +176,18 @@ def render(verdict: Verdict) -> Lines:
     rest = [] if is_script(verdict.run) else [rows]  # a script logs no weights
     times = f"each of {coverage['samples']} samples counted {coverage['min']} to {coverage['max']} times an epoch"
     times = times if coverage["min"] is not None else "how often samples counted is not known"
-    if holes := fields["holes"]:
-        assert isinstance(holes, list), "made by the trainer"
-        listed = ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
-        times += f"; could not be read, and are left out: {listed}"
+    if fields["holes"]:
+        times += (
+            f"; could not be read, and are left out: {unless_broken(lambda: _listed(fields), str(fields['holes']))}"
+        )
     outcome = Text("VALID", style="bold green") if verdict.is_valid else Text("NOT VALID", style="bold red")
-    state = [] if is_script(verdict.run) else [Text(f"trained with {in_words(parallel_of(verdict.run))}")]
+    state = [] if is_script(verdict.run) else [Text(f"trained with {layout_of(verdict.run)}")]
     return Lines(findings, costs, Text("\n".join(distributions)), *rest, *state, Text(times), outcome)
+
+
+def _listed(fields: Line) -> str:
+    holes = (hole for hole in items(fields, "holes") if isinstance(hole, dict))
+    return ", ".join(f"[{hole['lo']}, {hole['hi']}) from step {hole['since']} on" for hole in holes)
 
 
 def _shown(value: object) -> str:

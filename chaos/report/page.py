@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from chaos.judge.checker import COMPARED, INVARIANTS
 from chaos.judge.delivery import claims
-from chaos.judge.evidence.copies import in_words, parallel_of
+from chaos.judge.evidence.copies import layout_of
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
 from chaos.judge.invariants import (
@@ -119,7 +119,7 @@ def _draw(figure: Callable[[], Markup]) -> Drawn:
 def _summary(verdict: Verdict, story: Story) -> str:
     truths = [finding.truth for finding in verdict.findings]
     began = datetime.fromtimestamp(story.began, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    trained = "" if is_script(verdict.run) else f", with {in_words(parallel_of(verdict.run))}"
+    trained = "" if is_script(verdict.run) else f", with {layout_of(verdict.run)}"
     return (
         f"{truths.count('true')} of {len(truths)} invariants are true, {truths.count('false')} false, "
         f"{truths.count('unknown')} unknown. The run began {began} and took {story.until:.1f} s{trained}."

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from chaos import demo
 from chaos.cli import main
@@ -48,6 +49,25 @@ def test_check_judges_an_old_run_again(healthy: Path, capsys: pytest.CaptureFixt
     assert "elastic-chaos run recorded --seed 7" in shown
     assert leave(["check", str(healthy), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["valid"] is True
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("result.json", {"holes": 5}),
+        ("result.json", {"holes": [{}]}),
+        ("config.yaml", {"parallel": {"shards": "optimizer"}}),
+        ("config.yaml", {"parallel": {"tensor": None}}),
+    ],
+)
+def test_a_run_with_values_of_another_kind_has_a_verdict(
+    folder: Path, file: str, damage: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A torn configuration, for example, ends in the middle of a section: the verdict says so, and is shown."""
+    path = folder / "faulted" / file
+    path.write_text(json.dumps({**yaml.safe_load(path.read_text()), **damage}))
+    assert leave(["check", str(folder)]) == 1
+    assert "NOT VALID" in capsys.readouterr().out
 
 
 def test_check_writes_the_same_report_again(healthy: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from chaos.judge.evidence.applied import pids_of, restored_at
 from chaos.judge.evidence.recovery_cost import seats_of
 from chaos.judge.evidence.run_files import Evidence, number, once, part, whole
+from chaos.judge.findings import unless_broken
 from chaos.judge.job_shape import cell_size, context_size, has_parts
 
 
@@ -23,6 +24,11 @@ def in_words(parallel: Mapping[str, object]) -> str:
     if size > 1:
         return f"cells of {size} ranks" + (f", {spread}" if spread else "")
     return spread or "state whole on every rank"
+
+
+def layout_of(run: Evidence) -> str:
+    """Describe how a run's state is sharded, if its configuration can be read."""
+    return unless_broken(lambda: in_words(parallel_of(run)), "a layout that config.yaml does not say")
 
 
 def parallel_of(run: Evidence) -> dict[str, object]:
