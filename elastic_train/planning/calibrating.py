@@ -72,6 +72,7 @@ def calibrate(rounds: int = 5) -> Calibrated:
 
 def measure_device(rounds: int) -> Device:
     """Return this machine's device: its GPU, or a CPU core as measured with one thread."""
+    torch.set_num_threads(1)
     has_gpu = torch.cuda.is_available()
     where = torch.device("cuda") if has_gpu else torch.device("cpu")
     fp32 = _flops(where, torch.float32, rounds) / 1e12
@@ -127,6 +128,7 @@ def measure_pace(read: Read, device: Device, rounds: int = 5) -> Device:
 def lane_seconds(read: Read, rounds: int) -> float:
     """Return the median seconds of the passes of the run's first lanes on this machine."""
     plan = read.plan
+    torch.set_num_threads(plan.config.threads_per_rank)
     state = plan.build_state()
     lanes = range(min(plan.num_lanes, 4))
     [batches] = plan.feed.training(plan.order, lanes, Cursor(), num_steps=1)

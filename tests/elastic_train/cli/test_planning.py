@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_train.cli.main import main
+from elastic_train.config.sources import load_config
 from elastic_train.errors import ConfigError
+from elastic_train.planning import calibrating
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
-from elastic_train.planning.calibrating import Calibrated, measure_device
+from elastic_train.planning.calibrating import Calibrated, lane_seconds, measure_device
+from elastic_train.planning.reading import read_config
 from tests.conftest import PATIENCE_S, begin, places_of
 from tests.elastic_train.planning.test_reading import written
 
@@ -102,6 +106,27 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
     path.write_text(Calibrated(device, parse_cluster("CPU").inside).as_yaml())
     found = parse_cluster(str(path))
     assert (found.device, found.inside) == (device, parse_cluster("CPU").inside)
+
+
+def test_a_core_is_measured_with_one_thread_and_a_model_with_those_of_its_ranks(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number torch has chosen, which is that of all cores where OMP_NUM_THREADS does not say another."""
+    used, before = dict[str, int](), torch.get_num_threads()
+
+    def timed(name: str) -> object:
+        return lambda *_, **__: float(used.setdefault(name, torch.get_num_threads()))
+
+    monkeypatch.setattr(calibrating, "_shortest", timed("core"))
+    monkeypatch.setattr(calibrating, "run_once", timed("model"))
+    read = read_config(load_config(written(rows, tmp_path, threads_per_rank=2)))
+    try:
+        torch.set_num_threads(3)
+        measure_device(1)
+        lane_seconds(read, 1)
+    finally:
+        torch.set_num_threads(before)
+    assert used == {"core": 1, "model": 2}
 
 
 @pytest.mark.slow
