@@ -28,6 +28,7 @@ from elastic_train.parallel.group import Group
 from elastic_train.parallel.linear_products import multiply, quantise
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device, Link, shipped
 from elastic_train.planning.arithmetic.layouts import Layout
+from elastic_train.planning.arithmetic.model import MOST_LANES
 from elastic_train.planning.arithmetic.step_time import passes_of
 from elastic_train.planning.reading import Read
 
@@ -126,13 +127,13 @@ def measure_pace(read: Read, device: Device, rounds: int = 5) -> Device:
 
 
 def lane_seconds(read: Read, rounds: int) -> float:
-    """Return the median seconds of the passes of the run's first lanes on this machine."""
+    """Return the median seconds of the passes of the run's first lanes that have samples, on this machine."""
     plan = read.plan
     torch.set_num_threads(plan.config.threads_per_rank)
     state = plan.build_state()
-    lanes = range(min(plan.num_lanes, 4))
-    [batches] = plan.feed.training(plan.order, lanes, Cursor(), num_steps=1)
-    took = []
+    lanes = range(min(plan.num_lanes, MOST_LANES))
+    [step] = plan.feed.training(plan.order, lanes, Cursor(), num_steps=1)
+    batches, took = [batch for batch in step if batch.tensors], []
     for number in range(len(batches) * rounds + 1):
         batch = batches[number % len(batches)]
         _synchronise(plan.device)

@@ -12,6 +12,7 @@ import torch
 
 from elastic_train.cli.main import main
 from elastic_train.config.sources import load_config
+from elastic_train.data.loading.lane_batch import LaneBatch
 from elastic_train.errors import ConfigError
 from elastic_train.planning import calibrating
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
@@ -127,6 +128,17 @@ def test_a_core_is_measured_with_one_thread_and_a_model_with_those_of_its_ranks(
     finally:
         torch.set_num_threads(before)
     assert used == {"core": 1, "model": 2}
+
+
+def test_lanes_without_samples_take_no_part_in_a_models_time(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a set with fewer rows than a step has lanes; they would take no time, and halve the median."""
+    read = read_config(load_config(written(rows, tmp_path, batch={"global_batch": 2048, "micro_batch": 4})))
+    timed = list[LaneBatch]()
+    monkeypatch.setattr(calibrating, "run_once", lambda plan, model, batch, step: timed.append(batch))
+    lane_seconds(read, 1)
+    assert timed and all(batch.tensors for batch in timed)
 
 
 @pytest.mark.slow
