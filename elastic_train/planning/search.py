@@ -15,7 +15,7 @@ from elastic_train.planning.arithmetic.step_time import StepTime, model_flops_ut
 from elastic_train.system.wording import did_you_mean, nearest, size
 
 SIZES = tuple(1 << power for power in range(11))
-"""Numbers of devices for which scaling is computed: 1 to 1,024."""
+"""Numbers for which scaling is computed, 1 to 1,024: of devices within a node, and of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +131,15 @@ def best(outcomes: Sequence[Outcome], figure: str, count: int = 5) -> list[Outco
     return sorted(usable, key=lambda outcome: (sign * outcome.figures[figure], outcome.figures["memory"]))[:count]
 
 
-def scaling(job: Job, layout: Layout, *, weak: bool, sizes: Sequence[int] = SIZES) -> list[ScalingRow]:
+def scaling(job: Job, layout: Layout, *, weak: bool) -> list[ScalingRow]:
     """Return the scaling over numbers of devices: strong with the run's global batch, weak with its lanes per device.
 
     Speed-up is relative to one device that computes the same lanes, even if they would not fit there.
     """
     lanes_each = max(1, job.batch.num_lanes // job.cluster.size)
-    rows = []
-    for num_devices in sizes:
+    rows, per_node = [], job.cluster.per_node
+    whole_nodes = (per_node * number for number in SIZES if per_node * number <= SIZES[-1])
+    for num_devices in (*(number for number in SIZES if number < per_node), *whole_nodes):
         if num_devices % layout.cell:
             continue
         num_lanes = lanes_each * num_devices // layout.cell if weak else job.batch.num_lanes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -96,7 +95,8 @@ class Cluster:
     def of_size(self, num_devices: int) -> Cluster:
         """Return the same cluster with `num_devices` devices, in nodes of the same size or in one smaller node."""
         per_node = min(self.per_node, num_devices)
-        return replace(self, per_node=per_node, nodes=math.ceil(num_devices / per_node))
+        assert num_devices % per_node == 0, f"{num_devices} devices are not whole nodes of {per_node}"
+        return replace(self, per_node=per_node, nodes=num_devices // per_node)
 
     @property
     def between_bytes_per_s(self) -> float:

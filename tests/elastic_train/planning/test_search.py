@@ -222,6 +222,13 @@ def test_strong_scaling_ends_where_lanes_do_and_weak_scaling_does_not() -> None:
     assert all(later <= before + 1e-9 for before, later in pairwise(efficiencies))
 
 
+@pytest.mark.parametrize(("on", "expected"), [("2x6xH100", [1, 2, 4, 6, 12, 24]), ("4xH100", [1, 2, 4, 8, 16, 32])])
+def test_scaling_is_over_whole_nodes(on: str, expected: list[int]) -> None:
+    """Of nodes of six, eight devices would be two nodes, and the speed-up that of twelve."""
+    rows = scaling(job(on, lanes=36), Layout(), weak=False)
+    assert [row.devices for row in rows] == [row.outcome.devices for row in rows] == expected
+
+
 def test_a_slower_link_waits_longer() -> None:
     fast, slow = (work_out(job(on), Layout()).figures for on in ("2x8xH100", "2x8xH100@10GbE"))
     assert slow["communication"] > 2 * fast["communication"]
