@@ -136,17 +136,17 @@ def scaling(job: Job, layout: Layout, *, weak: bool) -> list[ScalingRow]:
 
     Speed-up is relative to one device that computes the same lanes, even if they would not fit there.
     """
-    lanes_each = max(1, job.batch.num_lanes // job.cluster.size)
+    lanes_each = max(1, job.batch.num_lanes // max(1, layout.replicas(job.cluster.size)))
     rows, per_node = [], job.cluster.per_node
     whole_nodes = (per_node * number for number in SIZES if per_node * number <= SIZES[-1])
     for num_devices in (*(number for number in SIZES if number < per_node), *whole_nodes):
         if num_devices % layout.cell:
             continue
-        num_lanes = lanes_each * num_devices // layout.cell if weak else job.batch.num_lanes
+        num_lanes = lanes_each * layout.replicas(num_devices) if weak else job.batch.num_lanes
         if num_devices // layout.cell > num_lanes:
             break
         here = replace(job, cluster=job.cluster.of_size(num_devices), batch=replace(job.batch, num_lanes=num_lanes))
-        fitting = replace(layout, copies=min(layout.copies, num_devices // layout.cell))
+        fitting = replace(layout, copies=min(layout.copies, layout.summing(num_devices)))
         outcome = work_out(here, fitting)
         if outcome.step is not None:
             rows.append(ScalingRow(num_devices, outcome, _alone_s(here) / outcome.step.total_s))

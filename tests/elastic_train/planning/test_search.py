@@ -222,6 +222,13 @@ def test_strong_scaling_ends_where_lanes_do_and_weak_scaling_does_not() -> None:
     assert all(later <= before + 1e-9 for before, later in pairwise(efficiencies))
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=4), Layout("optimizer", 9, context=2)])
+def test_both_scalings_agree_at_the_runs_own_devices(layout: Layout) -> None:
+    """Both are the run itself there, also of replicas of several devices."""
+    at = [{row.devices: row.outcome for row in scaling(job(), layout, weak=weak)} for weak in (False, True)]
+    assert at[False][16] == at[True][16] == work_out(job(), layout)
+
+
 @pytest.mark.parametrize(("on", "expected"), [("2x6xH100", [1, 2, 4, 6, 12, 24]), ("4xH100", [1, 2, 4, 8, 16, 32])])
 def test_scaling_is_over_whole_nodes(on: str, expected: list[int]) -> None:
     """Of nodes of six, eight devices would be two nodes, and the speed-up that of twelve."""
