@@ -175,7 +175,11 @@ def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
 
 
 def candidates(own: Layout, world: int, *, with_cells: bool, is_cpu: bool) -> Iterator[Layout]:
-    """Yield the layouts to compare: modes with and without recomputation and offload; with `with_cells`, cells too."""
+    """Yield the layouts to compare: modes with and without recomputation and offload; with `with_cells`, cells too.
+
+    With selective recomputation there are no others: it is part of the model's facts.
+    """
+    recomputes = (own.recompute,) if own.recompute == "selective" else ("none", "units")
     powers = [1 << power for power in range(6)]
     degrees = [(t, p, 1) for t in powers[:4] for p in powers if t * p <= world] if with_cells else []
     for tensor, pipeline, expert in dict.fromkeys([own_cell(own), *degrees]):
@@ -183,7 +187,7 @@ def candidates(own: Layout, world: int, *, with_cells: bool, is_cpu: bool) -> It
         for shards in SHARDS:
             wire = own.wire if shards in ("gradients", "parameters") else "exact"
             for copies in (1, 2) if shards != "none" else (1,):
-                for recompute in dict.fromkeys(("none", "units", own.recompute)):
+                for recompute in recomputes:
                     for offload in _offloads(shards, is_cpu):
                         yield replace(
                             cell, shards=shards, copies=copies, recompute=recompute, offload=offload, wire=wire

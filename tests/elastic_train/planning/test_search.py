@@ -106,6 +106,13 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
 
 
+def test_what_recomputes_selectively_is_compared_with_nothing_else() -> None:
+    """The pass that was followed has it: without, a layout would seem to need as little memory."""
+    for own, expected in (("selective", {"selective"}), ("units", {"none", "units"}), ("none", {"none", "units"})):
+        found = compare(job(), Layout(recompute=own), with_cells=False)
+        assert {one.layout.recompute for one in found} == expected
+
+
 def test_a_part_of_each_row_takes_a_part_of_the_activations_and_of_the_work() -> None:
     """Every rank holds the whole model all the same, and all of them sum its gradient."""
     after = Layout(bucket_mb=None)  # as ranks of a cell exchange gradients
