@@ -55,13 +55,14 @@ def goodput_of(layout: Layout, memory: Memory, step_s: float, cluster: Cluster, 
     staged_gb = max(memory.staging, memory.host_bytes) / 1e9
     stall_s = STALL_S_PER_GB * staged_gb
     cost = SaveCost(stall_s, max(stall_s, staged_gb / reliability.store_gb_per_s))
-    is_live = reliability.recovery == "live" and not layout.without_copies(cluster.size) and cluster.nodes > 1
+    is_alone = cluster.nodes == 1  # then its repair is time without training, not with less
+    is_live = reliability.recovery == "live" and not layout.without_copies(cluster.size) and not is_alone
     interval_s = choose(cost, mtbf_s, RPO_S, reliability.restart_s).interval_s
-    shrunk = 0.0 if reliability.spares else min(1.0, reliability.repair_s / mtbf_s) / cluster.nodes
+    shrunk = 0.0 if reliability.spares or is_alone else min(1.0, reliability.repair_s / mtbf_s) / cluster.nodes
     if is_live:
         fault_s = reliability.form_s + step_s / 2
         lost = (1 - cost.stall_s / (interval_s + cost.stall_s)) / (1 + fault_s / mtbf_s)
         return Goodput(lost * (1 - shrunk), interval_s, mtbf_s)
-    down_s = reliability.restart_s + (reliability.repair_s if cluster.nodes == 1 and not reliability.spares else 0.0)
+    down_s = reliability.restart_s + (reliability.repair_s if is_alone and not reliability.spares else 0.0)
     share = 1 - waste(interval_s, cost, mtbf_s, down_s)
     return Goodput(max(0.0, share) * (1 - shrunk), interval_s, mtbf_s)

@@ -259,6 +259,14 @@ def test_live_recovery_loses_less_than_a_restart_and_one_copy_as_much() -> None:
     assert share("live", Layout("parameters", 1)) < live
 
 
+def test_the_repair_of_the_only_node_counts_once() -> None:
+    """An hour of repair after every ten: ten elevenths are left, but for saves and what is computed again."""
+    outcome = work_out(replace(job("8xH100"), reliability=Reliability(mtbf_h=10.0)), Layout())
+    assert 0.9 * 10 / 11 < outcome.figures["goodput"] < 10 / 11
+    spared = replace(job("8xH100"), reliability=Reliability(mtbf_h=10.0, spares=1))
+    assert work_out(spared, Layout()).figures["goodput"] > 10 / 11
+
+
 def test_days_and_cost_follow_from_steps_price_and_goodput() -> None:
     outcome = work_out(job(), Layout())
     assert outcome.step is not None and outcome.goodput is not None
