@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -69,8 +70,8 @@ def plan(
 
     cluster = parse_cluster(on)
     given = {"spares": spares, "price": price}
-    wrong = [f"--{name} must be at least 0, not {value}" for name, value in given.items() if value < 0]
-    wrong += [] if mtbf_h > 0 else [f"--mtbf-h must be more than 0, not {mtbf_h}"]
+    wrong = [f"--{name} must be at least 0, not {value}" for name, value in given.items() if not 0 <= value < math.inf]
+    wrong += [] if 0 < mtbf_h < math.inf else [f"--mtbf-h must be more than 0, and a number of hours, not {mtbf_h}"]
     if wrong := [*wrong, *wrong_figure(by)]:
         raise ConfigError(*wrong)
     resolved = sources.load(config, environ=os.environ, arguments=overrides)

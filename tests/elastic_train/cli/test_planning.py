@@ -71,6 +71,8 @@ def test_a_layout_to_copy_is_whole_on_a_narrow_terminal(
     [
         (("--on", "8xH10"), "did you mean 'H100'"),
         (("--spares", "-1", "--mtbf-h", "-1"), "--mtbf-h must be more than 0"),
+        (("--mtbf-h", "inf"), "--mtbf-h must be more than 0, and a number of hours, not inf"),
+        (("--price", "nan"), "--price must be at least 0, not nan"),
         (("--on", "nowhere.yaml"), "cannot be read"),
     ],
 )
