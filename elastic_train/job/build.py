@@ -75,7 +75,7 @@ def build_state(
     store_in_memory_order(model, cell_plan.dims)
     recompute_blocks(model, parallel.recompute)
     choice = choose(config, device)
-    optimizer, scheduler = _optimizer_of(model, config, total_steps, groups, choice)
+    optimizer, scheduler = optimizer_of(model, config, total_steps, groups, choice)
     made = model, optimizer, scheduler, SharedScaler(device, enabled=is_fp16)
     slots: list[Slots] = []
     if parallel.has_shares or parallel.cell.holds_parts:
@@ -109,7 +109,7 @@ def build_state(
     return state
 
 
-def _optimizer_of(
+def optimizer_of(
     model: nn.Module,
     config: OptimizerConfig,
     total_steps: int,

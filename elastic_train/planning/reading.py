@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.optim import Optimizer
 
 from elastic_train.config.monitoring import TrackingConfig
 from elastic_train.config.parallel import ParallelConfig
@@ -20,9 +21,9 @@ from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.config.schema import Config
 from elastic_train.core.order import Cursor
 from elastic_train.errors import ConfigError
-from elastic_train.job.model_layout import layout_of
+from elastic_train.job.build import optimizer_of
+from elastic_train.job.model_layout import layout_of, make_gradients_dense
 from elastic_train.job.optimizers.choice import choose
-from elastic_train.job.optimizers.parameter_groups import build_groups
 from elastic_train.job.plan import Plan, check_placements, make_plan
 from elastic_train.job.sharded.elementwise import atomic_groups
 from elastic_train.job.units.blocks import recompute_blocks, unit_names, unit_of
@@ -137,9 +138,11 @@ def _traced_for_real(plan: Plan, batch: dict[str, Tensor], why: Exception) -> Mo
 def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) -> ModelFacts:
     with fakes or contextlib.nullcontext(), torch.random.fork_rng(devices=[]):
         model = plan.task.build_model()
+        make_gradients_dense(model)
         begin_training(model)
         if plan.config.precision == "fp8":
             scale_linear_layers(model)
+        optimizer = _optimizer_of(plan, model)  # freezes what the task wants frozen
         given = {name: fakes.from_tensor(one) if fakes else one for name, one in batch.items()}
         known = [*model.parameters(), *model.buffers(), *given.values()]
         names = unit_names(model)
@@ -152,7 +155,13 @@ def _traced(plan: Plan, batch: dict[str, Tensor], fakes: FakeTensorMode | None) 
             trace.end_forward()
             torch.autograd.backward(total)
         del total
-        return _facts(plan, model, trace, given)
+        return _facts(plan, model, optimizer, trace, given)
+
+
+def _optimizer_of(plan: Plan, model: nn.Module) -> Optimizer:
+    config = plan.config.optimizer
+    groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
+    return optimizer_of(model, config, plan.total_steps, groups, choose(config, "cpu"))[0]
 
 
 def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
@@ -160,13 +169,10 @@ def _autocast(plan: Plan) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if plan.compute_type is None else torch.autocast("cpu", plan.compute_type)
 
 
-def _facts(plan: Plan, model: nn.Module, trace: Trace, batch: dict[str, Tensor]) -> ModelFacts:
+def _facts(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, batch: dict[str, Tensor]) -> ModelFacts:
     config, names = plan.config, list(trace.units)[:-1]
-    groups = plan.task.parameter_groups(model) if isinstance(plan.task, Grouping) else ()
-    choice = choose(config.optimizer, "cpu")
-    optimizer = choice.make(build_groups(model, groups, config.optimizer, choice.settings_of(model)))
     with unset_fake_temporarily():
-        atomic = atomic_groups(optimizer, choice.make)
+        atomic = atomic_groups(optimizer, choose(config.optimizer, "cpu").make)
     cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names), atomic=atomic)
     elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
     for flat in cut.flats:

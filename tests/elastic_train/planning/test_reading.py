@@ -28,7 +28,7 @@ from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, work_out
 from elastic_train.planning.tracing import REST, Trace
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
-from elastic_train.tasks.task import Batch, LaneLoss
+from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
 from elastic_train.tracking.destinations import event_files, weights_and_biases
 from tests.elastic_train.tasks.language_rows import LLAMA
@@ -84,6 +84,41 @@ class AsksForAValue(TextClassifier):
     def loss(self, model: nn.Module, batch: Batch) -> LaneLoss:
         found = super().loss(model, batch)
         return LaneLoss(found.total, float(found.total.detach().abs() > -1) * found.weight)
+
+
+class FrozenByGroup(TextClassifier):
+    """Trains its head alone, by its groups of parameters."""
+
+    def parameter_groups(self, model: nn.Module) -> list[ParameterGroup]:
+        names = [name for name, _ in model.named_parameters() if not name.startswith("head.")]
+        return [ParameterGroup(names, is_frozen=True)]
+
+
+class FrozenWhenBuilt(TextClassifier):
+    """The same, by its model."""
+
+    trained = "head."
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(self.trained))
+        return model
+
+
+class FrozenWhole(FrozenWhenBuilt):
+    trained = "nothing"
+
+
+class SparseGradients(TextClassifier):
+    """Its embeddings ask for sparse gradients, which training makes dense."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.sparse = True
+        return model
 
 
 def written(rows: Path, folder: Path, **changes: object) -> Path:
@@ -225,7 +260,22 @@ def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, t
 
 @pytest.mark.heavy
 def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path) -> None:
-    params = {"max_tokens": 32, "dim": 16, "depth": 2, "heads": 2, "vocabulary": 64}
-    task = {"path": f"{__name__}:AsksForAValue", "params": params}
-    plain, real = read(rows, tmp_path).facts, read(rows, tmp_path, task=task).facts
+    plain, real = read(rows, tmp_path).facts, read_task("AsksForAValue", rows, tmp_path).facts
     assert real.blocks == plain.blocks
+
+
+def read_task(name: str, rows: Path, folder: Path) -> Read:
+    params = {"max_tokens": 32, "dim": 16, "depth": 2, "heads": 2, "vocabulary": 64}
+    return read(rows, folder, task={"path": f"{__name__}:{name}", "params": params})
+
+
+def test_a_model_is_read_as_training_makes_it_ready(rows: Path, tmp_path: Path) -> None:
+    """With the weights frozen that its task wants frozen, with dense gradients, and with something to train."""
+    by_group, when_built, sparse = (
+        read_task(name, rows, tmp_path).facts for name in ("FrozenByGroup", "FrozenWhenBuilt", "SparseGradients")
+    )
+    assert by_group.units == when_built.units and by_group.trained < by_group.elements
+    assert not any(block.backward.flops for block in by_group.blocks)
+    assert sparse.trained == sparse.elements
+    with pytest.raises(ConfigError, match="empty parameter list"):
+        read_task("FrozenWhole", rows, tmp_path)
