@@ -174,19 +174,21 @@ def _facts(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, bat
     with unset_fake_temporarily():
         atomic = atomic_groups(optimizer, choose(config.optimizer, "cpu").make)
     cut = layout_of(model, optimizer, {}, lambda name: unit_of(name, names), atomic=atomic)
-    elements, trained, experts = Counter[str](), Counter[str](), Counter[str]()
+    elements, trained, experts, trained_experts = (Counter[str]() for _ in range(4))
     for flat in cut.flats:
         elements[flat.unit] += flat.numel
         trained[flat.unit] += flat.numel if flat.group is not None else 0
     for name, parameter in model.named_parameters():
-        experts[unit_of(name, names)] += parameter.numel() if ".experts." in f".{name}" else 0
+        if ".experts." in f".{name}":
+            experts[unit_of(name, names)] += parameter.numel()
+            trained_experts[unit_of(name, names)] += parameter.numel() * parameter.requires_grad
     parameters = list(model.parameters())
     weight = sum(one.nbytes for one in parameters) / max(1, sum(one.numel() for one in parameters))
 
     def unit(name: str, traced: UnitTrace) -> Unit:
         return Unit(
             name, elements[name], trained[name], traced.forward, traced.backward, traced.saved_bytes,
-            traced.output_bytes, experts[name],
+            traced.output_bytes, experts[name], trained_experts[name],
         )  # fmt: skip
 
     units = {name: unit(name, traced) for name, traced in trace.units.items()}
@@ -232,10 +234,8 @@ def _scaled(facts: ModelFacts, mean: float) -> ModelFacts:
     """Return the facts with the work scaled to a micro-batch of size `mean`."""
 
     def unit(one: Unit) -> Unit:
-        return Unit(
-            one.name, one.elements, one.trained, one.forward.times(mean), one.backward.times(mean), one.saved_bytes,
-            one.output_bytes * mean, one.experts,
-        )  # fmt: skip
+        forward, backward = one.forward.times(mean), one.backward.times(mean)
+        return replace(one, forward=forward, backward=backward, output_bytes=one.output_bytes * mean)
 
     return ModelFacts(
         **{

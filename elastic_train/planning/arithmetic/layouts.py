@@ -228,8 +228,8 @@ def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float
     """Return the number of elements on the model-parallel rank with the most."""
     blocks, experts = 0.0, 0.0
     for unit in model.blocks:
-        size = unit.trained if trained else unit.elements
-        experts += unit.experts
-        blocks += size - unit.experts
+        size, of_experts = (unit.trained, unit.trained_experts) if trained else (unit.elements, unit.experts)
+        experts += of_experts
+        blocks += size - of_experts
     share, rest = stage_share(layout), rest_elements(model, layout, trained=trained)
     return math.ceil(blocks * share + experts * share / layout.expert + rest)

@@ -144,7 +144,7 @@ def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float)
 
 def _block_bytes(unit: Unit, sizes: Sizes, layout: Layout) -> UnitBytes:
     """Return the bytes of a block on a tensor rank; with sequence parallelism each rank keeps part of the rows."""
-    own = (unit.trained - unit.experts + unit.experts / layout.expert) / layout.tensor
+    own = (unit.trained - unit.trained_experts + unit.trained_experts / layout.expert) / layout.tensor
     return UnitBytes(
         0.0 if layout.gathers_for_steps else sizes.weight * unit.elements / layout.tensor,
         sizes.gradient * own if layout.deals else 0.0,

@@ -47,6 +47,8 @@ class Work:
 class Unit:
     """A block or the rest: elements with padding; `trained` ones get a gradient, `experts` are expert weights.
 
+    `trained_experts` are both.
+
     `saved_bytes` is what the forward pass keeps for the backward pass; `output_bytes` is passed to the next unit.
     """
 
@@ -58,6 +60,7 @@ class Unit:
     saved_bytes: float = 0.0
     output_bytes: float = 0.0
     experts: int = 0
+    trained_experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

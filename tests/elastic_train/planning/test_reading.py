@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from elastic_train.planning.arithmetic.step_time import seconds_of_work
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, work_out
 from elastic_train.planning.tracing import REST, Trace
+from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
 from elastic_train.tasks.task import Batch, LaneLoss, ParameterGroup
 from elastic_train.tasks.text_classifier import TextClassifier
@@ -89,7 +91,7 @@ class AsksForAValue(TextClassifier):
 class FrozenByGroup(TextClassifier):
     """Trains its head alone, by its groups of parameters."""
 
-    def parameter_groups(self, model: nn.Module) -> list[ParameterGroup]:
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
         names = [name for name, _ in model.named_parameters() if not name.startswith("head.")]
         return [ParameterGroup(names, is_frozen=True)]
 
@@ -262,6 +264,27 @@ def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, t
 def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path) -> None:
     plain, real = read(rows, tmp_path).facts, read_task("AsksForAValue", rows, tmp_path).facts
     assert real.blocks == plain.blocks
+
+
+class FrozenExperts(CausalLM):
+    """Its experts stay as they were."""
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[ParameterGroup]:
+        return [ParameterGroup([name for name, _ in model.named_parameters() if ".experts." in name], is_frozen=True)]
+
+
+@pytest.mark.parametrize("shards", ["none", "gradients"])
+def test_frozen_experts_take_no_gradients_away_from_what_is_trained(shards: str, rows: Path, tmp_path: Path) -> None:
+    model = {"dim": 64, "depth": 2, "heads": 2, "vocabulary": 512, "experts": 4, "expert_hidden": 64}
+    task = {"path": f"{__name__}:FrozenExperts", "params": {"max_tokens": 16, "model": model}}
+    data, parallel = (
+        {"train": str(rows / "train"), "too_long": "truncate"},
+        {"expert": 2, "shards": shards, "copies": 1},
+    )
+    found = read(rows, tmp_path, task=task, data=data, parallel=parallel)
+    assert place_elements(found.facts, found.layout, trained=True) == found.facts.trained
+    memory = work_out(Job(found.facts, found.batch, parse_cluster("2xH100"), 1), found.layout).memory
+    assert memory is not None and memory.gradients >= 4 * found.facts.trained
 
 
 def read_task(name: str, rows: Path, folder: Path) -> Read:
