@@ -183,7 +183,7 @@ def _facts(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, bat
             experts[unit_of(name, names)] += parameter.numel()
             trained_experts[unit_of(name, names)] += parameter.numel() * parameter.requires_grad
     parameters = list(model.parameters())
-    weight = sum(one.nbytes for one in parameters) / max(1, sum(one.numel() for one in parameters))
+    of_trained = [one for one in parameters if one.requires_grad]
 
     def unit(name: str, traced: UnitTrace) -> Unit:
         return Unit(
@@ -199,7 +199,7 @@ def _facts(plan: Plan, model: nn.Module, optimizer: Optimizer, trace: Trace, bat
         rest=units[REST],
         samples=plan.micro_batch,
         tokens=int(batch["tokens"].numel()) if "tokens" in batch else 0,
-        sizes=Sizes(weight, weight, _state_bytes(config.optimizer)),
+        sizes=Sizes(_bytes_each(parameters), _bytes_each(of_trained), _state_bytes(config.optimizer, of_trained)),
         transient_bytes=max(0.0, trace.peak_bytes - saved),
         buffer_bytes=float(sum(one.nbytes for one in model.buffers())),
         input_bytes=float(sum(one.nbytes for one in batch.values())),
@@ -218,10 +218,18 @@ def _tied(model: nn.Module, units: list[str]) -> int:
     return sum(one.numel() for one in model.parameters() if uses[id(one)] > 1)
 
 
-def _state_bytes(config: OptimizerConfig) -> float:
-    """Return the optimizer's bytes per matrix element, found by updating a small matrix."""
-    choice = choose(config, "cpu")
-    matrix = nn.Parameter(torch.zeros(_TRIED, _TRIED))
+def _bytes_each(parameters: Sequence[Tensor]) -> float:
+    """Return the mean bytes per element."""
+    return sum(one.nbytes for one in parameters) / max(1, sum(one.numel() for one in parameters))
+
+
+def _state_bytes(config: OptimizerConfig, trained: Sequence[Tensor]) -> float:
+    """Return the optimizer's bytes per matrix element, found by updating a small matrix of the usual dtype."""
+    choice, numbers = choose(config, "cpu"), Counter[torch.dtype]()
+    for one in trained:
+        numbers[one.dtype] += one.numel()
+    [(usual, _)] = numbers.most_common(1)
+    matrix = nn.Parameter(torch.zeros(_TRIED, _TRIED, dtype=usual))
     optimizer = choice.make([{"params": [matrix], **({"use_muon": True} if config.name == "muon" else {})}])
     matrix.grad = torch.zeros_like(matrix)
     optimizer.step()

@@ -23,7 +23,7 @@ from elastic_train.job.cells.cut_model import cuts_of
 from elastic_train.planning import reading
 from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import place_elements
-from elastic_train.planning.arithmetic.model import Work
+from elastic_train.planning.arithmetic.model import Sizes, Work
 from elastic_train.planning.arithmetic.step_time import seconds_of_work
 from elastic_train.planning.reading import Read, read_config
 from elastic_train.planning.search import Job, work_out
@@ -264,6 +264,23 @@ def test_what_an_optimizer_keeps_is_tried(name: str, state: float, rows: Path, t
 def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path) -> None:
     plain, real = read(rows, tmp_path).facts, read_task("AsksForAValue", rows, tmp_path).facts
     assert real.blocks == plain.blocks
+
+
+class HalfPrecision(CausalLM):
+    """Trains weights in bf16, beside frozen ones in fp32."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model().to(torch.bfloat16)
+        model.table = nn.Parameter(torch.zeros(sum(one.numel() for one in model.parameters())), requires_grad=False)
+        return model
+
+
+def test_gradients_and_moments_have_the_type_of_what_is_trained(rows: Path, tmp_path: Path) -> None:
+    model = {"dim": 64, "depth": 2, "heads": 2, "vocabulary": 512}
+    task = {"path": f"{__name__}:HalfPrecision", "params": {"max_tokens": 16, "model": model}}
+    data = {"train": str(rows / "train"), "too_long": "truncate"}
+    sizes = read(rows, tmp_path, task=task, data=data, optimizer={"ema_decay": 0.9}).facts.sizes
+    assert sizes == Sizes(weight=(2 + 4) / 2, gradient=2, state=2 * 2 + 2)
 
 
 class FrozenExperts(CausalLM):
