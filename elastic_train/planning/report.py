@@ -89,7 +89,8 @@ def make_report(job: Job, layout: Layout, by: str, *, with_cells: bool) -> Repor
     outcomes = compare(job, layout, with_cells=with_cells)
     refused = [(one.layout.name, "; ".join(one.problems)) for one in outcomes if one.problems]
     strong, weak = (scaling(job, layout, weak=weak) for weak in (False, True))
-    return Report(job, by, work_out(job, layout), best(outcomes, by), refused, strong, weak)
+    own = work_out(job, layout.fitting(job.cluster.size))
+    return Report(job, by, own, best(outcomes, by), refused, strong, weak)
 
 
 def outcome_json(one: Outcome) -> dict[str, object]:

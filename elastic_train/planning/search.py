@@ -146,8 +146,7 @@ def scaling(job: Job, layout: Layout, *, weak: bool) -> list[ScalingRow]:
         if num_devices // layout.cell > num_lanes:
             break
         here = replace(job, cluster=job.cluster.of_size(num_devices), batch=replace(job.batch, num_lanes=num_lanes))
-        fitting = replace(layout, copies=min(layout.copies, layout.summing(num_devices)))
-        outcome = work_out(here, fitting)
+        outcome = work_out(here, layout.fitting(num_devices))
         if outcome.step is not None:
             rows.append(ScalingRow(num_devices, outcome, _alone_s(here) / outcome.step.total_s))
     return rows

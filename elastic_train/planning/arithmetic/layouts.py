@@ -119,6 +119,10 @@ class Layout:
         """Return the number of ranks that sum gradients of the same parameters: replicas times context ranks."""
         return self.replicas(world) * self.context
 
+    def fitting(self, world: int) -> Layout:
+        """Return the layout of a smaller world, of which all ranks hold what it cannot hold so many times."""
+        return replace(self, copies=min(self.copies, max(1, self.summing(world))))
+
     def without_copies(self, world: int) -> bool:
         """Return True if losing one rank loses part of the state."""
         return self.summing(world) == 1 or (self.shards != "none" and self.copies == 1)

@@ -17,6 +17,7 @@ from elastic_train.planning.arithmetic.goodput import Reliability
 from elastic_train.planning.arithmetic.layouts import Batch, Layout
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import Sizes
+from elastic_train.planning.report import make_report
 from elastic_train.planning.search import LESS_IS_BETTER, Job, best, compare, scaling, work_out
 from elastic_train.program.schedules import Kind, Pipeline, timetable
 from tests.elastic_train.planning.shapes import LLAMA_7B, LLAMA_70B, Transformer
@@ -100,6 +101,13 @@ def test_what_is_offloaded_is_in_the_hosts_memory_and_crosses_the_bus() -> None:
     assert moved.step.update_s == pytest.approx(held / 50e9)
     [problem] = work_out(facts, Layout(offload="all")).problems
     assert "offload all does not work with shards none" in problem
+
+
+def test_a_run_with_fewer_ranks_than_copies_is_one_whose_ranks_all_hold_everything() -> None:
+    """As in training, where copies are two by default, also on the single device that offload is for."""
+    alone, layout = job("1xH100"), Layout("parameters", 2, offload="all")
+    own = make_report(alone, layout, "throughput", with_cells=False).own
+    assert not own.problems and own.figures == work_out(alone, replace(layout, copies=1)).figures
 
 
 def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
