@@ -83,7 +83,7 @@ def plan(
     job = Job(read.facts, read.batch, cluster, read.num_steps, price, threads, reliability)
     report = make_report(job, read.layout, by, with_cells=cells or read.layout.cell > 1)
     if json_:
-        return print_json({**report.as_json(), "refused": list(read.refused)})
+        return print_json({**report.as_json(), "trainer_refuses": list(read.refused)})
     show(report)
     for reason in read.refused:
         print_text(f"The trainer refuses this: {reason}")

@@ -40,6 +40,15 @@ def test_a_plan_as_json(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["devices"] for row in found["scaling"]["strong"]] == [1, 2, 4]
 
 
+def test_json_has_what_is_out_of_the_question_beside_what_the_trainer_refuses(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(str(written(rows, tmp_path)), "--on", "16xCPU", "--parallel.pipeline", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"layout": "shards none, pp 2", "why": found["own"]["problems"][0]} in found["refused"]
+    assert any("parallel.pipeline: 2" in why for why in found["trainer_refuses"])
+
+
 @pytest.mark.heavy
 def test_a_plan_as_tables(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert typed(str(written(rows, tmp_path)), "--on", "8xCPU", "--parallel.shards", "optimizer") == 0
