@@ -23,6 +23,7 @@ from benchmarks.gpu.limits import LOOK_EVERY_S, Limit, OutOfTimeError, nothing_l
 from benchmarks.gpu.measure import alone, memory_of_worlds, overlap, plain_peak, saves, shards_overlap, step_times
 from benchmarks.gpu.measure import packed as packed_over_mask
 from benchmarks.sharding.jobs import MODES
+from elastic_train.planning.arithmetic.catalogue import device_named, shipped
 
 GOALS = {
     "mfu_compiled": "≥ 0.5",
@@ -45,8 +46,10 @@ Figures = Mapping[str, object]
 
 
 def peak_flops(name: str) -> float | None:
-    """Return a device's peak FLOP/s; None if it is not known here."""
-    return next((peak for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
+    """Return a device's peak FLOP/s; None if it is not known here, as of a slice, or a variant with a lower one."""
+    part = next((part for part in PEAKS if re.search(rf"\b{part}\b", name)), None)
+    is_less = part in shipped().devices and device_named(name) is None
+    return None if part is None or is_less else PEAKS[part]
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,15 @@ def test_flops_are_those_of_the_formula() -> None:
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L40S", 362e12), ("NVIDIA L4", 121e12), ("Other", None)],
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("Other", None),
+    ],
 )
 def test_peaks_are_known_by_name(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
