@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import venv
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -62,3 +65,20 @@ def test_a_foreign_torch_stays(tmp_path: Path) -> None:
     assert would.split()[2:] == ["elastic-train-0.1.0"]
     refused = resolved_beside("2.8.0a0+34c6371d24.nv25.08", tmp_path / "older")
     assert refused.returncode != 0 and "torch" in refused.stderr + refused.stdout
+
+
+def test_the_health_check_asks_wherever_the_page_is() -> None:
+    """At a port of this machine, or at an address and a port, as everybody's page has them."""
+    (check,) = re.findall(r"HEALTHCHECK.* CMD (\[(?:.|\\\n)*?\])\n", (ROOT / "deploy" / "Containerfile").read_text())
+    command = json.loads(check.replace("\\\n", ""))
+
+    def is_healthy(at: str) -> bool:
+        environ = {**os.environ, "ELASTIC_TRAIN__MONITORING__PORT": at}
+        return subprocess.run(command, env=environ, capture_output=True).returncode == 0
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as page:
+        threading.Thread(target=page.serve_forever).start()
+        healthy = {at: is_healthy(f"{at}{page.server_port}") for at in ("", "0.0.0.0:", "127.0.0.1:")}
+        page.shutdown()
+    assert healthy == {"": True, "0.0.0.0:": True, "127.0.0.1:": True}
+    assert not is_healthy(str(page.server_port))
