@@ -40,6 +40,7 @@ def test_a_plan_as_json(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["devices"] for row in found["scaling"]["strong"]] == [1, 2, 4]
 
 
+@pytest.mark.heavy
 def test_json_has_what_is_out_of_the_question_beside_what_the_trainer_refuses(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_calibrated_machine_is_a_cluster(tmp_path: Path) -> None:
     assert (found.device, found.inside) == (device, parse_cluster("CPU").inside)
 
 
+@pytest.mark.heavy
 def test_a_core_is_measured_with_one_thread_and_a_model_with_those_of_its_ranks(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_core_is_measured_with_one_thread_and_a_model_with_those_of_its_ranks(
     assert used == {"core": 1, "model": 2}
 
 
+@pytest.mark.heavy
 def test_lanes_without_samples_take_no_part_in_a_models_time(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,6 +275,7 @@ class HalfPrecision(CausalLM):
         return model
 
 
+@pytest.mark.heavy
 def test_gradients_and_moments_have_the_type_of_what_is_trained(rows: Path, tmp_path: Path) -> None:
     model = {"dim": 64, "depth": 2, "heads": 2, "vocabulary": 512}
     task = {"path": f"{__name__}:HalfPrecision", "params": {"max_tokens": 16, "model": model}}
@@ -290,6 +291,7 @@ class FrozenExperts(CausalLM):
         return [ParameterGroup([name for name, _ in model.named_parameters() if ".experts." in name], is_frozen=True)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("shards", ["none", "gradients"])
 def test_frozen_experts_take_no_gradients_away_from_what_is_trained(shards: str, rows: Path, tmp_path: Path) -> None:
     model = {"dim": 64, "depth": 2, "heads": 2, "vocabulary": 512, "experts": 4, "expert_hidden": 64}
@@ -309,6 +311,7 @@ def read_task(name: str, rows: Path, folder: Path) -> Read:
     return read(rows, folder, task={"path": f"{__name__}:{name}", "params": params})
 
 
+@pytest.mark.heavy
 def test_a_model_is_read_as_training_makes_it_ready(rows: Path, tmp_path: Path) -> None:
     """With the weights frozen that its task wants frozen, with dense gradients, and with something to train."""
     by_group, when_built, sparse = (

@@ -103,9 +103,10 @@ def test_what_is_offloaded_is_in_the_hosts_memory_and_crosses_the_bus() -> None:
     assert "offload all does not work with shards none" in problem
 
 
+@pytest.mark.heavy
 def test_a_run_with_fewer_ranks_than_copies_is_one_whose_ranks_all_hold_everything() -> None:
     """As in training, where copies are two by default, also on the single device that offload is for."""
-    alone, layout = job("1xH100"), Layout("parameters", 2, offload="all")
+    alone, layout = job("1xH100", lanes=4), Layout("parameters", 2, offload="all")
     own = make_report(alone, layout, "throughput", with_cells=False).own
     assert not own.problems and own.figures == work_out(alone, replace(layout, copies=1)).figures
 
@@ -114,6 +115,7 @@ def test_without_cells_only_what_the_trainer_runs_is_compared() -> None:
     assert all(one.layout.runs_today for one in compare(job(), Layout(), with_cells=False))
 
 
+@pytest.mark.heavy
 def test_what_recomputes_selectively_is_compared_with_nothing_else() -> None:
     """The pass that was followed has it: without, a layout would seem to need as little memory."""
     for own, expected in (("selective", {"selective"}), ("units", {"none", "units"}), ("none", {"none", "units"})):
@@ -237,6 +239,7 @@ def test_strong_scaling_ends_where_lanes_do_and_weak_scaling_does_not() -> None:
     assert all(later <= before + 1e-9 for before, later in pairwise(efficiencies))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("layout", [Layout(), Layout(tensor=4), Layout("optimizer", 9, context=2)])
 def test_both_scalings_agree_at_the_runs_own_devices(layout: Layout) -> None:
     """Both are the run itself there, also of replicas of several devices."""
