@@ -80,7 +80,8 @@ class ModelFacts:
     """A model, and the work of a micro-batch of `samples` samples with `tokens` tokens (0: not text).
 
     `transient_bytes` is the peak memory of a pass beyond what its units keep. `tied` elements are shared by the first
-    and the last layer. `cut` splits the model into grains, for exact shares.
+    and the last layer. `largest_tensor` and `num_tensors` are of what is trained. `cut` splits the model
+    into grains, for exact shares.
     """
 
     name: str

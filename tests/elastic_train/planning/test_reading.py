@@ -319,6 +319,7 @@ def test_a_model_is_read_as_training_makes_it_ready(rows: Path, tmp_path: Path) 
     )
     assert by_group.units == when_built.units and by_group.trained < by_group.elements
     assert not any(block.backward.flops for block in by_group.blocks)
+    assert (by_group.largest_tensor, by_group.num_tensors) == (4 * 16, 2), "the head's weight and bias"
     assert sparse.trained == sparse.elements
     with pytest.raises(ConfigError, match="empty parameter list"):
         read_task("FrozenWhole", rows, tmp_path)
