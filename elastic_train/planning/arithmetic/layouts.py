@@ -152,9 +152,6 @@ def why_not(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
             f"{degrees} = {ranks} leaves {idle} of a node's {cluster.per_node} devices over: stages are not of two "
             "nodes"
         )
-    if layout.pipeline > 1 and len(model.blocks) % (layout.pipeline * layout.interleave):
-        pieces = f"pp {layout.pipeline}" + (f" x vpp {layout.interleave}" if layout.interleave > 1 else "")
-        wrong.append(f"{pieces} does not divide the model's {len(model.blocks)} blocks")
     if layout.shards != "none" and layout.copies > (holders := layout.summing(world)):
         who = "replicas" if layout.context == 1 else "ranks of each part"
         wrong.append(f"copies {layout.copies}, but only {holders} {who} to hold them")
@@ -172,6 +169,8 @@ def _traits(layout: Layout, model: ModelFacts, batch: Batch, cluster: Cluster) -
         yield Found("a model without experts", "a model that has no experts")
     if not model.blocks:
         yield Found("a model without blocks", "a model that has no blocks")
+    elif len(model.blocks) < (pieces := layout.pipeline * layout.interleave):
+        yield Found("fewer blocks than stages", f"{counted(len(model.blocks), 'block')} in {pieces} stages")
     if layout.shards != "parameters":
         yield Found("weights that stay on the GPU", f"shards {layout.shards}")
     if cluster.device.is_cpu:
@@ -208,9 +207,15 @@ def own_cell(layout: Layout) -> tuple[int, int, int]:
     return layout.tensor, layout.pipeline, layout.expert
 
 
-def stage_share(layout: Layout) -> float:
-    """Return the fraction of the model's blocks on one tensor rank of the largest stage."""
-    return 1 / (layout.pipeline * layout.tensor)
+def stage_share(model: ModelFacts, layout: Layout) -> float:
+    """Return the fraction of the model's blocks in the largest stage, whose chunks may have one block more than others.
+
+    It is exact for one chunk per stage, and otherwise at most a block per chunk too much.
+    """
+    if layout.pipeline == 1:
+        return 1.0
+    pieces = layout.pipeline * layout.interleave
+    return math.ceil(len(model.blocks) / pieces) * layout.interleave / max(1, len(model.blocks))
 
 
 def rest_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float:
@@ -235,5 +240,5 @@ def place_elements(model: ModelFacts, layout: Layout, *, trained: bool) -> float
         size, of_experts = (unit.trained, unit.trained_experts) if trained else (unit.elements, unit.experts)
         experts += of_experts
         blocks += size - of_experts
-    share, rest = stage_share(layout), rest_elements(model, layout, trained=trained)
+    share, rest = stage_share(model, layout) / layout.tensor, rest_elements(model, layout, trained=trained)
     return math.ceil(blocks * share + experts * share / layout.expert + rest)

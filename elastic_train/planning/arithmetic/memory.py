@@ -8,6 +8,7 @@ counter; sharded gradients in their own counters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -127,7 +128,7 @@ def _program(model: ModelFacts, layout: Layout, num_lanes: int, elements: float)
     blocks = [_block_bytes(unit, model.sizes, layout) for unit in model.blocks]
     num_chunks = layout.interleave if layout.pipeline > 1 else 1
     if layout.pipeline > 1:
-        blocks = [_alike(blocks)] * (len(blocks) // layout.pipeline // num_chunks)
+        blocks = [_alike(blocks)] * math.ceil(len(blocks) / layout.pipeline / num_chunks)
     whole = elements if layout.gathers_for_steps else rest_elements(model, layout, trained=False)
     trained = rest_elements(model, layout, trained=True) if layout.deals else 0.0
     rest = UnitBytes(model.sizes.weight * whole / num_chunks, model.sizes.gradient * trained / num_chunks)
@@ -154,7 +155,7 @@ def _block_bytes(unit: Unit, sizes: Sizes, layout: Layout) -> UnitBytes:
 
 
 def _alike(blocks: Sequence[UnitBytes]) -> UnitBytes:
-    """Return one block that represents all; stages have equal numbers of blocks. Its activations are the mean."""
+    """Return one block that represents all, as any may be in the largest stage. Its activations are the mean."""
     most = UnitBytes(*(max(getattr(one, name.name) for one in blocks) for name in fields(UnitBytes)))
     return replace(most, kept=sum(one.kept for one in blocks) / len(blocks))
 

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from elastic_train.config.combinations import refused
 from elastic_train.planning.arithmetic.catalogue import Cluster, Device
-from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements, rest_elements, rest_parts
+from elastic_train.planning.arithmetic.layouts import (
+    Batch,
+    Layout,
+    place_elements,
+    rest_elements,
+    rest_parts,
+    stage_share,
+)
 from elastic_train.planning.arithmetic.memory import bucket_elements
 from elastic_train.planning.arithmetic.model import ModelFacts, Work
 from elastic_train.planning.arithmetic.seating import Seated, seat_of
@@ -200,7 +207,7 @@ def passes_of(model: ModelFacts, layout: Layout, device: Device, waits: float = 
     """Return the seconds of a lane's passes in one stage."""
     split = layout.tensor * layout.expert * layout.context
     rest_split = rest_parts(layout) * layout.expert * layout.context
-    blocks, rest = 1 / layout.pipeline, 1.0 if layout.pipeline == 1 else 0.5
+    blocks, rest = stage_share(model, layout), 1.0 if layout.pipeline == 1 else 0.5
 
     def seconds(which: str) -> float:
         work = [getattr(unit, which) for unit in model.blocks]
@@ -264,7 +271,7 @@ def _tensor_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:
             if degree > 1:
                 sent = factor * unit.output_bytes * (degree - 1) / degree
                 seconds += count * (link.alpha_s * math.ceil(math.log2(degree)) + sent / link.bytes_per_s)
-    return seconds / layout.pipeline
+    return seconds * stage_share(model, layout)
 
 
 def _pipeline_s(model: ModelFacts, layout: Layout, cluster: Cluster) -> float:

@@ -40,7 +40,8 @@ def job(on: str = "2x8xH100", lanes: int = 64) -> Job:
         (Layout(expert=8), 6, "ep 8 does not work with 6 lanes"),
         (Layout(tensor=3), 48, "tp x cp = 3 leaves 2 of a node's 8 devices over"),
         (Layout(pipeline=2, expert=3), 48, "tp x ep x cp = 3 leaves 2 of a node's 8 devices over"),
-        (Layout(pipeline=8), 64, "does not divide the model's 12 blocks"),
+        (Layout(pipeline=16), 64, "12 blocks in 16 stages"),
+        (Layout(pipeline=8, interleave=2), 64, "12 blocks in 16 stages"),
         (Layout(expert=2), 64, "has no experts"),
         (Layout(context=16), 64, "cp 16 reaches beyond a node"),
         (Layout(tensor=4, context=4), 64, "tp x cp = 16 reaches beyond a node"),
@@ -149,7 +150,14 @@ def test_chunks_of_a_stage_make_the_bubble_smaller_and_cost_links_and_memory() -
     assert chunks.memory.activations - plain.memory.activations == pytest.approx(of_blocks * 3 / 3)
     assert chunks.memory.states == plain.memory.states
     assert chunks.layout.name == "shards none, pp 4, vpp 3"
-    assert "pp 4 x vpp 2 does not divide" in work_out(job(), Layout(pipeline=4, interleave=2)).problems[0]
+
+
+def test_stages_may_have_unequal_numbers_of_blocks() -> None:
+    """As in training: a step waits for the largest stage, here of three blocks of twelve, as without a fifth stage."""
+    four, five, six = (work_out(job("1x60xH100", lanes=60), Layout(pipeline=number)) for number in (4, 5, 6))
+    assert four.step and five.step and six.step and four.memory and five.memory and six.memory
+    assert five.step.compute_s == pytest.approx(four.step.compute_s * 15 / 12)
+    assert four.memory.states == five.memory.states > six.memory.states
 
 
 @pytest.mark.parametrize(
