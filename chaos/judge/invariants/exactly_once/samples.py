@@ -72,8 +72,13 @@ def _check_left_out(shape: Shape, holes: list[Hole], lineage: list[Applied]) -> 
 
 
 def _check_cause(run: Evidence) -> None:
-    """A fault made the row group of every hole unreadable: the run without faults is given the same holes."""
+    """A fault made the row group of every hole unreadable: the run without faults is given the same holes.
+
+    Who trains on data that are damaged has no scenario: then the list of holes says what was left out.
+    """
     result = result_of(run)
+    if not run.has("scenario"):
+        return
     spoilt = {(x.get("file"), x.get("row_group")) for x in run.of("fault") if kind_of(x["kind"]).aim == "data"}
     for hole in (line for line in items(result, "holes") if isinstance(line, dict)) if "holes" in result else ():
         if (place := (hole.get("file"), hole.get("row_group"))) not in spoilt:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -104,14 +103,18 @@ def test_a_peer_lost_in_an_exchange_frees_the_device_for_the_next_world(
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [[[2.0], 1]] * 2
 
 
-def alone(folder: Path, device: FakeDevice, is_broken: Callable[[], bool], kind: type[FakeCommunicator]) -> Group:
-    """Return a group whose device has no peers: the communicator decides what peers do."""
+def alone(folder: Path, device: FakeDevice, kind: type[FakeCommunicator], *, breaks: bool = False) -> Group:
+    """Return a group whose device has no peers: the communicator decides what peers do.
+
+    If it `breaks`, its world has changed for whoever waits for a tenth of a second, once it has its device.
+    """
     group, seen = Group(0, 1, None, 60), device.seen(kind)
-    group.size, group._holds, group._is_broken = 2, seen.holds, lambda _: is_broken()
+    group.size, group._holds = 2, seen.holds
     group._bystander = Bystander("alone")
     folder.mkdir(exist_ok=True)
     store, timeout = FileStore(str(folder / "alone"), 1), timedelta(seconds=60)
     group._device = DeviceGroup(seen, store, 0, 1, timeout, group)
+    group._is_broken = lambda waited_s: breaks and waited_s > 0.1
     return group
 
 
@@ -124,8 +127,8 @@ class NeverConnects(FakeCommunicator):
 
 
 def test_connecting_ends_when_the_world_does(tmp_path: Path) -> None:
-    device, started = FakeDevice(), time.monotonic()
-    group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, NeverConnects)
+    device = FakeDevice()
+    group = alone(tmp_path, device, NeverConnects, breaks=True)
     assert group._device is not None
     with pytest.raises(PeerLostError, match="the world has changed"):
         group._device.connect()
@@ -136,7 +139,7 @@ def test_connecting_ends_when_the_world_does(tmp_path: Path) -> None:
 def test_an_update_waits_until_the_device_has_finished(tmp_path: Path) -> None:
     """The call's return is not enough: reading a value from the device would block the process."""
     device = FakeDevice()
-    group = alone(tmp_path, device, lambda: False, FakeCommunicator)
+    group = alone(tmp_path, device, FakeCommunicator)
     device.gate.clear()
     threading.Timer(0.2, device.gate.set).start()
     group.all_reduce(gradient := torch.ones(3))
@@ -154,7 +157,7 @@ def test_an_exchange_that_somebody_else_ended_was_not_finished(tmp_path: Path) -
             work._is_done, work._error = True, RuntimeError("NCCL communicator was aborted")
             return work
 
-    group = alone(tmp_path, FakeDevice(), lambda: False, Ended)
+    group = alone(tmp_path, FakeDevice(), Ended)
     with pytest.raises(PeerLostError, match="an operation between devices has failed"):
         group.all_reduce(torch.ones(3))
 
@@ -170,8 +173,8 @@ def test_a_process_whose_device_does_not_get_free_ends(
 ) -> None:
     """It would only block the next world; a launcher or a standby process replaces it."""
     monkeypatch.setattr(devices, "ABORT_S", 0.2)
-    device, started = FakeDevice(), time.monotonic()
-    group = alone(tmp_path, device, lambda: time.monotonic() > started + 0.1, kind)
+    device = FakeDevice()
+    group = alone(tmp_path, device, kind, breaks=True)
     device.is_deaf = True
     device.gate.clear()
     with pytest.raises(PeerLostError):
@@ -192,10 +195,8 @@ class AbortsLast(FakeCommunicator):
 
 def test_groups_that_hold_a_device_up_together_are_ended_together(tmp_path: Path) -> None:
     """A cell's exchange whose peer is missing, and one of its shard group that the device has queued behind it."""
-    device, started = FakeDevice(), time.monotonic()
-    world, part = (
-        alone(tmp_path / name, device, lambda: time.monotonic() > started + 0.1, AbortsLast) for name in ("1", "2")
-    )
+    device = FakeDevice()
+    world, part = (alone(tmp_path / name, device, AbortsLast, breaks=True) for name in ("1", "2"))
     world._parts.append(part)
     device.gate.clear()
     for group in (world, part):
@@ -215,7 +216,7 @@ def test_an_error_of_the_own_device_is_no_lost_peer(tmp_path: Path, kind: type[R
         def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
             raise self.error
 
-    group = alone(tmp_path, FakeDevice(), lambda: False, Fails)
+    group = alone(tmp_path, FakeDevice(), Fails)
     with pytest.raises(kind):
         group.all_reduce(torch.ones(3))
     Fails.error = RuntimeError("gone")
