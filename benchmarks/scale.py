@@ -1,4 +1,4 @@
-"""Measure how recovery time grows with the number of ranks: one node of four is killed, and the others continue.
+"""Measure how recovery time grows with ranks and with bytes: one node, or one worker, of several is killed.
 
     python -m benchmarks.scale [--json] [--quick] [--only NAME]
 
@@ -11,11 +11,13 @@ by_ranks    seconds from the kill to the next applied step, and its parts: until
 growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
 kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
 machine     date, cores and versions
+by_bytes    the same medians by gigabytes of state (weights and two moments), whole on each of four ranks, or in shards
+            with two copies: one worker is killed after another. `join` has the seconds in which those that replace them
+            get their state
+per_gb      these as `a + b * gigabytes`, fitted by least squares
 etcd        what a recovery asks of etcd, by ranks: keys written, events, messages, bytes, its core seconds (`etcd_s`),
             and a survivor's for its membership (`member_s`)
 held        descriptors and threads of a rank once a world has formed, the most of any, by ranks
-gather      milliseconds in which every rank gets a number of every other, by ranks: by a ring, by way of rank 0 (as in
-            live worlds), and the ratio, in turn in one run; each step has two of these, a new world about twenty
 
 All ranks are processes of one machine; each takes `LANE_MS` longer for its lane, so that cores are free for what is
 measured. The last line is JSON.
@@ -26,8 +28,11 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -36,23 +41,25 @@ import torch
 
 from benchmarks.etcd_load import load_of
 from benchmarks.figures import Effort, measure_chosen
-from benchmarks.ranks import Meeting, run
 from benchmarks.recovery.jobs import write_live_job
-from benchmarks.recovery.kills import step_s
+from benchmarks.recovery.kills import Shape, keys_of, often, step_s
 from benchmarks.recovery.live import run_job
 from benchmarks.recovery.watched_tasks import recovery_cpu_s
 from chaos.judge.evidence.applied import formed_at
-from chaos.judge.evidence.recovery_cost import Recovery, recoveries
-from chaos.judge.evidence.run_files import Evidence
+from chaos.judge.evidence.recovery_cost import Recovery, recoveries, seats_of
+from chaos.judge.evidence.run_files import Evidence, number, whole
 from chaos.scenario.schedule import Due
 
+STATES = {0.01: (96, 4), 0.1: (256, 9), 0.52: (512, 13), 2.0: (1024, 13)}
+"""Width and depth of models, by gigabytes of state."""
+SHAPE = Shape(num_nodes=2, ranks=2)
 RANKS = 4
 """Per node."""
 LANE_MS = 500.0
-NUM_GATHERS = 20
 QUIET_S = 15.0
 """Before each kill, so that standby processes have imported."""
-PARTS = ("rto", "detect", "form", "restore", "step", "cpu", "busiest")
+CLOCK = ("rto", "detect", "form", "restore", "step")
+PARTS = (*CLOCK, "cpu", "busiest")
 SEEN = "seen.jsonl"
 
 
@@ -75,7 +82,36 @@ def by_ranks(effort: Effort) -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
     }
-    return {"by_ranks": found, "growth": _growth(found), "held": held, "kills": kills, "machine": machine}
+    return {"by_ranks": found, "growth": _growth(found, PARTS), "held": held, "kills": kills, "machine": machine}
+
+
+def by_bytes(effort: Effort) -> dict[str, object]:
+    """Return medians of recoveries by the bytes of the state, and their growth with these."""
+    found, per_gb = dict[str, dict[str, dict[str, float]]](), dict[str, object]()
+    for name, parallel in (("whole", {"shards": "none"}), ("shards", {"shards": "parameters", "copies": 2})):
+        found[name] = {}
+        for gigabytes, (dim, depth) in STATES.items():
+            if effort.is_quick and gigabytes > 0.1:
+                continue
+            params = {"max_tokens": 16, "dim": dim, "depth": depth, "heads": 4, "dropout": 0.1}
+            task = "elastic_train.tasks.text_classifier:TextClassifier"
+            changes = keys_of(task, params, parallel, micro_batch=1, commit_every=1000)
+            run, costs = often(replace(effort, is_quick=True), SHAPE, changes)
+            parts = [dict(zip(CLOCK, _clock(run, cost), strict=True)) for cost in costs]
+            medians = {part: statistics.median(one[part] or 0.0 for one in parts) for part in CLOCK}
+            medians["join"] = statistics.median(_join_s(run))
+            found[name][str(gigabytes)] = {part: round(seconds, 3) for part, seconds in medians.items()}
+            effort.say(f"{gigabytes} GB, {name}: {found[name][str(gigabytes)]}")
+        per_gb[name] = _growth(found[name], (*CLOCK, "join"))
+    return {"by_bytes": found, "per_gb": per_gb}
+
+
+def _join_s(run: Evidence) -> list[float]:
+    """Return the seconds in which each world that is larger than the one before brought its ranks to one state."""
+    sizes, took = seats_of(run), defaultdict[int, list[float]](list)
+    for line in run.of("restore"):
+        took[whole(line, "term")].append(number(line, "seconds"))
+    return [max(took[term]) for before, term in pairwise(sorted(sizes)) if sizes[term] > sizes[before] and took[term]]
 
 
 def etcd(effort: Effort) -> dict[str, object]:
@@ -85,29 +121,6 @@ def etcd(effort: Effort) -> dict[str, object]:
         found[str(size)] = load_of(size)
         effort.say(f"{size} ranks: {found[str(size)]}")
     return {"etcd": found}
-
-
-def gather(effort: Effort) -> dict[str, object]:
-    """Return the median milliseconds of a small `all_gather`, by ranks."""
-    found = {}
-    for size in (8, 16, 32):
-        ring, by_root = map(max, zip(*run(_gather, size), strict=True))  # the slowest rank
-        found[str(size)] = {"ring_ms": ring, "by_root_ms": by_root, "ratio": round(ring / by_root, 1)}
-        effort.say(f"{size} ranks: {found[str(size)]}")
-    return {"gather": found}
-
-
-def _gather(meeting: Meeting) -> list[float]:
-    """Return this rank's median milliseconds by a ring and by way of rank 0."""
-    ranks = [
-        meeting.of(range(meeting.group.size), name, is_broken=is_broken)
-        for name, is_broken in (("ring", None), ("by root", lambda waited_s: False))
-    ]
-    mine, taken = torch.tensor([1.0]), [list[float](), list[float]()]
-    for _ in range(NUM_GATHERS):
-        for of_way, group in zip(taken, ranks, strict=True):
-            of_way.append(meeting.timed(lambda group=group: group.all_gather(mine)))  # type: ignore[misc]
-    return [round(1000 * statistics.median(of_way), 2) for of_way in taken]
 
 
 def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
@@ -136,23 +149,28 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
     )
 
 
+def _clock(run: Evidence, cost: Recovery) -> tuple[float | None, ...]:
+    """Return the seconds of a recovery by `CLOCK`, without those of a step."""
+    one_step_s = step_s(run, cost.term)
+    return cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s
+
+
 def _parts(run: Evidence, cost: Recovery, seen: Path) -> dict[str, float]:
-    one_step_s, cpu_s = step_s(run, cost.term), recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
-    clock = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s)
-    known = (*clock, statistics.median(cpu_s), max(cpu_s))
+    cpu_s = recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
+    known = (*_clock(run, cost), statistics.median(cpu_s), max(cpu_s))
     return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
 
 
-def _growth(found: Mapping[str, Mapping[str, float]]) -> dict[str, Sequence[float]]:
-    sizes = np.array([int(size) for size in found], dtype=float)
-    lines = {name: np.polyfit(sizes, [parts[name] for parts in found.values()], 1) for name in PARTS}
+def _growth(found: Mapping[str, Mapping[str, float]], names: Sequence[str]) -> dict[str, Sequence[float]]:
+    sizes = np.array([float(size) for size in found])
+    lines = {name: np.polyfit(sizes, [parts[name] for parts in found.values()], 1) for name in names}
     return {name: [round(float(line[1]), 4), round(float(line[0]), 5)] for name, line in lines.items()}
 
 
 FIGURES: Mapping[str, Callable[[Effort], dict[str, object]]] = {
     **dict.fromkeys(("by_ranks", "growth", "held", "kills", "machine"), by_ranks),
+    **dict.fromkeys(("by_bytes", "per_gb"), by_bytes),
     "etcd": etcd,
-    "gather": gather,
 }
 
 
