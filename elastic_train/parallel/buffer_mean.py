@@ -73,7 +73,7 @@ class BufferMean:
 
     A step calls `begin`, then `lane` around every lane's forward pass, in ascending order, then `restore`. If any
     rank's `has_changed` is True and it is not `is_tracking`, all ranks call `track` and repeat the step. `finish`
-    returns the new values, to be copied when the step is applied.
+    returns the new values, to be copied when the step is applied. If a step ends within a pass, `undo` has to follow.
     """
 
     def __init__(self, model: nn.Module, summed: Sequence[str], replicas: Group, make_sum: MakeSum) -> None:
@@ -85,7 +85,7 @@ class BufferMean:
         self._integers = [slot for slot in self._slots if not slot.is_float]
         self._increments: Tensor | None = None
         self.has_changed = False
-        self._num_begun = 0
+        self._num_begun, self._is_running = 0, False
 
     @property
     def is_tracking(self) -> bool:
@@ -101,6 +101,7 @@ class BufferMean:
             self._sum.begin()
             assert self._increments is not None
             self._increments.zero_()
+        self._is_running = True
 
     def lane(self, lane: int, *, is_empty: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context of one lane's forward pass; it does nothing for a lane without samples."""
@@ -124,6 +125,16 @@ class BufferMean:
         """Restore the step's initial buffers: lanes have no effect before the step is applied."""
         if self.is_tracking or self.has_changed:
             self._reset()
+        self._is_running = False
+
+    def undo(self) -> None:
+        """Restore the buffers with which a step, or other passes, began that have not come to their end.
+
+        Does nothing otherwise.
+        """
+        if self._is_running:
+            self._reset()
+            self._is_running = False
 
     def track(self) -> None:
         """Include the buffers in the sum from now on; all ranks start at the same step."""
@@ -182,10 +193,11 @@ class BufferMean:
         """Undo the changes that forward passes inside (e.g. a validation) make to the buffers."""
         for slot in self._slots:
             slot.keep()
+        self._is_running = True
         try:
             yield
         finally:
-            self._reset()
+            self.undo()
 
     def _reset(self) -> None:
         for slot in self._slots:

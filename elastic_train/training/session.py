@@ -353,6 +353,7 @@ class Session:
 
         Its first step reports this rank's memory again: until then, other ranks wait.
         """
+        self.buffers.undo()  # this state may be committed, or continued by the next world
         self._end_saves_and_views()
         if self.watch is not None:
             self.watch.say_rest()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.core.lanes import contiguous, owned_lanes
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, PeerLostError
 from elastic_train.parallel.buffer_mean import BufferMean
 from elastic_train.parallel.gradient_sum import make_sum
 from elastic_train.parallel.group import Group
@@ -175,6 +175,30 @@ def test_validation_leaves_the_buffers_unchanged() -> None:
         assert weights_digest(net, {}) != before
     assert weights_digest(net, {}) == before
     assert {name: id(tensor) for name, tensor in net.named_buffers() if name != "cache"} == tensors
+
+
+@pytest.mark.parametrize("is_tracking", [False, True])
+def test_a_step_that_ends_in_the_middle_of_a_pass_leaves_the_buffers_as_they_were(is_tracking: bool) -> None:
+    """A lost peer or a request to leave may end it, and the state before it is committed or trained on."""
+    net = alone(steps=2)
+    group = Group(0, 1, None, 60)
+    buffers = BufferMean(
+        net, ["seen"], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, 4))
+    )
+    if is_tracking:
+        buffers.track()
+    before = weights_digest(net, {})
+    buffers.begin()
+    with pytest.raises(PeerLostError), buffers.lane(0, is_empty=False):
+        net(batch(9, 0))
+        raise PeerLostError("connection reset by peer")
+    assert weights_digest(net, {}) != before
+    buffers.undo()
+    assert weights_digest(net, {}) == before
+    net.get_buffer("average").add_(1.0)  # a later step's
+    applied = weights_digest(net, {})
+    buffers.undo()
+    assert weights_digest(net, {}) == applied != before
 
 
 class Uneven(nn.Module):

@@ -292,6 +292,17 @@ def test_without_a_second_copy_the_newest_commit_is_what_is_left(
     assert found(tmp_path) == undisturbed(parallel)
 
 
+def test_buffers_of_a_pass_that_a_lost_rank_has_ended_are_not_kept(tmp_path: Path, few_rows: Path) -> None:
+    """Ranks that gather weights lose it in the middle of a pass, which has changed BatchNorm's statistics."""
+    job = {**CLASSIFIER, "task": {"path": "tests.tasks:WithBatchNorm", "params": PARAMS}, "parallel": PARAMETERS}
+    job["max_steps"] = 5  # an epoch's last step has micro-batches of one sample, which BatchNorm refuses
+    succeed(memory_job.start([config(tmp_path / "alone", few_rows, job)]))
+    lost = [Loss(1, 4, "backward"), Loss(0, 3, "forward")]
+    done = memory_live.start([config(tmp_path, few_rows, job)], num_ranks=3, losses=lost)
+    assert sorted(done.codes) == [-9, -9, 0, 0, 0], done.output
+    assert result(tmp_path)["weights_sha256"] == result(tmp_path / "alone")["weights_sha256"]
+
+
 def test_a_lost_share_of_weights_that_no_commit_holds_is_read_by_new_processes(tmp_path: Path, few_rows: Path) -> None:
     """The base of adapters, with one copy of each shard: the survivor ends, and a new process reads all of it."""
     task, parallel = {"path": "tests.tasks:OnBase", "params": PARAMS}, {**PARAMETERS, "copies": 1}
