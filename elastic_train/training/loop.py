@@ -163,9 +163,12 @@ def _catch_up(session: Session) -> None:
 def _end_before(session: Session) -> Outcome | None:
     """Return the outcome of a world whose ranks were asked to leave before its first step; None if it trains.
 
-    There may be no time for a step: ranks that have dropped one meet here.
+    There may be no time for a step: ranks that have dropped one meet here. A rank that a fault kept from a validation
+    does not know yet that it has ended training, so all do as if it had not.
     """
-    return _departure(session) if not session.is_over and any(session.leaving()) else None
+    is_missed = session.is_validation_missed()
+    may_go_on = not session.is_over or (is_missed and session.state.step < session.plan.total_steps)
+    return _departure(session) if may_go_on and any(session.leaving()) else None
 
 
 def _departure(session: Session) -> Outcome:

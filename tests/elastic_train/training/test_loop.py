@@ -162,6 +162,27 @@ def test_a_validation_that_a_fault_has_kept_a_rank_from_is_done_before_the_next_
     assert not session.is_validation_missed(), "none is due"
 
 
+@pytest.mark.parametrize("has_it", [True, False])
+def test_ranks_of_which_one_knows_that_training_has_ended_ask_each_other_the_same_before_the_first_step(
+    has_it: bool,
+) -> None:
+    """A fault may have kept the other from the validation that ended it: each would take an answer for another one."""
+    plan, state, world, leave = MagicMock(total_steps=9), MagicMock(step=6), MagicMock(), MagicMock(is_set=False)
+    plan.config.validation = ValidationConfig(every="3 steps", early_stopping=EarlyStoppingConfig(patience=1))
+    plan.validates_every, asked = 3, list[int]()
+    state.reached = TrainProgress(step=6, improvement=Improvement("min loss", 1.0, 3, 6 if has_it else 3, int(has_it)))
+
+    def gathered(mine: torch.Tensor) -> torch.Tensor:
+        asked.append(int(mine))
+        return torch.stack([mine, torch.tensor(int(not has_it and len(asked) == 1))])
+
+    world.group.all_gather = gathered
+    session = Session(plan, world, state, *[MagicMock()] * 4, leave, *[MagicMock()] * 3, None)
+    assert session.is_over == has_it
+    assert loop._end_before(session) is None
+    assert asked == [int(has_it), 0]
+
+
 @pytest.mark.parametrize(("is_best", "is_committed", "commits"), [(True, False, 1), (True, True, 0), (False, False, 0)])
 def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
     monkeypatch: pytest.MonkeyPatch, is_best: bool, is_committed: bool, commits: int
@@ -209,6 +230,7 @@ def test_a_step_whose_gradient_all_hold_is_applied_or_kept_and_recorded_before_i
     session.plan.order.advance.return_value = session.state.reached.cursor = Cursor(0, 8)
     session.state.reached.num_nonfinite = 0
     session.leaving.return_value = [False]
+    session.is_validation_missed.return_value = False
     calls = MagicMock()
     monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
     monkeypatch.setattr(loop, "meet", calls.meet)
