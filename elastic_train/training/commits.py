@@ -114,12 +114,13 @@ class Commits:
         """Check in the background if this rank can write, when asked because another rank cannot."""
         self.is_confirming_writable = is_asked and self.use.confirm_writable()
 
-    def begin(self, *, is_any_busy: bool) -> None:
+    def begin(self, *, is_any_busy: bool, is_best: bool = False) -> None:
         """Begin to save the applied state.
 
-        If a rank is still busy with the last save, skip this one; where every step is committed, wait instead.
+        If a rank is still busy with the last save, skip this one; wait instead where every step is committed, or if the
+        state `is_best`, as no later commit has it.
         """
-        if is_any_busy and self.plan.config.checkpoint.every_steps != 1:
+        if is_any_busy and not is_best and self.plan.config.checkpoint.every_steps != 1:
             self.num_skipped += 1
             if self.num_skipped in POWERS_OF_TEN:
                 self.world.announce(

@@ -86,7 +86,7 @@ def train_steps(session: Session) -> Outcome:
         session.commits.prepare()
         end = _end(session, computed.flags, sums)
         if end is None and _is_time_to_commit(session, sums):
-            session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY))
+            session.commits.begin(is_any_busy=bool(sums.any_flags & BUSY), is_best=session.is_best)
         clock.mark("save")
         if end is not None:
             return end

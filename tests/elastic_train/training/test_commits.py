@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -171,15 +171,16 @@ def test_memory_for_saves_is_made_for_a_state_as_it_is_after_a_step(
     assert len(prepared) == 1 and prepared[0] is saved, "in cells tensors are in pieces, of which each has a writer"
 
 
-def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path) -> None:
-    """A job that commits every step skips none."""
+@pytest.mark.parametrize(("every", "is_best"), [("1 step", False), ("50 steps", True)])
+def test_a_due_commit_can_wait_for_the_one_in_flight(tmp_path: Path, every: str, is_best: bool) -> None:
+    """A job that commits every step skips none, and no job skips the best state, which is in no later commit."""
     store = HeldStore(tmp_path)
-    commits, ears = opened_on(store, every="1 step")
+    commits, ears = opened_on(store, every=every)
     take_step(commits)
     commits.begin(is_any_busy=False)
     take_step(commits)
     let_through(store, after_s=0.1)
-    commits.begin(is_any_busy=True)
+    commits.begin(is_any_busy=True, is_best=is_best)
     commits.finish()
     assert ears.steps == [1, 2] and commits.num_skipped == 0 and ears.announced == []
 
@@ -361,6 +362,9 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     session.is_validation_due.return_value = session.commits.is_due.return_value = False
     assert loop.train_steps(session) is loop.Outcome.DONE
     assert session.commits.begin.call_count == num_commits
+    session.is_best = True
+    assert loop.train_steps(session) is loop.Outcome.DONE
+    assert session.commits.begin.call_args == call(is_any_busy=bool(flags & loop.BUSY), is_best=True)
 
 
 def no_records(store: HeldStore, key: str, content: bytes) -> None:
