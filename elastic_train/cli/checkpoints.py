@@ -119,7 +119,7 @@ def prune_(
         last=int(keep_last) if keep_last.isdecimal() else 1,
         every_steps=keep_every_steps,
         every_s=keep_every_s,
-        best=keep_best,
+        best=() if keep_best is None else (keep_best,),
         budget=None if keep_last.isdecimal() else _bytes(keep_last),
     )
     store = open_run(run)

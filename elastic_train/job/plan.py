@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from elastic_train.checkpoint.commits.record import CommitRecord
 from elastic_train.checkpoint.commits.retention_policies import Retention
-from elastic_train.config.recipe import judged_by, parse_best
+from elastic_train.config.recipe import parse_best
 from elastic_train.config.schema import IDENTITY, Config
 from elastic_train.core.accounting import CoverageSums
 from elastic_train.core.keyed_random import derive
@@ -101,13 +101,13 @@ class Plan:
     @property
     def retention(self) -> Retention:
         """The rules by which commits are kept."""
-        keep = self.config.checkpoint
-        judged = judged_by(self.config.validation.early_stopping, keep.keep_best)
+        keep, stopping = self.config.checkpoint, self.config.validation.early_stopping
+        best = [keep.keep_best, stopping.metric if stopping is not None else None]
         return Retention.of(
             last=keep.keep_last,
             every_steps=keep.keep_every_steps,
             every_s=keep.keep_every_s,
-            best=keep.keep_best or (judged.metric if judged is not None else None),
+            best=[metric for metric in best if metric is not None],
             budget=keep.budget,
         )
 

@@ -129,9 +129,11 @@ class EverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Keep the lineage's commit with the best value of a metric, the first of equal ones.
+    """Keep the commit that the run counts as its best by a metric, or else the first with the best value.
 
-    Written `min loss`, `max macro_f1`. A commit outside the lineage would stand for the same steps, repeated within it.
+    Written `min loss`, `max macro_f1`. A commit's metrics may be those of an earlier step, and what the run counts
+    depends on how much better a value has to be. A commit outside the lineage would stand for the same steps, repeated
+    within it.
     """
 
     metric: str
@@ -143,6 +145,11 @@ class Best:
         return cls(metric, is_higher_better)
 
     def wanted(self, commits: Sequence[Candidate]) -> list[str]:
+        reached = next((one.record.improvement for one in commits if one.record and one.is_of_lineage), None)
+        is_by_it = reached is not None and parse_best(reached.metric) == (self.metric, self.is_higher_better)
+        step = reached.best_step if reached is not None and is_by_it else None
+        if counted := next((one.key for one in commits if one.step == step and one.is_of_lineage), None):
+            return [counted]
         best: tuple[float, str] | None = None
         for commit in reversed(commits):
             value = commit.record.metrics.get(self.metric) if commit.record and commit.is_of_lineage else None
@@ -166,7 +173,7 @@ class Retention:
         last: int,
         every_steps: int | None = None,
         every_s: float | None = None,
-        best: str | None = None,
+        best: Collection[str] = (),
         budget: int | None = None,
     ) -> Retention:
         """Join the given policies, a budget replacing `last`; raise ConfigError if one is invalid."""
@@ -175,7 +182,7 @@ class Retention:
         policies: list[Policy] = [] if budget else [Last(last)]
         policies += [] if every_steps is None else [EverySteps(every_steps)]
         policies += [] if every_s is None else [EverySeconds(every_s)]
-        policies += [Best.parse(best)] if best else []
+        policies += map(Best.parse, best)
         return cls(tuple(policies), budget)
 
     def unwanted(self, commits: Sequence[Candidate], sure: Collection[str]) -> list[str]:

@@ -122,11 +122,11 @@ def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
 
 @in_one_process
 def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: Path) -> None:
-    """The rules are keep_best's, which decides what is kept."""
+    """The rules are keep_best's, whose own best is kept beside the one that `export` uses after early stopping."""
     stopping = {"early_stopping": {"metric": "max macro_f1"}}
     assert planned(rows, validation=stopping).retention.policies[-1] == Best.parse("max macro_f1")
     kept = planned(rows, validation=stopping, checkpoint={"keep_best": "min loss"})
-    assert kept.retention.policies[-1] == Best.parse("min loss")
+    assert kept.retention.policies[-2:] == (Best.parse("min loss"), Best.parse("max macro_f1"))
     with pytest.raises(ConfigError, match=r"validation\.early_stopping 'max macrof1'.*did you mean 'macro_f1'"):
         planned(rows, validation={"early_stopping": {"metric": "max macrof1"}})
     for wrong, message in (

@@ -107,7 +107,7 @@ def test_the_best_commit_of_a_dead_branch_does_not_stand_for_the_lineages(local_
     damage(local_store, writer(local_store, first).save(small_state(2), by_step[2]))
     commits = writer(local_store, first)
     best, newest = (commits.save(small_state(step), by_step[step]) for step in (2, 3))
-    prune(local_store, Retention.of(last=1, best="min loss"), newest=newest)
+    prune(local_store, Retention.of(last=1, best=["min loss"]), newest=newest)
     assert commit_keys(local_store) == [newest.key, best.key]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.record import CommitRecord, Improvement
 from elastic_train.checkpoint.commits.retention_policies import (
     Best,
     Candidate,
@@ -30,10 +30,14 @@ def some_record() -> CommitRecord:
     return commit_steps(open_store("memory://policies/run"), 1)[0]
 
 
-def candidate(step: int, *, at: float = 0.0, loss: float | None = None, size: int = 10) -> Candidate:
+def candidate(
+    step: int, *, at: float = 0.0, loss: float | None = None, size: int = 10, known: Improvement | None = None
+) -> Candidate:
     """Return a commit named after its step."""
     files = {"file": FileRecord(size, (0,), "")}
-    record = dataclasses.replace(some_record(), step=step, created_at=at, metrics={"loss": loss}, files=files)
+    record = dataclasses.replace(
+        some_record(), step=step, created_at=at, metrics={"loss": loss}, files=files, improvement=known
+    )
     return Candidate(str(step), step, lambda: record)
 
 
@@ -60,10 +64,20 @@ def test_each_policy_keeps_what_it_promises() -> None:
     assert Best.parse("max f1").wanted(commits) == []
 
 
+def test_the_best_commit_is_the_one_that_the_run_counts_as_best() -> None:
+    """A later one may have a value that is better by less than early stopping asks for, or that of an earlier step."""
+    first, last = (Improvement("min loss", 1.0, step, 30) for step in (10, 20))
+    commits = [candidate(step, loss=1.0 - step / 1000, known=first) for step in (30, 20, 10)]
+    assert Best.parse("min loss").wanted(commits) == ["10"]
+    assert Best.parse("max loss").wanted([candidate(40, loss=0.5, known=first), *commits]) == ["10"], "another metric"
+    assert Best.parse("min loss").wanted([candidate(40, loss=0.5, known=last), *commits]) == ["20"]
+    assert Best.parse("min loss").wanted(commits[:2]) == ["30"], "the commit of the best step is gone"
+
+
 def test_a_budget_keeps_what_policies_want_and_then_the_newest() -> None:
     """Certain commits come first, then those a policy wants, then the newest, until the budget is used."""
     commits = [candidate(step, loss=float(step), size=10) for step in (6, 5, 4, 3, 2, 1)]
-    retention = Retention.of(last=99, best="min loss", budget=45)
+    retention = Retention.of(last=99, best=["min loss"], budget=45)
     assert retention.unwanted(commits, sure={"3"}) == ["2", "4"]
     assert Retention.of(last=99, budget=5).unwanted(commits, sure={"6", "1"}) == ["2", "3", "4", "5"]
 
