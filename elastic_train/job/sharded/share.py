@@ -343,11 +343,12 @@ class SharedScaler(GradScaler):
         return self.is_enabled() and self.get_scale() > LEAST_SCALE
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return {**state, _OVERFLOWS: self.num_overflows} if state else state
+        state = super().state_dict()  # empty without fp16, which earlier steps may have had
+        return {**state, _OVERFLOWS: self.num_overflows} if state or self.num_overflows else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        if state_dict.keys() - {_OVERFLOWS}:
+            super().load_state_dict(state_dict)
         self.num_overflows = int(state_dict.get(_OVERFLOWS, 0))
 
     def unscale_(self, optimizer: Optimizer) -> None:

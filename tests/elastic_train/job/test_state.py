@@ -234,6 +234,24 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(
         assert torch.equal(state.optimizer.state[mine]["ema"], other.optimizer.state[theirs]["ema"])
 
 
+def test_steps_that_fp16_left_out_do_not_count_in_the_average_in_another_precision() -> None:
+    """The run goes on without a scaler, and still tells newcomers and commits how many there were; so does fp16."""
+    config = OptimizerConfig(warmup_steps=0, ema_decay=0.9)
+    state = built(config, is_fp16=True)
+    for gradient in (math.inf, 0.25, math.inf):
+        facts = StepFacts(Cursor(0, state.step + 1), CoverageSums(), 1, SampleAccount())
+        state.apply(facts, measured(state, gradient))
+    for is_fp16 in (False, False, True):
+        held = copy.deepcopy(state.shards.share.held())
+        other = built(config, is_fp16=is_fp16)
+        other.adopt(held, state.reached)
+        resumed = built(config, is_fp16=is_fp16)
+        resumed.restore(lambda tree, held=held: tree.update(held), state.reached, keeps_rates=True)  # type: ignore[misc]
+        assert (resumed.num_updates, other.num_updates) == (1, 1)
+        state = resumed
+    assert state.scaler.get_scale() == 2.0**16
+
+
 def test_a_step_without_a_target_leaves_the_scale_and_the_next_step_as_they_were() -> None:
     config = OptimizerConfig(warmup_steps=0, schedule="constant")
     state, expected = (built(config, is_fp16=True) for _ in range(2))
