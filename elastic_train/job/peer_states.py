@@ -37,8 +37,9 @@ class PeerState:
     """A rank's progress when it enters a world, and its seat, None if it holds no shard.
 
     `pending` is the term of a pending step, 0 for none; `trained_in` is the last world it trained in; `norm` is the
-    gradient norm of its last applied step. A rank that cannot write commits gets no shard (`may_hold`), because a shard
-    whose holders all cannot write would be in no commit. `retained` are the arcs it holds besides its seat.
+    gradient norm of its last applied step, None if it is from a commit. A rank that cannot write commits gets no shard
+    (`may_hold`), because a shard whose holders all cannot write would be in no commit. `retained` are the arcs it holds
+    besides its seat.
     """
 
     place: Place
@@ -46,7 +47,7 @@ class PeerState:
     path: Path
     pending: int = 0
     trained_in: int = 0
-    norm: float = 0.0
+    norm: float | None = None
     may_hold: bool = True
     retained: tuple[Arc, ...] = ()
 
@@ -58,7 +59,8 @@ class PeerState:
 def gather_peer_states(group: Group, state: AppliedState, path: Path, *, may_hold: bool = True) -> list[PeerState]:
     """Return every rank's state, by rank.
 
-    If no rank of a column can write commits, all of them may hold shards; rank 0 always may.
+    If no rank of a column can write commits, all of them may hold shards; rank 0 always may. A pending step does not
+    count if the ranks that are beyond it have it from a commit, which does not say its norm.
     """
     pending = state.pending.facts.term if state.pending is not None else 0
     may_hold = may_hold or group.rank == 0
@@ -67,6 +69,8 @@ def gather_peer_states(group: Group, state: AppliedState, path: Path, *, may_hol
     seat, norm = _encoded(table.seat), state.reached.norm
     mine = [*state.place, seat, list(path), pending, shards.trained_in, norm, may_hold, retained]
     brought = _read(group.all_gather_objects(mine))
+    unknown = {one.place for one in brought} - {one.place for one in brought if one.norm is not None}
+    brought = [replace(one, pending=0) if one.pending and comes_to(one) in unknown else one for one in brought]
     parts = [table.cell.holder_of(rank)[0] for rank in range(len(brought))]
     able = {parts[rank] for rank, one in enumerate(brought) if one.may_hold}
     if len(able) == table.cell.num_parts:
@@ -151,7 +155,8 @@ def roll_forward(group: Group, state: AppliedState, brought: Sequence[PeerState]
     ahead = [rank for rank, one in enumerate(brought) if one.place == furthest]
     late = [rank for rank, one in enumerate(brought) if one.pending and comes_to(one) == furthest]
     if late:
-        norm = torch.tensor(brought[ahead[0]].norm, dtype=torch.float64)
+        known = next(one.norm for one in brought if one.place == furthest and one.norm is not None)
+        norm = torch.tensor(known, dtype=torch.float64)
         return _apply(group, state, brought, late, norm, furthest)
     term = max(brought[rank].pending for rank in ahead)
     able = _all_left(table, brought, ahead, term)

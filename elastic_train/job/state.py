@@ -78,7 +78,7 @@ class TrainProgress:
     fast_steps: Ranges = ()
     skipped_steps: Ranges = ()
     num_nonfinite: int = 0
-    norm: float = 0.0
+    norm: float | None = None
     sources: tuple[CoverageSums, ...] = ()
     improvement: Improvement | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def _fill(state: AppliedState, gradient: Tensor) -> None:
 
 
 def settle(
-    steps: list[int], pending: list[bool], newcomers: tuple[int, ...] = ()
+    steps: list[int], pending: list[bool], newcomers: tuple[int, ...] = (), resumed: tuple[int, ...] = ()
 ) -> tuple[list[Place], list[AppliedState]]:
     """Let ranks of cells of two settle the next step, given the steps that each has applied and has pending."""
     size = len(steps)
@@ -75,6 +76,8 @@ def settle(
             state.hold(FACTS, state.measure())
         if rank in newcomers:
             state.shards.trained_in = 0
+        if rank in resumed:  # from a commit, which has no norm
+            state.reached = replace(state.reached, norm=None)
 
     def settled(rank: int, size: int) -> list[Place]:
         group = group_of("world", rank, size)
@@ -99,6 +102,16 @@ def test_what_one_has_applied_all_apply() -> None:
     for one, other in ((0, 2), (1, 3)):
         for mine, theirs in zip(weights_of(states[one]), weights_of(states[other]), strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_what_others_have_from_a_commit_is_taken_from_them() -> None:
+    """Nobody knows the norm of the step, so a rank that was away with it pending cannot clip its gradient."""
+    places, states = settle([2, 2, 2, 1], [False, False, False, True], resumed=(0, 1, 2))
+    assert places == [Place(2, TERM)] * 3 + [Place(1, TERM)]
+    expected = weights_of(make_state(Mesh(3, 4, Cell(tensor=2)), 1))
+    assert all(torch.equal(one, other) for one, other in zip(weights_of(states[3]), expected, strict=True))
+    places, _ = settle([2, 2, 2, 1], [False, False, False, True], resumed=(0, 1))
+    assert places == [Place(2, TERM)] * 4, "one of them has applied it"
 
 
 def test_what_all_that_are_left_hold_is_applied_with_the_norm_of_all_parts() -> None:
