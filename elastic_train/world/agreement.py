@@ -61,7 +61,7 @@ OWN = frozenset(
         *("run.dir", "run.name", "run.forensic", "run.health_check"),
         *("data.train", "data.mixture", "data.validation", "data.num_workers", "data.cache_dir"),
         *("checkpoint.url", "checkpoint.near_dir", "checkpoint.accept_loss"),
-        *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
+        *("checkpoint.keep_last", "checkpoint.keep_every"),  # keep_best decides when ranks commit
         *("device", "peer_timeout_s", "give_up_after", "hang_timeout_s"),
     }
 )

@@ -54,7 +54,7 @@ PLANS = [
             "data": {"train": "/elsewhere", "cache_dir": "/scratch"},
             "run": {"dir": "mine"},
             "tracking": {"mlflow_uri": None},
-            "checkpoint": {"url": "s3://bucket/run"},
+            "checkpoint": {"url": "s3://bucket/run", "keep_last": 2},
         }
     ),
     plan_with(
@@ -67,7 +67,11 @@ PLANS = [
         }
     ),
     plan_with(
-        {"optimizer": {"clip_norm": None}, "parallel": {"offload": "optimizer", "recompute": "units"}},
+        {
+            "checkpoint": {"keep_best": "min loss"},
+            "optimizer": {"clip_norm": None},
+            "parallel": {"offload": "optimizer", "recompute": "units"},
+        },
         digest="other rows",
     ),
     plan_with({}),
@@ -114,6 +118,7 @@ def test_a_rank_that_differs_from_rank_0_learns_in_which_keys() -> None:
     assert found[2][0] == "optimizer.clip_norm is 0.5 here and 1.0 on rank 0: all nodes must have the same"
     assert found[2][1] == "parallel.bucket_mb is None here and 'auto' on rank 0: all nodes must have the same"
     assert [problem.partition(" on rank 0")[0] for problem in found[3]] == [
+        "checkpoint.keep_best is 'min loss' here and None",
         "optimizer.clip_norm is None here and 1.0",
         "parallel.offload is 'optimizer' here and 'none'",
         "parallel.recompute is 'units' here and 'none'",
