@@ -114,7 +114,10 @@ def pad_lists(column: pa.ChunkedArray, *, max_width: int, multiple: int = 1) -> 
     The width is the longest row's, rounded up to a `multiple`, at least that and at most `max_width`.
     """
     lists = whole(column)
-    offsets, values = numbers_of(lists.offsets).astype(np.int64), numbers_of(lists.values)
+    offsets = numbers_of(lists.offsets).astype(np.int64)
+    # The values of the rows around a slice are there, too, and may have nulls.
+    values = numbers_of(lists.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])))
+    offsets -= offsets[0]
     lengths = offsets[1:] - offsets[:-1]
     longest = int(lengths.max(initial=1))
     if longest > max_width:

@@ -22,6 +22,8 @@ from elastic_train.data.loading.loader import LaneLoader
 from elastic_train.data.loading.reader import MixedReader, Reader
 from elastic_train.data.loading.worker_processes import LaneDataset, LaneSlice
 from elastic_train.errors import DataError, RowError, UnreadableError
+from elastic_train.tasks.rows.token_rows import TokenColumns
+from elastic_train.tasks.task import Batch
 from elastic_train.world.quarantine import make_hole
 from tests.conftest import write_rows
 
@@ -301,3 +303,21 @@ def test_the_row_that_cannot_be_collated_is_named(tmp_path: Path, is_alone: bool
         expected = rf"{tmp_path}/two: sample 0 \(.*\), or one of the next 89 of its lane: sample 130: its label"
     with pytest.raises(RowError, match=expected):
         builder.batch(taken, 0)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_a_missing_token_is_named_wherever_it_is(micro_batch: int) -> None:
+    """The rows around it, slices of the same memory, are collated."""
+    rows, columns = Rows(pa.table({"ids": pa.array([[1], [2, None], [3]], pa.list_(pa.int32()))})), TokenColumns("ids")
+
+    def collate(rows: pa.Table, ids: np.ndarray) -> Batch:  # type: ignore[type-arg]
+        return columns.collate(rows, ids, 8, 10)
+
+    place_of = "memory: sample {}".format
+    builder = BatchBuilder(np.array([0]), micro_batch, collate, AS_THEY_ARE, seed=0, place_of=place_of)
+    taken = builder.take(0, Cursor(), 0, Samples(np.arange(3), 0), lambda group: rows)
+    for number in (0, 2) if micro_batch == 1 else ():
+        made = builder.batch(taken, number).tensors
+        assert made is not None and made["tokens"][0, 0] == 1 + number
+    with pytest.raises(RowError, match=r"memory: sample 1: column 'ids': a value is missing \(null\) in sample 1"):
+        builder.batch(taken, 1 if micro_batch == 1 else 0)
