@@ -34,6 +34,7 @@ BLOCK_BYTES = 16 << 20
 """Bytes of text parsed at once; no row may be longer."""
 ROWS_AT_ONCE = 1024
 _POINTER = b"version https://git-lfs"
+_REFUSALS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError)
 
 Types = Mapping[str, pa.DataType]
 Batches = Iterator[tuple[pa.RecordBatch, float]]
@@ -79,7 +80,12 @@ def read_files(paths: Sequence[Path], types: Types | None = None, like: Path | N
                         f"{path}: has the columns {', '.join(names)}, but {like} has {', '.join(columns)}; both must "
                         "have the same"
                     )
-                known |= {field.name: field.type for field in rows.schema if field.name not in known}
+                for field in rows.schema:
+                    if known.setdefault(field.name, field.type) != field.type:
+                        raise ConfigError(
+                            f"{path}: '{field.name}' is {field.type}, but {known[field.name]} in {like or paths[0]}: "
+                            "write the same fields in all rows, or name the file first whose rows have all of them"
+                        )
             in_order = rows.select(list(columns)) if columns else rows
             yield Chunk(path, first, plain(in_order), (before + share * size) / total)
             first += rows.num_rows
@@ -108,9 +114,7 @@ def parse_types(texts: Sequence[str]) -> Types:
         try:
             types[name] = pa.type_for_alias(kind)
         except ValueError as error:
-            raise ConfigError(
-                f"--types {text}: write column=type, with a type such as string, int64, float64, bool"
-            ) from error
+            raise ConfigError(f"--types {text}: write column=type, such as n=string, n=int64, n=float64") from error
     return types
 
 
@@ -151,7 +155,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
             file.seek(0)
             yield file
-    except (OSError, pa.ArrowInvalid, UnicodeDecodeError) as error:
+    except (OSError, *_REFUSALS, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
@@ -299,8 +303,10 @@ def _cast(rows: pa.RecordBatch, path: Path, types: Types) -> pa.RecordBatch:
     fields = [field.with_type(types.get(field.name, field.type)) for field in rows.schema]
     try:
         return rows.cast(pa.schema(fields, rows.schema.metadata))
-    except pa.ArrowInvalid as error:
-        raise ConfigError(f"{path}: {error}; give the column another type with --types") from error
+    except _REFUSALS as error:
+        pairs = zip(rows.schema, fields, strict=True)
+        changed = ", ".join(f"{old.name} from {old.type} to {new.type}" for old, new in pairs if old.type != new.type)
+        raise ConfigError(f"{path}: {error} ({changed}); give the column another type with --types") from error
 
 
 def _text(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
@@ -326,7 +332,6 @@ _CSV_REMEDY = (
     "--types, such as --types code=string"
 )
 
-
 _PADDED = r"^\s*[-+]?0[0-9xX]"
 _MANY_DIGITS = r"^\s*[-+]?[0-9]{16,}\s*$"
 _EXACT = float(2**53)
@@ -336,11 +341,8 @@ _EXACT = float(2**53)
 def changed_text(texts: pa.RecordBatch, kinds: pa.Schema) -> tuple[int, str] | None:
     """Return the first row of text columns with a number that type inference would change, and the reason.
 
-    Detect numbers in text files that type inference would change: 010 to 10, 0x1F to 31, 2**53 + 1 to a nearby
-    float.
-
-    A value that looks like a number may be a name, such as a postal code, or a 64-bit id. Columns with an explicit
-    type (--types) are read as that type.
+    It would change 010 to 10, 0x1F to 31, 2**53 + 1 to a nearby float. What looks like a number may be a name, such as
+    a postal code, or a 64-bit id. Columns with an explicit type (--types) are read as that type.
     """
     found = []
     for name in texts.schema.names:

@@ -8,6 +8,8 @@ from types import TracebackType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from elastic_train.errors import ConfigError
+
 ROWS_PER_GROUP = 512
 BYTES_PER_GROUP = 2 << 20
 """Small enough that eight row groups per lane, which are shuffled together, fit into memory, even with images."""
@@ -55,7 +57,12 @@ class PartWriter:
             if self._file is not None:
                 self._file.close()
             path = self._folder / f"part-{self._num_groups // GROUPS_PER_FILE:05d}.parquet"
-            self._file = pq.ParquetWriter(path, table.schema, compression="zstd")
+            try:
+                self._file = pq.ParquetWriter(path, table.schema, compression="zstd")
+            except pa.ArrowNotImplementedError as error:  # as for an object without a field in any row
+                raise ConfigError(
+                    f"the rows cannot be stored as Parquet: {error} Or leave the column out of all rows"
+                ) from error
         assert self._file is not None, "the first row group opens a file"
         self._file.write_table(table, row_group_size=len(table))
         self._num_groups += 1

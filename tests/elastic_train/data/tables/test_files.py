@@ -199,3 +199,32 @@ def test_all_files_have_the_types_of_the_first(tmp_path: Path) -> None:
     pq.write_table(pa.table({"m": [1]}), tmp_path / "b.parquet")
     with pytest.raises(ConfigError, match=r"b\.parquet: no column 'n'; it has m"):
         list(read_files([tmp_path / "a.parquet", tmp_path / "b.parquet"]))
+
+
+def test_objects_with_further_fields_than_those_of_the_first_file_are_refused(tmp_path: Path) -> None:
+    """Rows of two types cannot be written together; those that lack a field have a null there."""
+    few, all_of_them = tmp_path / "few.jsonl", tmp_path / "all.jsonl"
+    few.write_text('{"m": {"x": 1}}')
+    all_of_them.write_text('{"m": {"x": 1, "y": 2}}')
+    message = r"all\.jsonl: 'm' is struct<x: int64, y: int64>, but struct<x: int64> in .*few\.jsonl: write the same"
+    for like in (None, few):
+        with pytest.raises(ConfigError, match=message):
+            list(read_files([few, all_of_them], like=like))
+    rows = [row for chunk in read_files([all_of_them, few]) for row in chunk.rows.to_pylist()]
+    assert rows == [{"m": {"x": 1, "y": 2}}, {"m": {"x": 1, "y": None}}]
+
+
+@pytest.mark.parametrize("first", [pa.nulls(1), pa.array([{"x": 1}]), pa.array([[1]])], ids=["null", "struct", "list"])
+def test_a_column_of_another_kind_than_in_the_first_file_is_named(tmp_path: Path, first: pa.Array) -> None:
+    """As one without any value in the first file; a given type holds for all."""
+    pq.write_table(pa.table({"note": first}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"note": ["x"]}), tmp_path / "b.parquet")
+    both = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    message = (
+        r"b\.parquet: .*\(note from string to (null|struct|list)[^)]*\); give the column another type with --types"
+    )
+    with pytest.raises(ConfigError, match=message):
+        list(read_files(both))
+    if pa.types.is_null(first.type):
+        chunks = read_files(both, parse_types(["note=string"]))
+        assert [row["note"] for chunk in chunks for row in chunk.rows.to_pylist()] == [None, "x"]

@@ -145,6 +145,11 @@ BAD_ROWS: dict[str, tuple[list[dict[str, Any]], RowOptions, str]] = {
         RowOptions(label_key="kind"),
         "has 'label' in addition to --label-key kind",
     ),
+    "objects without a field": (
+        [{"n": 1, "meta": {}}],
+        RowOptions(share=0),
+        "cannot be stored as Parquet: .*'meta' with no child field .*Or leave the column out",
+    ),
     "too few": ([{"n": 1}], RowOptions(), "no row is left for validation: .*--validation-share"),
 }
 
