@@ -200,7 +200,14 @@ def build_manifest(url: str, *, label_column: str | None = None, **facts: Any) -
     """
     fs, root = fsspec.core.url_to_fs(url)
     # List files without a glob, which would read a folder's name as a pattern.
-    found = sorted(path for path in fs.find(root) if path != root)
+    listed = fs.find(root, detail=True)
+    found = sorted(path for path in listed if path != root)
+    for path in found:
+        if listed[path].get("islink") and any(each.endswith(".parquet") for each in fs.find(path) if each != path):
+            raise DataError(
+                f"{path}: is a link to a folder, whose Parquet files would be left out; put the folder itself there, "
+                "or link its files one by one"
+            )
     paths = [path for path in found if path.endswith(".parquet")]
     if others := [path for path in found if path.lower().endswith((".parquet", ".parq", ".pq")) and path not in paths]:
         raise DataError(f"{others[0]}: the names of Parquet files end in .parquet; rename the file, or remove it")

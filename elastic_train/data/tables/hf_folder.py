@@ -51,7 +51,13 @@ def splits_of(folder: Path) -> Parts:
     """Return the data files of each split, in name order; files that name no split are for training."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder")
-    files = sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and _is_rows(path, folder))
+    files = _files_in(folder)
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and path.is_dir() and not _is_hidden(path, folder) and _files_in(path):
+            raise ConfigError(
+                f"{path}: is a link to a folder, whose rows would be left out; put the folder itself there, or link "
+                "its files one by one"
+            )
     found: dict[str, list[Path]] = {}
     for path in files:
         name = str(path.relative_to(folder)).lower()
@@ -63,11 +69,19 @@ def splits_of(folder: Path) -> Parts:
     return found
 
 
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder, in name order; links to folders are not followed."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and _is_rows(path, folder))
+
+
 def _is_rows(path: Path, folder: Path) -> bool:
     """Return True if a file holds rows: no index or cache, and not in a hidden folder."""
-    is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
     is_index = path.name in ("dataset_info.json", "dataset_dict.json", "state.json", "dataset_infos.json")
-    return path.is_file() and not is_hidden and not is_index and not path.name.startswith("cache-")
+    return path.is_file() and not _is_hidden(path, folder) and not is_index and not path.name.startswith("cache-")
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _class_labels(path: Path, wanted: str | None) -> Labels | None:

@@ -175,6 +175,18 @@ def test_an_unusable_file_is_named(tmp_path: Path, case: str) -> None:
     assert not (tmp_path / NAME).exists()
 
 
+def test_a_link_to_a_folder_of_files_is_refused(tmp_path: Path) -> None:
+    """It is not followed, and its rows would be missing; links to files are followed."""
+    write_ids(tmp_path / "rows" / "a.parquet", [0, 1, 2])
+    write_ids(tmp_path / "far" / "b.parquet", [3, 4])
+    (tmp_path / "rows" / "more").symlink_to(tmp_path / "far")
+    with pytest.raises(DataError, match=r"rows/more: is a link to a folder, whose Parquet files would be left out"):
+        build_manifest(str(tmp_path / "rows"))
+    (tmp_path / "rows" / "more").unlink()
+    (tmp_path / "rows" / "b.parquet").symlink_to(tmp_path / "far" / "b.parquet")
+    assert build_manifest(str(tmp_path / "rows")).num_rows == 5
+
+
 def test_encrypted_columns_are_refused_and_not_looked_at(tmp_path: Path) -> None:
     """With a footer in plain text: Arrow ends the process, without an exception, where one is looked at."""
 

@@ -235,6 +235,18 @@ def test_a_folder_without_splits_is_split(tmp_path: Path) -> None:
     assert sum(manifest.num_rows for manifest in made.manifests) == 60 and len(made.manifests) == 2
 
 
+def test_a_link_to_a_folder_of_rows_is_refused(tmp_path: Path) -> None:
+    """It is not followed, and its rows would be missing; other links are nobody's loss."""
+    for folder in ("hf", "far"):
+        (tmp_path / folder).mkdir()
+        write_lines(tmp_path / folder / f"train-{folder}.jsonl", some_rows(3))
+    (tmp_path / "hf" / "more").symlink_to(tmp_path / "far")
+    with pytest.raises(ConfigError, match=r"hf/more: is a link to a folder, whose rows would be left out"):
+        splits_of(tmp_path / "hf")
+    (tmp_path / "far" / "train-far.jsonl").rename(tmp_path / "far" / "notes.md")
+    assert splits_of(tmp_path / "hf") == {"train": [tmp_path / "hf" / "train-hf.jsonl"]}
+
+
 @pytest.mark.parametrize("name", ["eval.jsonl", "data/evaluation-00000-of-00001.jsonl", "testing/a.jsonl"])
 def test_what_the_hub_takes_for_a_test_is_not_trained_on(tmp_path: Path, name: str) -> None:
     for file in ("training.jsonl", name):
