@@ -81,6 +81,14 @@ def plain(table: Rows) -> Rows:
     return table
 
 
+def without_nanoseconds(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return rows with times in nanoseconds as integers: as objects they differ with pandas, or need it."""
+    for place, field in enumerate(rows.schema):
+        if getattr(field.type, "unit", None) == "ns":
+            rows = rows.set_column(place, field.name, rows.column(place).cast(pa.int64()))
+    return rows
+
+
 def _plain(array: pa.Array) -> pa.Array:
     kind = array.type
     if pa.types.is_dictionary(kind):

@@ -14,6 +14,7 @@ import blake3
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from elastic_train.data.arrow.numbers import without_nanoseconds
 from elastic_train.data.corpora import origin
 from elastic_train.data.corpora.tokenizer import GivenTokenizer, read_tokenizer, tokenizer_file
 from elastic_train.data.dataset.manifest import (
@@ -251,7 +252,7 @@ def _origin_of(options: RowOptions) -> dict[str, object]:
 
 
 def _split(rows: pa.RecordBatch, key: str, share: float, seed: int) -> Mapping[str, pa.RecordBatch]:
-    contents = rows.column(key).to_pylist() if key in rows.schema.names else rows.to_pylist()
+    contents = rows.column(key).to_pylist() if key in rows.schema.names else without_nanoseconds(rows).to_pylist()
     raw = [value if isinstance(value, bytes) else repr(value).encode() for value in contents]
     is_held_out = pa.array([part_of(value, share, seed) == VALIDATION for value in raw], pa.bool_())
     return {TRAIN: rows.filter(pc.invert(is_held_out)), VALIDATION: rows.filter(is_held_out)}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from elastic_train.data.arrow.numbers import without_nanoseconds
 from elastic_train.data.tables.files import ROWS_AT_ONCE, has_header, header_of, is_json, opened, read_files, size_of
 from elastic_train.errors import ConfigError
 from elastic_train.system.wording import a, json_fault
@@ -49,7 +50,7 @@ def read_objects(paths: Sequence[Path]) -> Iterator[Objects]:
 
 def _table_rows(path: Path) -> Iterator[tuple[list[Numbered], float]]:
     for chunk in read_files([path], dict.fromkeys(header_of(path), pa.string()) if has_header(path) else None):
-        rows = map(_without_nulls, chunk.rows.to_pylist())
+        rows = map(_without_nulls, without_nanoseconds(chunk.rows).to_pylist())
         yield list(enumerate(rows, start=chunk.number_of(0))), chunk.done
 
 

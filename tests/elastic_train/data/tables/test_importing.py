@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.data.tables.writer import BYTES_PER_GROUP, PartWriter
 from elastic_train.errors import ConfigError, DataError
+from tests.conftest import ROOT
 
 PARTS = ("train", "validation")
 KINDS = ("b", "a", "a", "c", "a", "b")
@@ -233,6 +237,39 @@ def test_a_folder_without_splits_is_split(tmp_path: Path) -> None:
     assert splits_of(tmp_path) == {"train": [tmp_path / "data.jsonl"]}
     made = import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
     assert sum(manifest.num_rows for manifest in made.manifests) == 60 and len(made.manifests) == 2
+
+
+WITHOUT_PANDAS = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "pandas":
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Hidden())
+from pathlib import Path
+from elastic_train.data.tables.importing import RowOptions, import_rows
+from elastic_train.data.tables.objects import read_objects
+
+made = import_rows(Path("without"), {"train": [Path("a.parquet")]}, "hf-folder", RowOptions(share=0.3))
+assert len(next(read_objects([Path("a.parquet")])).values) == 40
+print(made.manifests[0].digest)
+"""
+
+
+def test_times_in_nanoseconds_are_imported_with_pandas_and_without(tmp_path: Path) -> None:
+    """Into the same parts: Arrow gives them as pandas' objects, or refuses those that Python's cannot hold."""
+    times = pa.array([17 * 10**17 + number for number in range(40)], pa.timestamp("ns", "UTC"))
+    pq.write_table(pa.table({"n": range(40), "at": times}), tmp_path / "a.parquet")
+    command = [sys.executable, "-c", WITHOUT_PANDAS]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    made = import_rows(tmp_path / "with", {"train": [tmp_path / "a.parquet"]}, "hf-folder", RowOptions(share=0.3))
+    assert made.manifests[0].digest == ran.stdout.strip()
+    assert pq.read_schema(tmp_path / "with" / "train" / "part-00000.parquet").field("at").type == times.type
 
 
 def test_a_link_to_a_folder_of_rows_is_refused(tmp_path: Path) -> None:
