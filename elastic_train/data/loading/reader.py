@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import logging
@@ -215,11 +216,11 @@ class RowCache:
                 return None
             mapping = Mapping(file, size)
             _mark_used(file)
+            mapping.populate()
         except (OSError, struct.error):
             return None
         finally:
             os.close(file)
-        mapping.populate()
         if crc32(mapping.buffer) != checksum:
             _LOG.warning("%s: is damaged, and made again from its file; check the disk if that happens often", path)
             return None
@@ -347,5 +348,10 @@ class Mapping:
         return pa.foreign_buffer(self._address, self._size, base=self)
 
     def populate(self) -> None:
-        """Read all of it now if the kernel can (Linux 5.14); otherwise pages are read on use."""
-        _libc.madvise(self._address, self._size, _MADV_POPULATE_READ)
+        """Read all of it now if the kernel can (Linux 5.14); otherwise pages are read on use.
+
+        Raise OSError for a disk that cannot read it, which on use would end the process with SIGBUS.
+        """
+        is_read = _libc.madvise(self._address, self._size, _MADV_POPULATE_READ) == 0
+        if not is_read and (number := ctypes.get_errno()) != errno.EINVAL:
+            raise OSError(number, f"{self._size} bytes of a mapped file could not be read")

@@ -61,3 +61,13 @@ def test_an_unmappable_file_is_refused(tmp_path: Path) -> None:
     for path, size in ((tmp_path / "empty", 0), (tmp_path, 8)):
         with pytest.raises(OSError, match="could not be mapped"):
             map_file(path, size)
+
+
+def test_what_cannot_be_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """A page without a file behind it, as that of a bad sector, would end the process where it is used."""
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(100_000))
+    mapping = map_file(path, 100_000)
+    os.truncate(path, 0)
+    with pytest.raises(OSError, match="could not be read"):
+        mapping.populate()

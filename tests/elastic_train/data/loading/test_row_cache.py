@@ -75,6 +75,20 @@ def test_an_entry_is_used_while_it_is_intact(tmp_path: Path, manifest: Manifest)
         assert path.read_bytes() == whole
 
 
+def test_an_entry_that_cannot_be_read_is_made_again(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk with a bad sector, where a mapped page would end every process that uses it, one after the other."""
+    cache, decode = RowCache(tmp_path, manifest, COLUMNS), Decoder()
+    assert cache.get(3, decode).equals(table_of(3))
+    (path,) = tmp_path.glob("*/3.rows")
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_module, "_mark_used", lambda file: os.truncate(path, 0))
+        assert cache.get(3, decode).equals(table_of(3))
+    assert cache.get(3, decode).equals(table_of(3))
+    assert decode.decoded[3] == 2
+
+
 def test_columns_and_datasets_do_not_mix(tmp_path: Path, manifest: Manifest) -> None:
     """Readers of the same folder find the rows of their own dataset and columns."""
     other = load_manifest(str(write_rows(tmp_path / "other", 60, seed=9, group_rows=7)))
