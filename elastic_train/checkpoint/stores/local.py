@@ -32,6 +32,7 @@ from elastic_train.checkpoint.stores.store import (
 from elastic_train.errors import StorageError
 
 _UNFINISHED = ".unfinished"  # suffix of a record being created; no key ends so
+_FOLDER_TRIES = 3
 
 
 class LocalStore:
@@ -50,9 +51,9 @@ class LocalStore:
         path = self._root / key
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}{_UNFINISHED}")
         with self._translating("create", key), contextlib.ExitStack() as undo:
-            made = self._make_directory(path.parent)
             undo.callback(self._forget, unfinished)
-            with self._disk.create(unfinished) as file:
+            made, created = self._create_in_folder(unfinished)
+            with created as file:
                 file.write(content)
                 self._disk.sync([file], self._folders_above(path.parent, made))
             self._name(unfinished, path)
@@ -61,8 +62,8 @@ class LocalStore:
     def write(self, key: str) -> Iterator[Sink]:
         path = self._root / key
         with self._translating("write", key):
-            made = self._make_directory(path.parent)
-            with self._disk.create(path) as file, self._removing_on_error(path):
+            made, created = self._create_in_folder(path)
+            with created as file, self._removing_on_error(path):
                 yield file
                 self._disk.sync([file], [path.parent, *self._folders_above(path.parent, made)])
 
@@ -144,6 +145,16 @@ class LocalStore:
         except OSError:
             return False
         return True
+
+    def _create_in_folder(self, path: Path) -> tuple[Sequence[Path], BinaryIO]:
+        """Create a file, and its folder if necessary; return the folders made, and the file.
+
+        Whoever deletes the last key of a folder removes it, also between these two: then both are tried again.
+        """
+        for _ in range(_FOLDER_TRIES):
+            with contextlib.suppress(FileNotFoundError):
+                return self._make_directory(path.parent), self._disk.create(path)
+        return self._make_directory(path.parent), self._disk.create(path)
 
     def _make_directory(self, path: Path) -> Sequence[Path]:
         if path.is_dir():

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_train.checkpoint.stores import store as stores
+from elastic_train.checkpoint.stores.disk import RealDisk
 from elastic_train.checkpoint.stores.fsspec_store import FsspecStore
 from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.open import open_store
@@ -111,6 +113,27 @@ def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "scandir", scan_late)
     assert [entry.key for entry in store.list("data/")] == ["data/b/2"]
+
+
+def test_a_folder_that_is_removed_before_its_first_file_is_made_again(tmp_path: Path) -> None:
+    """Who deletes the last key of a folder removes it, as a reader that ends while the next one takes its hold."""
+
+    class Losing(RealDisk):
+        """Loses the folder before every other file."""
+
+        is_lost = False
+
+        def create(self, path: Path) -> BinaryIO:
+            self.is_lost = not self.is_lost
+            if self.is_lost:
+                path.parent.rmdir()
+            return super().create(path)
+
+    store = LocalStore(tmp_path, Losing())
+    store.create("holds/1-2/9-a", b"x")
+    with store.write("data/x/file") as sink:
+        sink.write(b"y")
+    assert [entry.key for entry in store.list("")] == ["data/x/file", "holds/1-2/9-a"]
 
 
 def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
