@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from elastic_train.checkpoint.commits.pruning import place_of_attempt
 from elastic_train.checkpoint.commits.reader import (
+    DAMAGE,
     commit_keys,
     continues,
     damage_of,
@@ -25,7 +26,7 @@ from elastic_train.checkpoint.commits.reader import (
     wrong_sizes,
 )
 from elastic_train.checkpoint.commits.record import CommitRecord, Improvement, is_exhausted
-from elastic_train.checkpoint.commits.retention_policies import Best, Candidate, held, pinned
+from elastic_train.checkpoint.commits.retention_policies import Best, Candidate, held, holding, pinned
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.checkpoint.stores.store import Store, read
 from elastic_train.config.recipe import EarlyStoppingConfig, parse_best
@@ -65,7 +66,7 @@ def find(store: Store, name: str | None) -> CommitRecord:
     """Return the named commit, or the newest intact one; raise ConfigError if there is none."""
     if name is not None and name != NEWEST:
         return read_record(store, name_to_key(store, name))
-    head = discover(store).head
+    head = discover(store, damage=_damage_while_held).head
     if head is None:
         raise ConfigError(f"{store.url}: no commits; is this the run's folder, or the URL of its commits?")
     return head
@@ -110,7 +111,7 @@ def _best_step(store: Store, head: CommitRecord, reached: Improvement) -> tuple[
     if reached.best_step >= head.step:
         return head, None
     of_step = (r for _, r, _ in records(store) if r and r.step == reached.best_step and continues(head.intervals, r))
-    found = next((record for record in of_step if damage_of(store, record.key) is None), None)
+    found = next((record for record in of_step if _damage_while_held(store, record.key) is None), None)
     if found is None:
         best = f"no intact commit of the best validation, step {reached.best_step}, is left"
         return head, f"{best}: using the newest, step {head.step}"
@@ -131,7 +132,16 @@ def _best_commit(store: Store, head: CommitRecord, metric: str) -> CommitRecord 
         if record is not None and value is not None:
             by_value.append((-value if is_higher_better else value, record.step, record))
     in_order = (record for _, _, record in sorted(by_value, key=lambda one: one[:2]))
-    return next((record for record in in_order if damage_of(store, record.key) is None), None)
+    return next((record for record in in_order if _damage_while_held(store, record.key) is None), None)
+
+
+def _damage_while_held(store: Store, key: str) -> str | None:
+    """Return what is wrong with a commit, None if it is intact: a job that trains on does not delete it meanwhile."""
+    try:
+        with holding(store, key):
+            return damage_of(store, key)
+    except DAMAGE as error:
+        return str(error)
 
 
 def _best_by(run: str, store: Store) -> tuple[EarlyStoppingConfig | None, str | None]:
@@ -156,7 +166,7 @@ def name_to_key(store: Store, name: str) -> str:
     matches = [key for key in keys if name in _names(key)]
     if not matches:
         known = ", ".join(_names(key)[1] for key in keys[:5]) or "none"
-        meant = did_you_mean(nearest(name, ("newest", "best")))
+        meant = "" if name in (NEWEST, BEST) else did_you_mean(nearest(name, (NEWEST, BEST)))
         raise ConfigError(f"{store.url}: no commit is called '{name}'{meant}; the newest, as term-step: {known}")
     return matches[0]
 
@@ -233,7 +243,7 @@ def survey_store(store: Store, best: Best, *, is_thorough: bool = False) -> List
 
 def wrong_with(store: Store, record: CommitRecord, sizes: Mapping[str, int] | None = None) -> str | None:
     """Return what is wrong with a commit's files (only sizes if `sizes` is given) or lineage; else None."""
-    damage = damage_of(store, record.key) if sizes is None else "; ".join(wrong_sizes(record, sizes))
+    damage = _damage_while_held(store, record.key) if sizes is None else "; ".join(wrong_sizes(record, sizes))
     if damage:
         return damage
     problems = tiling_problems(record.intervals, record.step)

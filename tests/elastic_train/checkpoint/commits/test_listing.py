@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
-from elastic_train.checkpoint.commits.lookup import name_to_key, survey_store
-from elastic_train.checkpoint.commits.retention_policies import Best
+from elastic_train.checkpoint.commits.lookup import find, name_to_key, survey_store
+from elastic_train.checkpoint.commits.pruning import prune
+from elastic_train.checkpoint.commits.retention_policies import Best, Retention
+from elastic_train.checkpoint.stores.local import LocalStore
 from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import ConfigError
-from tests.elastic_train.checkpoint.commit_samples import commit_steps
+from tests.elastic_train.checkpoint.commit_samples import commit_steps, facts, small_state, writer
 
 BEST = Best.parse("min loss")
 
@@ -40,3 +44,38 @@ def test_a_commit_is_found_by_its_step_its_term_and_step_or_its_key(local_store:
         assert name_to_key(local_store, name) == second.key
     with pytest.raises(ConfigError, match=r"no commit is called '9'; the newest, as term-step: 1-2, 1-1$"):
         name_to_key(local_store, "9")
+    with pytest.raises(ConfigError, match="no commit is called 'newst'; did you mean 'newest'"):
+        name_to_key(local_store, "newst")
+    with pytest.raises(ConfigError, match=r"no commit is called 'best'; the newest, as term-step: 1-2, 1-1$"):
+        name_to_key(local_store, "best")  # where a commit itself is to be named, as for `ckpt pin`
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_a_commit_is_not_deleted_while_it_is_examined(tmp_path: Path, is_listed: bool) -> None:
+    """By a job that goes on meanwhile, and keeps few: reading all of a large commit takes longer than its next ones."""
+
+    class Busy(LocalStore):
+        """Lets the job go on when the files of a commit are read."""
+
+        go_on: Callable[[], object] = staticmethod(lambda: None)
+
+        def open(self, key: str) -> BinaryIO:
+            if key.startswith("data/"):
+                self.go_on()
+            return super().open(key)
+
+    store = Busy(tmp_path)
+    commits = writer(store)
+    newest, steps = commits.save(small_state(1), facts(1)), iter(range(2, 10))
+
+    def go_on() -> None:
+        step = next(steps)
+        prune(store, Retention.of(last=1), newest=commits.save(small_state(step), facts(step)))
+
+    store.go_on = go_on
+    if is_listed:
+        (row,) = survey_store(store, BEST, is_thorough=True).rows
+        assert (row.record, row.wrong) == (newest, None)
+    else:
+        assert find(store, None) == newest
+    assert store.list("holds/") == [] and next(steps) > 3
