@@ -77,6 +77,15 @@ class Feed:
             return str(error) or type(error).__name__
         return ""
 
+    def why_away(self, group: int) -> str:
+        """Read the manifest of a row group's data set; return the error, or "": the storage of the data is there."""
+        ends = np.cumsum([len(manifest.group_rows) for manifest in self._manifests])
+        try:
+            load_manifest(self._manifests[int(np.searchsorted(ends, group, side="right"))].url)
+        except (ConfigError, DataError) as error:
+            return str(error)
+        return ""
+
     def try_collate(self, order: RunOrder) -> None:
         """Collate the run's first micro-batch twice; raise ConfigError if the results differ.
 

@@ -48,7 +48,7 @@ def find_holes(
 
     Empty if the ranks that missed data can read it now; with `may_have_passed` False they do not try again. Raises
     UnreadableError on a rank whose own copy is at fault, and then PeerLostError on the others; StorageError, on every
-    rank, if the holes cannot be recorded.
+    rank, if the holes cannot be recorded, or the storage of the data is away: then its samples are not lost.
     """
     mine = {group: why for batch in lanes for group, why in batch.unreadable.items()}
     missed = _gather_by_rank(world.group, mine)
@@ -57,6 +57,10 @@ def find_holes(
         return ()
 
     def record() -> list[object]:
+        if away := next(filter(None, map(plan.feed.why_away, sorted(found))), None):
+            raise StorageError(
+                f"the storage of the data is away, so nothing is quarantined: {away}. Mount it, or make it answer again"
+            )
         begin = functools.partial(_hole, plan, state.step)
         return _record(world.store, world.term, [begin(group, why) for group, why in sorted(found.items())])
 

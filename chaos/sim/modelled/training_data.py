@@ -83,6 +83,10 @@ class ModelledFeed:
     def why_unreadable(self, group: int) -> str:
         return _why(group) if self._data.is_bad(group) else ""
 
+    def why_away(self, group: int) -> str:
+        """Return "": modelled storage is there, whatever it holds."""
+        return ""
+
     def validation(self, lanes: range) -> None:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +20,10 @@ from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
-from elastic_train.errors import DataError, PeerLostError, UnreadableError
+from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError
+from elastic_train.job.sample_streams import Feed
 from elastic_train.parallel.group import Group
-from elastic_train.world.quarantine import _look_again, _readers, known_holes, make_hole
+from elastic_train.world.quarantine import _look_again, _readers, find_holes, known_holes, make_hole
 from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
 from tests.elastic_train.training.jobs import CLASSIFIER, PARAMS, WITNESS, result, succeed
@@ -153,6 +155,26 @@ class Saying:
         said = [[number, why] for number, why in self._said[source].items()]
         assert source != self.rank or value == said
         return said
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_data_whose_storage_is_away_is_not_lost(tmp_path: Path, is_second: bool) -> None:
+    """As in a folder that is mounted no more: where the manifest cannot be read either, nobody leaves out samples."""
+    manifests = [load_manifest(str(write_rows(tmp_path / name, 60))) for name in ("one", "two")]
+    group = is_second * len(manifests[0].group_rows)
+    order, store = Order(manifests[0].group_rows, num_lanes=2, seed=1), open_store(str(tmp_path / "run"))
+    why_away = partial(Feed.why_away, SimpleNamespace(_manifests=manifests))  # type: ignore[arg-type]
+    feed = SimpleNamespace(why_unreadable=lambda _: CANNOT, why_away=lambda _: why_away(group))
+    plan = SimpleNamespace(feed=feed, order=order, manifest=manifests[0], micro_batch=3, sources=())
+    world = SimpleNamespace(group=Group(0, 1, None, 1.0), store=store, term=1)
+    lanes, away = [SimpleNamespace(unreadable={1: CANNOT})], tmp_path / "away"
+    here = Path(manifests[is_second].url).rename(away)
+    with pytest.raises(StorageError, match=r"storage of the data is away, so nothing is quarantined: .*no manifest"):
+        find_holes(world, plan, SimpleNamespace(step=4), lanes)  # type: ignore[arg-type]
+    assert store.list("holes/") == []
+    here.rename(manifests[is_second].url)
+    (hole,) = find_holes(world, plan, SimpleNamespace(step=4), lanes)  # type: ignore[arg-type]
+    assert (hole.group, hole.since) == (1, 4)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_asked"), [(1, 1), (2, 2), (5, 5), (9, 5), (1000, 5)])
