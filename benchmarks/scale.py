@@ -97,7 +97,7 @@ def by_bytes(effort: Effort) -> dict[str, object]:
             task = "elastic_train.tasks.text_classifier:TextClassifier"
             changes = keys_of(task, params, parallel, micro_batch=1, commit_every=1000)
             run, costs = often(replace(effort, is_quick=True), SHAPE, changes)
-            parts = [dict(zip(CLOCK, _clock(run, cost), strict=True)) for cost in costs]
+            parts = [dict(zip(CLOCK, _clock(cost, step_s(run)), strict=True)) for cost in costs]
             medians = {part: statistics.median(one[part] or 0.0 for one in parts) for part in CLOCK}
             medians["join"] = statistics.median(_join_s(run))
             found[name][str(gigabytes)] = {part: round(seconds, 3) for part, seconds in medians.items()}
@@ -149,15 +149,14 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
     )
 
 
-def _clock(run: Evidence, cost: Recovery) -> tuple[float | None, ...]:
+def _clock(cost: Recovery, one_step_s: float) -> tuple[float | None, ...]:
     """Return the seconds of a recovery by `CLOCK`, without those of a step."""
-    one_step_s = step_s(run, cost.term)
     return cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s
 
 
 def _parts(run: Evidence, cost: Recovery, seen: Path) -> dict[str, float]:
     cpu_s = recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
-    known = (*_clock(run, cost), statistics.median(cpu_s), max(cpu_s))
+    known = (*_clock(cost, step_s(run, cost.term)), statistics.median(cpu_s), max(cpu_s))
     return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
 
 
