@@ -11,9 +11,10 @@ by_ranks    seconds from the kill to the next applied step, and its parts: until
 growth      the parts as `a + b * ranks`, fitted by least squares: seconds, and seconds a rank
 kills       the same parts of every kill, by ranks; `benchmarks.field` extrapolates these
 machine     date, cores and versions
-by_bytes    the same medians by gigabytes of state (weights and two moments), whole on each of four ranks, or in shards
-            with two copies: one worker is killed after another. `join` has the seconds in which those that replace them
-            get their state
+by_bytes    medians by gigabytes of state (weights and two moments), whole on each of four ranks, or in shards with two
+            copies: one worker is killed after another, and the others have the state for their next step after `ready`
+            seconds, its parts as above; `first` has those of that step, and `join` those in which the ranks that come
+            in their place get the state
 per_gb      these as `a + b * gigabytes`, fitted by least squares
 etcd        what a recovery asks of etcd, by ranks: keys written, events, messages, bytes, its core seconds (`etcd_s`),
             and a survivor's for its membership (`member_s`)
@@ -58,8 +59,7 @@ RANKS = 4
 LANE_MS = 500.0
 QUIET_S = 15.0
 """Before each kill, so that standby processes have imported."""
-CLOCK = ("rto", "detect", "form", "restore", "step")
-PARTS = (*CLOCK, "cpu", "busiest")
+PARTS = ("rto", "detect", "form", "restore", "step", "cpu", "busiest")
 SEEN = "seen.jsonl"
 
 
@@ -97,12 +97,17 @@ def by_bytes(effort: Effort) -> dict[str, object]:
             task = "elastic_train.tasks.text_classifier:TextClassifier"
             changes = keys_of(task, params, parallel, micro_batch=1, commit_every=1000)
             run, costs = often(replace(effort, is_quick=True), SHAPE, changes)
-            parts = [dict(zip(CLOCK, _clock(cost, step_s(run)), strict=True)) for cost in costs]
-            medians = {part: statistics.median(one[part] or 0.0 for one in parts) for part in CLOCK}
-            medians["join"] = statistics.median(_join_s(run))
+            medians = {
+                "ready": statistics.median(cost.rto_s - cost.warm_s for cost in costs),
+                "detect": statistics.median(cost.detect_s or 0.0 for cost in costs),
+                "form": statistics.median(cost.form_s or 0.0 for cost in costs),
+                "restore": statistics.median(cost.restore_s for cost in costs),
+                "first": statistics.median(cost.warm_s for cost in costs),
+                "join": statistics.median(_join_s(run)),
+            }
             found[name][str(gigabytes)] = {part: round(seconds, 3) for part, seconds in medians.items()}
             effort.say(f"{gigabytes} GB, {name}: {found[name][str(gigabytes)]}")
-        per_gb[name] = _growth(found[name], (*CLOCK, "join"))
+        per_gb[name] = _growth(found[name], list(medians))
     return {"by_bytes": found, "per_gb": per_gb}
 
 
@@ -149,14 +154,10 @@ def _run(folder: Path, num_nodes: int, num_kills: int) -> Evidence:
     )
 
 
-def _clock(cost: Recovery, one_step_s: float) -> tuple[float | None, ...]:
-    """Return the seconds of a recovery by `CLOCK`, without those of a step."""
-    return cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s
-
-
 def _parts(run: Evidence, cost: Recovery, seen: Path) -> dict[str, float]:
-    cpu_s = recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
-    known = (*_clock(cost, step_s(run, cost.term)), statistics.median(cpu_s), max(cpu_s))
+    one_step_s, cpu_s = step_s(run, cost.term), recovery_cpu_s(seen, cost.at, formed_at(run)[cost.term])
+    clock = (cost.rto_s - one_step_s, cost.detect_s, cost.form_s, cost.restore_s, cost.warm_s - one_step_s)
+    known = (*clock, statistics.median(cpu_s), max(cpu_s))
     return {name: value for name, value in zip(PARTS, known, strict=True) if value is not None}
 
 
