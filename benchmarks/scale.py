@@ -99,8 +99,8 @@ def by_bytes(effort: Effort) -> dict[str, object]:
             run, costs = often(replace(effort, is_quick=True), SHAPE, changes)
             medians = {
                 "ready": statistics.median(cost.rto_s - cost.warm_s for cost in costs),
-                "detect": statistics.median(cost.detect_s or 0.0 for cost in costs),
-                "form": statistics.median(cost.form_s or 0.0 for cost in costs),
+                "detect": statistics.median(cost.detect_s for cost in costs if cost.detect_s is not None),
+                "form": statistics.median(cost.form_s for cost in costs if cost.form_s is not None),
                 "restore": statistics.median(cost.restore_s for cost in costs),
                 "first": statistics.median(cost.warm_s for cost in costs),
                 "join": statistics.median(_join_s(run)),

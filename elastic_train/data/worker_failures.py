@@ -45,7 +45,7 @@ def need_no_more(workers: Iterable[BaseProcess]) -> None:
 
 
 def are_at_work() -> None:
-    """Note that the workers have just done some work: what the kernel kills meanwhile is not one of them."""
+    """Note that the workers are alive: kills for memory until now were not theirs."""
     for kills in _needed.values():
         kills.look()
 

@@ -272,7 +272,7 @@ def described(code: int, kills_before: int | None = None) -> str:
 
 
 class RecentMemoryKills:
-    """`memory_kills` from shortly before now: a process that is killed later than another was is not for memory."""
+    """`memory_kills` as of shortly before now, so that an old kill for memory does not explain a new end."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self.before = now, memory_kills()

@@ -122,7 +122,7 @@ def test_a_keep_best_that_no_commit_could_satisfy_is_refused(
 
 @in_one_process
 def test_early_stopping_keeps_the_best_and_is_refused_where_there_is_none(rows: Path) -> None:
-    """The rules are keep_best's, whose own best is kept beside the one that `export` uses after early stopping."""
+    """Early stopping follows the rules of `keep_best`. With both, each metric's best commit is kept."""
     stopping = {"early_stopping": {"metric": "max macro_f1"}}
     assert planned(rows, validation=stopping).retention.policies[-1] == Best.parse("max macro_f1")
     kept = planned(rows, validation=stopping, checkpoint={"keep_best": "min loss"})

@@ -235,7 +235,7 @@ def test_steps_that_left_out_their_update_do_not_count_in_the_average(
 
 
 def test_steps_that_fp16_left_out_do_not_count_in_the_average_in_another_precision() -> None:
-    """The run goes on without a scaler, and still tells newcomers and commits how many there were; so does fp16."""
+    """A run that resumes without a scaler still passes their number to newcomers and commits, as fp16 does."""
     config = OptimizerConfig(warmup_steps=0, ema_decay=0.9)
     state = built(config, is_fp16=True)
     for gradient in (math.inf, 0.25, math.inf):

@@ -267,7 +267,7 @@ def test_a_model_that_asks_for_values_is_run_for_real(rows: Path, tmp_path: Path
 
 
 class HalfPrecision(CausalLM):
-    """Trains weights in bf16, beside frozen ones in fp32."""
+    """A model with trained weights in bf16 and frozen weights in fp32."""
 
     def build_model(self) -> nn.Module:
         model = super().build_model().to(torch.bfloat16)

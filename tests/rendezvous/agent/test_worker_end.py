@@ -163,7 +163,7 @@ def test_an_end_is_described(
 
 
 def test_what_was_killed_for_memory_long_before_is_no_reason_for_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process of the machine was, and this one goes on: whoever kills it later is not the kernel."""
+    """The kernel killed another process of the machine. A later SIGKILL of this one has another cause."""
     clock, count = [0.0], [0]
     monkeypatch.setattr(worker_end, "memory_kills", lambda: count[0])
     kills = RecentMemoryKills(lambda: clock[0])

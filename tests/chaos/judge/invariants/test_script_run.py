@@ -39,7 +39,7 @@ def judged(run: Evidence, reference: Evidence | None) -> Finding:
 
 @pytest.mark.parametrize("has_reference", [False, True])
 def test_an_epoch_without_a_step_was_never_applied(has_reference: bool) -> None:
-    """A script whose snapshot is one epoch ahead goes on behind the epoch in which a fault has hit it."""
+    """A script whose snapshot is one epoch ahead resumes after the epoch that a fault interrupted."""
     reference = ran({0: WHOLE, 1: WHOLE, 2: WHOLE}) if has_reference else None
     found = judged(ran({0: WHOLE, 2: WHOLE}), reference)
     assert (found.truth, "epoch 1 was never applied" in found.why) == ("false", True), found
@@ -47,7 +47,7 @@ def test_an_epoch_without_a_step_was_never_applied(has_reference: bool) -> None:
 
 
 def test_a_job_has_the_epochs_that_it_has_without_faults() -> None:
-    """One that ends early has lost its last epochs; one that goes on for longer has trained on its rows once more."""
+    """A job that ends early has lost its last epochs; a longer one has trained on its rows again."""
     reference = ran({0: WHOLE, 1: WHOLE})
     assert judged(ran({0: WHOLE, 1: WHOLE}), reference).truth == "true"
     short, long = judged(ran({0: WHOLE}), reference), judged(ran({0: WHOLE, 1: WHOLE, 2: WHOLE}), reference)

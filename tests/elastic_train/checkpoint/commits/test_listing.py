@@ -52,7 +52,7 @@ def test_a_commit_is_found_by_its_step_its_term_and_step_or_its_key(local_store:
 
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_a_commit_is_not_deleted_while_it_is_examined(tmp_path: Path, is_listed: bool) -> None:
-    """By a job that goes on meanwhile, and keeps few: reading all of a large commit takes longer than its next ones."""
+    """A running job that keeps few commits would delete a large one before all of it has been read."""
 
     class Busy(LocalStore):
         """Lets the job go on when the files of a commit are read."""

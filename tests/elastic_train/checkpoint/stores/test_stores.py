@@ -116,7 +116,7 @@ def test_a_folder_deleted_during_a_listing_is_omitted(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_is_removed_before_its_first_file_is_made_again(tmp_path: Path) -> None:
-    """Who deletes the last key of a folder removes it, as a reader that ends while the next one takes its hold."""
+    """A reader that releases the last hold in a folder removes the folder while the next reader takes its hold."""
 
     class Losing(RealDisk):
         """Loses the folder before every other file."""
