@@ -37,7 +37,7 @@ class Ledger(Generic[Entry]):
                 read(json.loads(last))
         except (ValueError, TypeError, LookupError) as error:
             raise ScenarioError(
-                f"{path}: holds something else than outcomes of such jobs; name another file"
+                f"{path}: is not a ledger of these jobs and was not changed; name another file"
             ) from error
         self._file = path.open("r+" if content else "w")
         self._file.truncate(len(content) - len(last))

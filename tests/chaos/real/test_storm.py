@@ -123,7 +123,7 @@ def test_what_no_job_can_be_configured_with_ends_the_storm_at_once(tmp_path: Pat
 def test_a_file_that_is_no_ledger_is_kept(tmp_path: Path, text: str) -> None:
     """A wrong file is named, and nothing in it is taken for a line that was cut."""
     (tmp_path / "ledger.jsonl").write_text(text, encoding="latin-1")
-    with pytest.raises(ScenarioError, match="holds something else than outcomes of such jobs"):
+    with pytest.raises(ScenarioError, match="is not a ledger of these jobs"):
         open_storm(tmp_path / "ledger.jsonl")
     assert (tmp_path / "ledger.jsonl").read_text(encoding="latin-1") == text
 
