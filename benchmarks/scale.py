@@ -46,8 +46,8 @@ from benchmarks.recovery.jobs import write_live_job
 from benchmarks.recovery.kills import Shape, keys_of, often, step_s
 from benchmarks.recovery.live import run_job
 from benchmarks.recovery.watched_tasks import recovery_cpu_s
-from chaos.judge.evidence.applied import formed_at
-from chaos.judge.evidence.recovery_cost import Recovery, recoveries, seats_of
+from chaos.judge.evidence.applied import formed_at, pids_of
+from chaos.judge.evidence.recovery_cost import Recovery, recoveries
 from chaos.judge.evidence.run_files import Evidence, number, whole
 from chaos.scenario.schedule import Due
 
@@ -112,11 +112,14 @@ def by_bytes(effort: Effort) -> dict[str, object]:
 
 
 def _join_s(run: Evidence) -> list[float]:
-    """Return the seconds in which each world that is larger than the one before brought its ranks to one state."""
-    sizes, took = seats_of(run), defaultdict[int, list[float]](list)
+    """Return the seconds in which each world with a new process brought its ranks to one state.
+
+    In long steps a replacement is there before the others notice the death, so it is in their next world.
+    """
+    pids, took = pids_of(run), defaultdict[int, list[float]](list)
     for line in run.of("restore"):
         took[whole(line, "term")].append(number(line, "seconds"))
-    return [max(took[term]) for before, term in pairwise(sorted(sizes)) if sizes[term] > sizes[before] and took[term]]
+    return [max(took[term]) for before, term in pairwise(sorted(took)) if pids[term] - pids[before]]
 
 
 def etcd(effort: Effort) -> dict[str, object]:
