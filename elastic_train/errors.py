@@ -6,6 +6,7 @@ ElasticTrainError               1
 ├── CorruptError               65   data or checkpoints are damaged after every fall-back
 │   ├── DataError              65   a dataset is truncated, changed, or lacks a file or a column
 │   │   ├── UnreadableError    65   a row group cannot be read, also after trying again
+│   │   │   └── AwayError       1   the storage of a dataset does not answer, also after waiting
 │   │   └── RowError           65   a row cannot be used, whichever machine reads it
 │   ├── CommitError            65   a commit or one of its files does not match its record
 │   └── CoverageError          65   an epoch's samples were not applied once each
@@ -71,6 +72,12 @@ class DataError(CorruptError):
 
 class UnreadableError(DataError):
     """A row group cannot be read: its file is missing, truncated or damaged; one that changed is a plain DataError."""
+
+
+class AwayError(UnreadableError):
+    """The storage of a dataset does not answer: its data may be whole."""
+
+    exit_code = 1
 
 
 class RowError(DataError):

@@ -26,7 +26,7 @@ from elastic_train.checkpoint.format.dcp import checksum
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment, lane_seed
 from elastic_train.core.mesh import Mesh
-from elastic_train.data.loading.lane_batch import LaneBatch
+from elastic_train.errors import UnreadableError
 from elastic_train.job.cells.stage import Stage, key_of
 from elastic_train.job.plan import Plan
 from elastic_train.job.state import AppliedState
@@ -179,11 +179,16 @@ class Auditor:
         experts. Leaves the state unchanged.
         """
         plan, state, crews = self._plan, self._state, self._mesh.cell.expert
-        number, batch = audit.owner % crews, None
+        number, batch, is_there = audit.owner % crews, None, True
         if self._mesh.owner % crews == number:
             lanes, cursor = range(audit.lane, audit.lane + 1), state.reached.cursor
-            [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, holes)
-        if not self._is_there(batch):
+            try:
+                [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, holes)
+            except UnreadableError:
+                is_there = False
+            else:
+                is_there = batch.tensors is not None and not batch.unreadable
+        if not self._is_there(is_there):
             return _NOTHING
         devices, lane = [plan.device] if plan.device.type == "cuda" else [], None
         with torch.random.fork_rng(devices), self._buffers.untouched():
@@ -194,10 +199,9 @@ class Auditor:
             key = None if batch is None else key_of(batch)
             return _joined(StagedLane(self._stage, plan, state, key, lane, self._parameters, number).run())
 
-    def _is_there(self, batch: LaneBatch | None) -> bool:
+    def _is_there(self, mine: bool) -> bool:
         """Return True if every rank of the replica that needs the lane's samples can read them."""
-        is_there, cell = batch is None or (batch.tensors is not None and not batch.unreadable), self._cell
-        return is_there if cell is None else bool(cell.all_gather(torch.tensor(int(is_there))).all())
+        return mine if self._cell is None else bool(self._cell.all_gather(torch.tensor(int(mine))).all())
 
 
 def _noting(sums: list[int], number: int) -> Callable[[Tensor], None]:

@@ -30,6 +30,7 @@ from pydantic import TypeAdapter
 from elastic_train.config.schema import Config
 from elastic_train.core.accounting import Hole
 from elastic_train.core.arrays import group_of, ranges_of
+from elastic_train.errors import UnreadableError
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.job.state import AppliedState
 from elastic_train.job.warm_up import run_once
@@ -164,7 +165,10 @@ def _compute(plan: Plan, state: AppliedState, step: int, unit: Unit, holes: Sequ
     every = plan.order.samples(cursor, unit.lane, plan.micro_batch).ids
     others = [_without(plan, lo, hi) for lo, hi in ranges_of(every[~np.isin(every, unit.ids)])]
     lanes = range(unit.lane, unit.lane + 1)
-    [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, (*holes, *others))
+    try:
+        [[batch]] = plan.feed.training(plan.order, lanes, cursor, 1, (*holes, *others))
+    except UnreadableError:
+        return  # says nothing about the samples, and is left to the step
     run_once(plan, state.model, batch, step)
     if plan.device.type == "cuda":
         torch.cuda.synchronize()

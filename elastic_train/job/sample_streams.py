@@ -16,7 +16,7 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.dataset.manifest import Manifest, load_manifest, why_away
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.lane_batch import SampleRules, takes_draw
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
@@ -80,11 +80,7 @@ class Feed:
     def why_away(self, group: int) -> str:
         """Read the manifest of a row group's data set; return the error, or "": the storage of the data is there."""
         ends = np.cumsum([len(manifest.group_rows) for manifest in self._manifests])
-        try:
-            load_manifest(self._manifests[int(np.searchsorted(ends, group, side="right"))].url)
-        except (ConfigError, DataError) as error:
-            return str(error)
-        return ""
+        return why_away(self._manifests[int(np.searchsorted(ends, group, side="right"))].url)
 
     def try_collate(self, order: RunOrder) -> None:
         """Collate the run's first micro-batch twice; raise ConfigError if the results differ.

@@ -86,7 +86,7 @@ def validate(session: Session) -> None:
         values = evaluate(
             session.plan.task,
             session.state.model,
-            session.watchdog.beating(batches),
+            session.watchdog.beating(session.patiently(batches)),
             shards,
             session.world,
             session.plan.num_lanes,

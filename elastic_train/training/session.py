@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from elastic_train.config.recipe import EarlyStoppingConfig, judged_by
 from elastic_train.core.accounting import Hole
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.mixture import epochs_at
-from elastic_train.data.loading.loader import LaneBatch
+from elastic_train.data.loading.loader import LaneBatch, patiently
 from elastic_train.errors import DataError, WeightsDifferError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import PhaseTotals, StepClock, Utilisation, slowest
@@ -161,12 +161,15 @@ class Session:
             num_left = plan.total_steps - state.step
             holes, repeats = self.holes, self.num_repeats
             self.watchdog.await_first()
-            for lanes in self.watchdog.beating(
-                plan.feed.training(plan.order, self.lanes, state.reached.cursor, num_left, holes)
-            ):
+            steps = plan.feed.training(plan.order, self.lanes, state.reached.cursor, num_left, holes)
+            for lanes in self.watchdog.beating(self.patiently(steps)):
                 yield lanes
                 if self.num_repeats != repeats:
                     break
+
+    def patiently(self, steps: Iterable[Sequence[LaneBatch]]) -> Iterator[Sequence[LaneBatch]]:
+        """Yield the steps; wait while the storage of the data is away, half as long as peers wait for this rank."""
+        return patiently(steps, self.plan.config.peer_timeout_s / 2, self.watchdog.resting)
 
     def leaving(self) -> list[bool]:
         """Return the processes that were asked to leave, as flags by rank; equal on every rank."""

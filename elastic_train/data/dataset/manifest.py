@@ -143,6 +143,15 @@ def load_manifest(url: str) -> Manifest:
         raise DataError(f"{path}: lacks or has unknown fields: {error}") from error
 
 
+def why_away(url: str) -> str:
+    """Read the manifest again; return the error, or "": the storage of the dataset is there."""
+    try:
+        load_manifest(url)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    return ""
+
+
 def _content(url: str, path: str) -> bytes:
     try:
         with fsspec.open(path, "rb") as file:

@@ -24,7 +24,7 @@ from elastic_train.core.order import Cursor, Samples
 from elastic_train.data.arrow.columns import Joined, Rows, groups_of
 from elastic_train.data.arrow.numbers import lengths_of, truncate_lists
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.errors import DataError, RowError, UnreadableError
+from elastic_train.errors import AwayError, DataError, RowError, UnreadableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,8 @@ class BatchBuilder:
         for group in groups:
             try:
                 rows[group] = rows_of(group)
+            except AwayError:
+                raise
             except UnreadableError as error:
                 if not self._rules.quarantines:
                     raise

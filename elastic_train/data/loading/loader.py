@@ -8,7 +8,10 @@ change at every resume.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor
@@ -16,10 +19,14 @@ from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate, LaneBatc
 from elastic_train.data.loading.loader_state import LoaderStates, check_place
 from elastic_train.data.loading.read_ahead import PREFETCH_BYTES, ReadAhead
 from elastic_train.data.loading.reader import RowSource
-from elastic_train.errors import ConfigError
+from elastic_train.errors import AwayError, ConfigError
 from elastic_train.system.failpoints import reach
 
 __all__ = ["Collate", "LaneBatch", "LaneLoader", "SampleRules"]
+
+T = TypeVar("T")
+LOOK_AGAIN_S = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 class LaneLoader:
@@ -140,3 +147,29 @@ class LaneLoader:
         self._num_steps = self._states.num_left(self._cursor, self._num_steps, cursor)
         self._cursor, self._is_used_up = cursor, False
         self._turn += 1
+
+
+def patiently(
+    steps: Iterable[T], limit_s: float, resting: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[T]:
+    """Yield a loader's steps; while the storage of the data is away, wait for it, `resting`, and continue.
+
+    Raise AwayError if it is away for longer than `limit_s`.
+    """
+    since_s: float | None = None
+    while True:
+        try:
+            for step in steps:
+                if since_s is not None:
+                    _LOG.warning("the storage of the data is back after %.0f s", time.monotonic() - since_s)
+                    since_s = None
+                yield step
+            return
+        except AwayError as error:
+            if since_s is None:
+                since_s = time.monotonic()
+                _LOG.warning("%s. Waiting for it, up to %.0f s", error, limit_s)
+            if time.monotonic() - since_s >= limit_s:
+                raise
+        with resting():
+            time.sleep(min(LOOK_AGAIN_S, limit_s))

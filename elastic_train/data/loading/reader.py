@@ -39,9 +39,9 @@ from isal.isal_zlib import crc32
 
 from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.data.arrow.columns import Rows, gather
-from elastic_train.data.dataset.manifest import Manifest
+from elastic_train.data.dataset.manifest import Manifest, why_away
 from elastic_train.data.dataset.row_groups import RowGroups
-from elastic_train.errors import UnreadableError
+from elastic_train.errors import AwayError, UnreadableError
 from elastic_train.system.files import is_locked, locked
 from rendezvous.pauses import RandomExponential
 
@@ -87,7 +87,7 @@ class Reader:
 
     Only `columns` are read. `max_row_groups` bounds the decoded row groups that `read` caches; `cache`, for the same
     manifest and columns, shares them between all processes of the node. Raise DataError if a file has changed since the
-    manifest was made, UnreadableError (a DataError) if it is missing or damaged, after three tries.
+    manifest was made, UnreadableError (a DataError) if it is missing or damaged, after several tries.
     """
 
     def __init__(
@@ -112,9 +112,18 @@ class Reader:
         return gather(self.rows_of, self.first_id, ids)
 
     def decode(self, group: int) -> Rows:
-        """Return the rows of a row group; thread-safe. Failed reads are retried a few times."""
+        """Return the rows of a row group; thread-safe. Failed reads are retried a few times.
+
+        Raise AwayError if the manifest cannot be read, either.
+        """
         decode = partial(_again, self.groups.decode)
-        return Rows(self._cache.get(group, decode) if self._cache else decode(group))
+        try:
+            return Rows(self._cache.get(group, decode) if self._cache else decode(group))
+        except UnreadableError as error:
+            if away := why_away(self._manifest.url):
+                text = f"the storage of the data is away: {away}. Mount it, or make it answer again"
+                raise AwayError(text) from error
+        return Rows(self.groups.decode(group))  # the storage may just have come back
 
     def rows_of(self, group: int) -> Rows:
         """Return the rows of a row group, cached; for one thread only."""

@@ -13,7 +13,7 @@ from elastic_train.job import crash_isolation
 from elastic_train.job.crash_isolation import find_deadly
 from elastic_train.job.plan import Plan, make_plan
 from elastic_train.world.quarantine import _sample_hole
-from tests.conftest import run_source
+from tests.conftest import run_source, write_rows
 from tests.elastic_train.training.jobs import PARAMS
 
 pytestmark = pytest.mark.slow
@@ -62,6 +62,16 @@ def test_a_healthy_step_is_tried_once(rows: Path, forked: list[list[str]]) -> No
     plan = plan_of(rows, [])
     assert find_deadly(plan, plan.build_state(), 5, range(4), (), LIMIT_S) == {}
     assert forked == [[]]
+
+
+def test_data_that_is_away_makes_no_sample_deadly(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "train", 60)
+    config = {"data": {"train": str(data), "too_long": "truncate"}, "batch": {"global_batch": 24, "micro_batch": 6}}
+    task = {"path": "tests.tasks:Poisoned", "params": {**PARAMS, "ids": [], "how": "kill"}}
+    plan = make_plan(Config.model_validate({**config, "task": task}))
+    state, unit = plan.build_state(), crash_isolation.Unit(0, tuple(samples_of(plan, 0, 0)))
+    data.rename(tmp_path / "away")
+    crash_isolation._compute(plan, state, 0, unit, ())
 
 
 def test_a_search_that_hangs_ends_in_time_with_what_it_has_found(

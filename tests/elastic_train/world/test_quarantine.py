@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +20,10 @@ from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.cli.audit import audit
 from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order
-from elastic_train.data.dataset.manifest import load_manifest
+from elastic_train.data.dataset.manifest import load_manifest, why_away
+from elastic_train.data.dataset.row_groups import RowGroups
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
+from elastic_train.data.loading import loader, read_ahead, reader
 from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.parallel.group import Group
@@ -101,6 +105,43 @@ def test_two_ranks_finding_a_hole_match_one_process_that_knew_it(
     fields = json.loads((unlisted / "run" / "result.json").read_text())
     (unlisted / "run" / "result.json").write_text(json.dumps({**fields, "holes": []}))
     assert {truths(unlisted)["coverage"], truths(unlisted)["sums"]} == {"false"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quarantine", [[], ["unreadable"]])
+def test_a_storage_that_is_away_for_a_while_costs_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quarantine: list[str]
+) -> None:
+    """The training and validation sets go at a row group's decoding, and come back once their rank waits."""
+    data, away, decode = tmp_path / "data", tmp_path / "away", RowGroups.decode
+    train, held_out = (str(write_rows(data / name, 331, seed=1)) for name in ("train", "held-out"))
+    decoded, waits = Counter[str](), list[str]()
+
+    def decode_later(groups: RowGroups, group: int) -> object:
+        url = groups._manifest.url
+        decoded[url] += threading.current_thread().name.startswith("decode")  # not by the inspection of rows
+        if decoded[url] == 3:
+            decoded[url] += 1
+            data.rename(away)
+        return decode(groups, group)
+
+    def why_it_is_away(url: str) -> str:
+        if why := why_away(url):
+            waits.append(url)
+            away.rename(data)
+        return why
+
+    monkeypatch.setattr(RowGroups, "decode", decode_later)
+    monkeypatch.setattr(read_ahead, "num_decoders", lambda: 1)
+    monkeypatch.setattr(reader, "why_away", why_it_is_away)
+    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.0)
+    rules = {"validation": held_out, "quarantine": quarantine, "too_long": "truncate"}
+    done = succeed(start([config(tmp_path / "job", Path(train), CLASSIFIER, **rules)]))
+    assert sorted(waits) == [held_out, train] and "the storage of the data is back after" in done.output
+    assert result(tmp_path / "job")["holes"] == [] and set(truths(tmp_path / "job").values()) == {"true"}
+    monkeypatch.undo()
+    succeed(start([config(tmp_path / "plain", Path(train), CLASSIFIER, **rules)]))
+    assert result(tmp_path / "job")["weights_sha256"] == result(tmp_path / "plain")["weights_sha256"]
 
 
 CANNOT, CAN = "cannot be read", ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
 from elastic_train.data.dataset.manifest import Manifest, load_manifest
+from elastic_train.data.loading import loader
 from elastic_train.data.loading.lane_batch import AS_THEY_ARE, Collate
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.loader_state import LoaderStates, cursor_of
@@ -30,7 +33,7 @@ from elastic_train.data.loading.worker_processes import (
     read_in_workers,
 )
 from elastic_train.data.worker_failures import UNGUARDED_CODE, needed, refuse_unguarded
-from elastic_train.errors import ConfigError, ElasticTrainError, UnfinishedError
+from elastic_train.errors import AwayError, ConfigError, ElasticTrainError, UnfinishedError
 from tests.conftest import PATIENCE_S, ROOT, write_rows
 from tests.elastic_train.data.loading.worker_collate import AbortingAtExit, Ending, collate
 
@@ -147,6 +150,35 @@ def test_a_lane_without_samples_has_no_tensors(tmp_path: Path) -> None:
         (3, 0, True),
         (4, 1, False),
     ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_is_away_for_a_while_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    """As a folder that is mounted again, or a store whose network returns: the steps go on where they were."""
+    folder, away = write_rows(tmp_path / "rows", 101, group_rows=7), tmp_path / "away"
+    manifest, rests = load_manifest(str(folder)), list[int]()
+    order = order_of(manifest)
+
+    def resting() -> contextlib.AbstractContextManager[None]:
+        rests.append(len(rests))
+        if len(rests) == 2:
+            away.rename(folder)
+        return contextlib.nullcontext()
+
+    def steps(limit_s: float = 300.0) -> Iterator[list[LaneBatch]]:
+        return loader.patiently(loader_of(manifest, order, range(NUM_LANES), num_workers=num_workers), limit_s, resting)
+
+    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.0)
+    got = steps()
+    first = next(got)
+    folder.rename(away)
+    found = [micro_batches(step) for step in (first, *got)]
+    assert found == expected_steps(order, range(NUM_LANES), 0, len(found)) and rests == [0, 1]
+    folder.rename(away)
+    with pytest.raises(AwayError, match=r"no manifest.*Mount it, or make it answer again"):
+        next(steps(limit_s=0.0))
 
 
 def test_epochs_follow_each_other(dataset: Manifest) -> None:

@@ -24,7 +24,7 @@ from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet import sources
 from elastic_train.data.parquet.footer import NAME as FOOTERS
 from elastic_train.data.parquet.sources import RemoteSource, open_source
-from elastic_train.errors import DataError, UnreadableError
+from elastic_train.errors import AwayError, DataError
 
 URL = "silent://rows"
 ERRORS = [NoCredentialsError(), EndpointConnectionError(endpoint_url="http://127.0.0.1:9")]
@@ -134,10 +134,10 @@ def test_a_source_raises_oserror_after_its_retries(silent: type[Silent], error: 
 
 @pytest.mark.parametrize("has_footers", [True, False], ids=["with footers", "without"])
 @pytest.mark.parametrize("is_at_first", [True, False], ids=["from the first call on", "later"])
-def test_a_row_group_on_a_silent_store_is_unreadable(
+def test_a_row_group_on_a_silent_store_is_away_not_lost(
     silent: type[Silent], has_footers: bool, is_at_first: bool
 ) -> None:
-    """It is retried and named, and under quarantine left to the trainer; when the store answers, it is read."""
+    """It is retried, and no sample of it is left out, also under quarantine; when the store answers, it is read."""
     if not has_footers:
         del silent.store[next(key for key in silent.store if key.endswith(FOOTERS))]
     manifest = load_manifest(URL)
@@ -145,12 +145,12 @@ def test_a_row_group_on_a_silent_store_is_unreadable(
     if not is_at_first:
         rows.decode(0)
     silent.error = ERRORS[1]
-    with pytest.raises(UnreadableError, match=r"a\.parquet: row group 1 cannot be read \(Could not connect"):
+    with pytest.raises(AwayError, match=r"storage of the data is away: silent://rows/manifest.json: cannot be reached"):
         rows.decode(1)
     order = Order(manifest.group_rows, num_lanes=1, seed=1, is_shuffled=False)
     builder = BatchBuilder(rows.first_id, 20, lambda rows, ids: {}, SampleRules(quarantines=True), seed=0)
-    taken = builder.take(0, Cursor(), 0, order.samples(Cursor(0, 10), 0, 10), rows.decode)
-    assert list(builder.batch(taken, 0).unreadable) == [1]
+    with pytest.raises(AwayError):
+        builder.take(0, Cursor(), 0, order.samples(Cursor(0, 10), 0, 10), rows.decode)
     silent.error = None
     assert rows.decode(1).num_rows == 10
 
