@@ -252,6 +252,14 @@ _ALL = (
     Kind("tracker_outage", "the tracker is killed or frozen, and comes back", "tracker", needs="tracker"),
     Kind("bad_row_group", "a row group of the training set becomes unreadable", "data", "never", needs="own_data"),
     Kind(
+        "data_outage",
+        "the storage of the training set is away for for_s",
+        "data",
+        sim=False,
+        needs="own_data",
+        is_drawn=False,
+    ),
+    Kind(
         "flip_data",
         "bits of a row group of the training set flip: it is read without an error, with other values",
         "data",

@@ -44,7 +44,7 @@ class OwnData:
         ]
 
     def spoil(self, draws: random.Random) -> dict[str, object] | None:
-        """Overwrite a row group's pages and return which; None if only one intact group is left."""
+        """Overwrite a row group's pages and return which; None if only one intact group is left, or none is there."""
         return self._damage(draws, lambda content: b"\xff" * len(content))
 
     def flip(self, draws: random.Random) -> dict[str, object] | None:
@@ -52,7 +52,7 @@ class OwnData:
         return self._damage(draws, lambda content: content[:-1] + bytes([content[-1] ^ 1]))
 
     def _damage(self, draws: random.Random, change: Callable[[bytes], bytes]) -> dict[str, object] | None:
-        if len(self._whole) < 2:
+        if len(self._whole) < 2 or not self.folder.exists():
             return None
         name, group = self._whole.pop(draws.randrange(len(self._whole)))
         path = self.folder / name

@@ -30,6 +30,22 @@ def bad_row_group(job: JobView, fault: Due) -> Struck | None:
     return Struck([], recorded=damage, effect=lambda: _unreadable(path, group))
 
 
+def data_outage(job: JobView, fault: Due) -> Struck | None:
+    """Take the run's own training set away, as a mount that is lost."""
+    assert job.around.data is not None, "the scenario has it, since the kind needs it"
+    folder = job.around.data.folder
+    away = folder.with_name(f"{folder.name}.away")
+    if away.exists():
+        return None
+    folder.rename(away)
+
+    def come_back() -> list[int]:
+        away.rename(folder)
+        return []
+
+    return Struck([], undo=come_back, effect=lambda: None if folder.exists() else f"{folder.name} is not there")
+
+
 def flip_data(job: JobView, fault: Due) -> Struck | None:
     """Flip bits of a row group of the run's own training set under the job."""
     data = job.around.data
@@ -261,6 +277,7 @@ ACTS: dict[str, Act] = {
             truncate_file,
             delete_file,
             bad_row_group,
+            data_outage,
             flip_data,
         )
     },

@@ -144,11 +144,11 @@ def load_manifest(url: str) -> Manifest:
 
 
 def why_away(url: str) -> str:
-    """Read the manifest again; return the error, or "": the storage of the dataset is there."""
+    """Read the manifest again; return the error, without advice, or "": the storage of the dataset is there."""
     try:
         load_manifest(url)
     except (ConfigError, DataError) as error:
-        return str(error)
+        return str(error).partition(";")[0]
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from elastic_train.errors import (
+    AwayError,
     ConfigError,
     CorruptError,
     ElasticTrainError,
@@ -122,6 +123,8 @@ def _of_an_error(kind: str | None, why: str, host: str | None) -> tuple[Do, str]
         return "fix", f"{limit}, then start it again"
     if kind in _NO_ANSWER:
         return "start", "start it again once the host that it names answers (network, firewall, DNS)"
+    if kind == AwayError.__name__:
+        return "start", "start it again once the storage that it names is mounted, or answers"
     if kind in _OF_STORAGE or "[Errno" in why:
         return "fix", f"{STORAGE}, then start it again"
     if any(words in why for words in _BAD_DEVICE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -22,8 +23,9 @@ from chaos.services.etcd_cluster import EtcdCluster
 from chaos.services.freezing_disk import FreezingDisk
 from chaos.services.network.namespace import Cable
 from chaos.services.store_mount import StoreMount, mounted
+from chaos.services.surroundings import OwnData
 from rendezvous.process_table import stat_of
-from tests.conftest import PATIENCE_S, eventually
+from tests.conftest import PATIENCE_S, eventually, write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +121,23 @@ def test_a_node_has_to_be_refused_by_its_own_mounts(
         assert done is not None and way.is_readonly
         assert (done.proof() is not None) == bites
         undo(done)
+
+
+@BITES
+def test_data_that_is_away_has_to_be_gone(tmp_path: Path, *, bites: bool) -> None:
+    """Twice at once is once: the second fault does nothing."""
+    data = OwnData(str(write_rows(tmp_path / "train", 20)), tmp_path / "dataset")
+    due = Due("data_outage", None, None, 0.0, for_s=1.0)
+    done = storage.data_outage(job(data=data), due)
+    assert (
+        done is not None and data.spoil(random.Random(1)) is None and storage.data_outage(job(data=data), due) is None
+    )
+    if not bites:
+        (tmp_path / "dataset").symlink_to(tmp_path / "dataset.away")
+    assert (done.proof() is not None) == bites
+    (tmp_path / "dataset").unlink(missing_ok=True)
+    undo(done)
+    assert done.proof() is None and data.spoil(random.Random(1)) is not None
 
 
 @BITES

@@ -12,6 +12,7 @@ import pytest
 from chaos.scenario.kinds import ADVICE
 from chaos.scenario.model import FOLDER
 from elastic_train.errors import (
+    AwayError,
     DataError,
     HungError,
     RowError,
@@ -78,6 +79,7 @@ SCENARIOS: dict[str, Row] = {
         "no world formed after step 3: rank 1 on b cannot be reached",
     ),
     "bad-node": Row(of(killed_node, left), "start", None, "asked to leave, and left after step 5"),
+    "data-away": Row(met(AwayError("the storage of the data is away: /data"), 1), "start", 1, "/data"),
     "demo": Row(killed_node, "start", None, "ended without a word after step 5"),
     "flipped-data": Row(met(DataError("a.parquet: its checksum differs"), 1), "fix", 1, "its checksum differs"),
     "frozen-disk": Row(

@@ -92,6 +92,7 @@ def test_every_scenario_of_the_package_is_simulated_or_refused(path: Path) -> No
     """Every packaged scenario for real nodes has a case whose steps fit the job, except for those listed."""
     refused = {"hangs": "hang is not simulated", "frozen-disk": "freeze_fs is not simulated"}
     refused |= {"flipped-data": "flip_data is not simulated", "no-more-files": "cap_fds is not simulated"}
+    refused["data-away"] = "data_outage is not simulated"
     refused["slow-node"] = "slow_cpu is not simulated"
     on_slurm = [path.stem for path in FOLDER.glob("slurm*.yaml")]
     refused |= dict.fromkeys(on_slurm, "jobs on Slurm are not simulated")
