@@ -16,12 +16,12 @@ from elastic_train.core.arrays import Int64s
 from elastic_train.core.keyed_random import SampleRandom
 from elastic_train.core.mixture import RunOrder
 from elastic_train.core.order import Cursor, Order
-from elastic_train.data.dataset.manifest import Manifest, load_manifest, why_away
+from elastic_train.data.dataset.manifest import Manifest, check_there, load_manifest
 from elastic_train.data.dataset.row_groups import check_columns
 from elastic_train.data.loading.lane_batch import SampleRules, takes_draw
 from elastic_train.data.loading.loader import LaneBatch, LaneLoader
 from elastic_train.data.loading.reader import MixedReader, Reader, RowCache, RowSource
-from elastic_train.errors import ConfigError, DataError, StorageError
+from elastic_train.errors import AwayError, ConfigError, DataError, StorageError
 from elastic_train.job.units.blocks import same_bits
 from elastic_train.job.units.generators import moved_generators, states_of_generators, undisturbed
 from elastic_train.tasks.task import Limited, Matching, Task
@@ -80,7 +80,11 @@ class Feed:
     def why_away(self, group: int) -> str:
         """Read the manifest of a row group's data set; return the error, or "": the storage of the data is there."""
         ends = np.cumsum([len(manifest.group_rows) for manifest in self._manifests])
-        return why_away(self._manifests[int(np.searchsorted(ends, group, side="right"))].url)
+        try:
+            check_there(self._manifests[int(np.searchsorted(ends, group, side="right"))].url)
+        except AwayError as error:
+            return str(error)
+        return ""
 
     def try_collate(self, order: RunOrder) -> None:
         """Collate the run's first micro-batch twice; raise ConfigError if the results differ.

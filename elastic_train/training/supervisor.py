@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from elastic_train.checkpoint.saving.store_health import StoreHealth
 from elastic_train.config.schema import Config
+from elastic_train.data.loading.loader import patiently
 from elastic_train.data.worker_failures import ended_too_soon
 from elastic_train.errors import (
     ConfigError,
@@ -39,7 +40,7 @@ from elastic_train.tracking.tracker import WRITE_TIMEOUT_S
 from elastic_train.training.loop import Outcome, train_steps
 from elastic_train.training.memory import Meter, Moment, held_by, note_out_of_memory, record_allocations
 from elastic_train.training.open_session import make_repeatable, open_session
-from elastic_train.training.opening.resources import commit_alone, open_page, warm_up_once
+from elastic_train.training.opening.resources import Planning, commit_alone, open_page, warm_up_once
 from elastic_train.training.result import TrainResult, last_line, result_of, write_result
 from elastic_train.training.session import Process, Session
 from elastic_train.world.agreement import heard, job_of, say_why
@@ -104,7 +105,7 @@ def _prepare(config: Config, leave: LeaveRequest, started_at: float, how_far: Ho
     make_repeatable(config)
     with contextlib.closing(Watchdog(config.hang_timeout_s)) as watchdog:
         watchdog.prepare()
-        plan = make_plan(config)
+        plan = next(patiently(Planning(config, make_plan), config.peer_timeout_s / 2, watchdog.resting))
         proof, meter = begin_proof(config, plan.device), Meter(plan.device)  # the check runs concurrently with the rest
         if config.profile.memory:
             record_allocations(plan.device)

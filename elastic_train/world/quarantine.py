@@ -58,9 +58,7 @@ def find_holes(
 
     def record() -> list[object]:
         if away := next(filter(None, map(plan.feed.why_away, sorted(found))), None):
-            raise StorageError(
-                f"the storage of the data is away, so nothing is quarantined: {away}. Mount it, or make it answer again"
-            )
+            raise StorageError(f"nothing is quarantined: {away}")
         begin = functools.partial(_hole, plan, state.step)
         return _record(world.store, world.term, [begin(group, why) for group, why in sorted(found.items())])
 

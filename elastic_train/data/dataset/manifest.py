@@ -36,7 +36,7 @@ from elastic_train.data.parquet.files import (
 )
 from elastic_train.data.parquet.footer import Footer, cut_footer, write_footers
 from elastic_train.data.parquet.sources import reaching
-from elastic_train.errors import ConfigError, DataError
+from elastic_train.errors import AwayError, ConfigError, DataError
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -143,13 +143,13 @@ def load_manifest(url: str) -> Manifest:
         raise DataError(f"{path}: lacks or has unknown fields: {error}") from error
 
 
-def why_away(url: str) -> str:
-    """Read the manifest again; return the error, without advice, or "": the storage of the dataset is there."""
+def check_there(url: str) -> None:
+    """Read the manifest again; raise AwayError if that fails: the storage of the dataset is away."""
     try:
         load_manifest(url)
     except (ConfigError, DataError) as error:
-        return str(error).partition(";")[0]
-    return ""
+        why = str(error).partition(";")[0]  # without advice for users who have no dataset yet
+        raise AwayError(f"the storage of the data is away: {why}. Mount it, or make it answer again") from error
 
 
 def _content(url: str, path: str) -> bytes:

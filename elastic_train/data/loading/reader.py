@@ -39,9 +39,9 @@ from isal.isal_zlib import crc32
 
 from elastic_train.core.arrays import Int64s, group_of
 from elastic_train.data.arrow.columns import Rows, gather
-from elastic_train.data.dataset.manifest import Manifest, why_away
+from elastic_train.data.dataset.manifest import Manifest, check_there
 from elastic_train.data.dataset.row_groups import RowGroups
-from elastic_train.errors import AwayError, UnreadableError
+from elastic_train.errors import UnreadableError
 from elastic_train.system.files import is_locked, locked
 from rendezvous.pauses import RandomExponential
 
@@ -119,10 +119,8 @@ class Reader:
         decode = partial(_again, self.groups.decode)
         try:
             return Rows(self._cache.get(group, decode) if self._cache else decode(group))
-        except UnreadableError as error:
-            if away := why_away(self._manifest.url):
-                text = f"the storage of the data is away: {away}. Mount it, or make it answer again"
-                raise AwayError(text) from error
+        except UnreadableError:
+            check_there(self._manifest.url)
         return Rows(self.groups.decode(group))  # the storage may just have come back
 
     def rows_of(self, group: int) -> Rows:

@@ -12,7 +12,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +41,9 @@ from elastic_train.checkpoint.stores.store import DeadlineStore, Store
 from elastic_train.config.schema import Config
 from elastic_train.core.lanes import Assignment
 from elastic_train.core.lineage import place_of
+from elastic_train.data.dataset.manifest import check_there
 from elastic_train.data.loading.lane_batch import LaneBatch
-from elastic_train.errors import CommitError, StorageError
+from elastic_train.errors import CommitError, ConfigError, DataError, StorageError
 from elastic_train.insight.page import Facts, Page
 from elastic_train.insight.phases import FILE as UTILISATION
 from elastic_train.insight.phases import StepClock, Utilisation
@@ -77,6 +79,30 @@ from elastic_train.world.world import World
 log = logging.getLogger(__name__)
 PHASES_EVERY_STEPS = 50
 """Steps between two rows of each rank's seconds per phase, and of its memory, in the history."""
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Makes the plan when it is iterated; raises AwayError in a run that has trained before, if its data is away."""
+
+    config: Config
+    make: Callable[[Config], Plan]
+
+    def __iter__(self) -> Iterator[Plan]:
+        try:
+            plan = self.make(self.config)
+        except (ConfigError, DataError):
+            if not _has_trained(self.config.run.dir):
+                raise
+            for url in (*self.config.data.sources, *filter(None, [self.config.data.validation])):
+                check_there(url)
+            plan = self.make(self.config)  # the storage may just have come back
+        yield plan
+
+
+def _has_trained(run_dir: str) -> bool:
+    """Return True if a history of the run has a step."""
+    return any(b'"op": "step"' in path.read_bytes() for path in (Path(run_dir) / "history").glob("*"))
 
 
 def start_tracker(process: Process, world: World, head: CommitRecord | None) -> Tracker | None:

@@ -20,13 +20,14 @@ from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.cli.audit import audit
 from elastic_train.core.accounting import Hole
 from elastic_train.core.order import Order
-from elastic_train.data.dataset.manifest import load_manifest, why_away
+from elastic_train.data.dataset.manifest import check_there, load_manifest
 from elastic_train.data.dataset.row_groups import RowGroups
 from elastic_train.data.dataset.row_lengths import load_lengths, make_lengths
 from elastic_train.data.loading import loader, read_ahead, reader
-from elastic_train.errors import DataError, PeerLostError, StorageError, UnreadableError
+from elastic_train.errors import AwayError, DataError, PeerLostError, StorageError, UnreadableError
 from elastic_train.job.sample_streams import Feed
 from elastic_train.parallel.group import Group
+from elastic_train.training.opening import resources
 from elastic_train.world.quarantine import _look_again, _readers, find_holes, known_holes, make_hole
 from tests.conftest import write_rows
 from tests.elastic_train.data.loading.test_batch_builder import damage
@@ -125,15 +126,17 @@ def test_a_storage_that_is_away_for_a_while_costs_no_sample(
             data.rename(away)
         return decode(groups, group)
 
-    def why_it_is_away(url: str) -> str:
-        if why := why_away(url):
+    def check(url: str) -> None:
+        try:
+            check_there(url)
+        except AwayError:
             waits.append(url)
             away.rename(data)
-        return why
+            raise
 
     monkeypatch.setattr(RowGroups, "decode", decode_later)
     monkeypatch.setattr(read_ahead, "num_decoders", lambda: 1)
-    monkeypatch.setattr(reader, "why_away", why_it_is_away)
+    monkeypatch.setattr(reader, "check_there", check)
     monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.0)
     rules = {"validation": held_out, "quarantine": quarantine, "too_long": "truncate"}
     done = succeed(start([config(tmp_path / "job", Path(train), CLASSIFIER, **rules)]))
@@ -142,6 +145,33 @@ def test_a_storage_that_is_away_for_a_while_costs_no_sample(
     monkeypatch.undo()
     succeed(start([config(tmp_path / "plain", Path(train), CLASSIFIER, **rules)]))
     assert result(tmp_path / "job")["weights_sha256"] == result(tmp_path / "plain")["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_run_that_starts_again_waits_for_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start refuses a folder without data at once: its name may be wrong."""
+    data, away = write_rows(tmp_path / "data", 60), tmp_path / "away"
+    path = config(tmp_path, data, CLASSIFIER, too_long="truncate")
+    monkeypatch.setattr(loader, "LOOK_AGAIN_S", 0.0)
+    data.rename(away)
+    refused = start([path, "--max_steps", "2"])
+    assert refused.code == 2 and "no manifest.json there; make the dataset" in refused.output
+    away.rename(data)
+    succeed(start([path, "--max_steps", "2"]))
+    data.rename(away)
+    gone = start([path, "--max_steps", "3", "--peer_timeout_s", "1e-6"])
+    assert gone.code == 1 and "Mount it, or make it answer again" in gone.output
+
+    def check(url: str) -> None:
+        try:
+            check_there(url)
+        except AwayError:
+            away.rename(data)
+            raise
+
+    monkeypatch.setattr(resources, "check_there", check)
+    assert "the storage of the data is back" in succeed(start([path, "--max_steps", "3"])).output
+    assert result(tmp_path)["step"] == 3
 
 
 CANNOT, CAN = "cannot be read", ""
@@ -210,7 +240,7 @@ def test_data_whose_storage_is_away_is_not_lost(tmp_path: Path, is_second: bool)
     world = SimpleNamespace(group=Group(0, 1, None, 1.0), store=store, term=1)
     lanes, away = [SimpleNamespace(unreadable={1: CANNOT})], tmp_path / "away"
     here = Path(manifests[is_second].url).rename(away)
-    with pytest.raises(StorageError, match=r"storage of the data is away, so nothing is quarantined: .*no manifest"):
+    with pytest.raises(StorageError, match=r"nothing is quarantined: the storage of the data is away: .*no manifest"):
         find_holes(world, plan, SimpleNamespace(step=4), lanes)  # type: ignore[arg-type]
     assert store.list("holes/") == []
     here.rename(manifests[is_second].url)
