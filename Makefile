@@ -14,7 +14,7 @@ OVERLAPPING := -n $(shell echo $$(( ($(CORES) * 3 + 1) / 2 ))) --maxprocesses 8 
 WAITING := -n $(shell echo $$(( $(CORES) * 3 ))) --maxprocesses 8 --dist loadgroup
 ON_EVERY_CORE := -p no:xdist -p tests.forked --forks $(CORES)
 
-.PHONY: setup demo test hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
+.PHONY: setup demo test test-processes hunts test-fast test-long test-deploy test-deploy-quick test-torch skypilot gpu sim soak storm check docs release image format bench clean
 
 setup: .venv/.installed
 
@@ -38,8 +38,13 @@ demo: setup
 	@$(RUN) -m chaos.demo
 
 test: setup
-	@echo "test: the whole suite, with real etcd, torchrun, signals, S3 and MLflow, on every core"
-	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not hunt"
+	@echo "test: every law, in memory or with few processes, with real etcd, torchrun, signals and S3, on every core"
+	@$(PYTEST) $(OVERLAPPING) -m "not long and not deploy and not hunt and not process"
+
+# Each transport, each real fault and each place once; CI runs them after `make test`.
+test-processes: setup
+	@echo "test-processes: whole jobs, services, networks, MLflow and the installed package as real processes"
+	@$(PYTEST) $(OVERLAPPING) -m "process and not long and not deploy and not hunt"
 
 # What is proven in memory, or of one case in several, each time, and of all of them here.
 hunts: setup
@@ -49,10 +54,10 @@ hunts: setup
 test-fast: setup
 	@echo "test-fast: what starts no processes and takes no time, and beside it twenty-five jobs in virtual time"
 	@simulated=$$(mktemp); $(RUN) -m chaos.cli sim --seeds 25 --json > $$simulated & simulation=$$!; \
-	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not slow and not heavy"; code=$$?; \
+	$(PYTEST) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not process and not slow and not heavy"; code=$$?; \
 	wait $$simulation || code=1; cat $$simulated; rm -f $$simulated; exit $$code
 
-test-long: test
+test-long: test test-processes
 	@echo "test-long: what takes minutes, one at a time"
 	@$(PYTEST) -m long
 
@@ -77,7 +82,7 @@ test-torch: setup
 	@test -n "$(TORCH)" || { echo "test-torch: which torch? make test-torch TORCH=2.9.1"; exit 2; }
 	@test -e $(TORCH_ENV)/.installed || $(MAKE) -s $(TORCH_ENV)/.installed
 	@$(TORCH_ENV)/bin/python -c 'import torch; print("test-torch:", torch.__version__)'
-	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not slow"
+	@$(WITH_TORCH) $(ON_EVERY_CORE) --hypothesis-profile inner-loop -m "not long and not deploy and not hunt and not process and not slow"
 	@$(WITH_TORCH) tests/elastic_train/training/live/test_live.py -k dead_one_replaced
 
 $(TORCH_ENV)/.installed:

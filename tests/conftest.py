@@ -51,6 +51,8 @@ settings.load_profile("any machine")
 
 MARK = re.compile(r"^pytestmark = \[?pytest\.mark\.(\w+)", re.MULTILINE)
 """The line that marks every test of a module, such as slow."""
+FEW = ("hunt", "process")
+"""Marks of few tests: modules without them are not collected for these."""
 RUNNING: list[pytest.Item] = []
 """The running test, if there is one."""
 UNFINISHED: dict[str, float] = {}
@@ -79,13 +81,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     terms, text = config.option.markexpr.split(" and "), collection_path.read_text(encoding="utf-8")
     is_left_out = (mark := MARK.search(text)) is not None and f"not {mark[1]}" in terms
-    return True if is_left_out or ("hunt" in terms and "mark.hunt" not in text) else None
+    return True if is_left_out or any(few in terms and f"mark.{few}" not in text for few in FEW) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run slow tests first when several processes share the tests: started last, one would delay the end."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "process"))))
     if getattr(config.option, "loadgroup", False):
         for item in items:
             name_group(item)
@@ -300,7 +302,7 @@ def environ_of(**own: str) -> dict[str, str]:
 def assert_slow(started: str) -> None:
     """Fail a quick test that starts something slow; if it is started once, only the first test that needs it fails."""
     marks = {mark.name for item in RUNNING for mark in item.iter_markers()}
-    assert not RUNNING or marks & {"slow", "long", "deploy"}, (
+    assert not RUNNING or marks & {"slow", "process", "long", "deploy"}, (
         f"{RUNNING[0].nodeid} is to be a quick test, and starts {started}: mark it slow"
     )
 

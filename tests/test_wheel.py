@@ -20,7 +20,7 @@ from packaging.version import Version
 
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]  # the wheel is built once
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("wheel")]  # the wheel is built once
 
 PACKAGES = ("elastic_train", "rendezvous", "chaos")
 

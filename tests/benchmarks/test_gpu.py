@@ -198,7 +198,7 @@ def is_said(said: Path) -> float:
     return float(said.exists() and said.read_text().endswith("."))
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_measurement_is_killed_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -> None:
     with pytest.raises(OutOfTimeError, match="endless was killed at its limit"):
         Limit(1.0, partial(is_said, tmp_path / "said")).run(endless, str(tmp_path / "said"))
@@ -206,7 +206,7 @@ def test_a_measurement_is_killed_at_its_limit_with_all_that_it_has_started(tmp_p
     assert not is_alive(int(pid)) and not Path(folder).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_tests_are_interrupted_before_the_limit_and_those_that_ran_are_counted(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pathlib, time\n"
@@ -222,7 +222,7 @@ def test_tests_are_interrupted_before_the_limit_and_those_that_ran_are_counted(t
     assert noted == [{"tests_passed": 1, "tests_failed": 1}]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.hunt
 def test_a_rank_that_is_lost_beside_another_on_one_device_costs_no_step() -> None:
     """Killed, stopped and out of memory, once each, as on a GPU, with a device that stands in for it."""
@@ -237,12 +237,12 @@ def test_a_rank_that_is_lost_beside_another_on_one_device_costs_no_step() -> Non
     }
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_worlds_that_end_in_an_operation_are_all_formed() -> None:
     assert Limit(time.monotonic() + PATIENCE_S).run(memory_of_worlds, "cpu", 3)["worlds"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_measurement_that_fails_says_why() -> None:
     limit = Limit(time.monotonic() + PATIENCE_S)
     assert limit.run(answering, 1) == 2

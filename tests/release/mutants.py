@@ -41,7 +41,7 @@ AREAS = {
 }
 WIDER = ("tests/elastic_train/job", "tests/elastic_train/world", "tests/elastic_train/checkpoint")
 SEEDS = range(12)
-QUICK = "not slow and not long and not deploy and not hunt and not monitoring"
+QUICK = "not slow and not process and not long and not deploy and not hunt and not monitoring"
 OPTIONS = ("-qq", "-s", "-p", "no:xdist", "--hypothesis-profile", "inner-loop", "--hypothesis-seed", "0", "-m", QUICK)
 TEXTS_AND_TYPES = {"annotation", "returns", "decorator_list", "msg"}
 SWAPPED: dict[type[ast.AST], type[Any]] = {

@@ -22,7 +22,7 @@ from chaos.judge.evidence.run_files import collect, items, whole
 from chaos.planted.catalogue import PLANTED
 from tests.elastic_train.training.live.test_live import history
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("forked nodes")]  # one process imports what the nodes need
 
 CONSTANT = {"name": "sgd", "lr": 1.0, "weight_decay": 0, "clip_norm": None, "warmup_steps": 0, "schedule": "constant"}
 WITNESS: dict[str, object] = {

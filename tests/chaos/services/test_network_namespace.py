@@ -16,7 +16,7 @@ from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 from chaos.services.network.packet_relay import Impairment
 from tests.conftest import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]  # one cable, and one left behind, at a time
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("network")]  # one cable, and one left behind, at a time
 
 _ECHO = """
 import socket, sys, threading

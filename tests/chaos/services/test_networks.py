@@ -11,7 +11,7 @@ from chaos.services.network.namespace import Cable, NoNamespacesError, cable
 pytestmark = pytest.mark.xdist_group("network")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["10gbe", "cross_zone"])
 def test_a_link_is_no_better_than_its_network_also_after_faults(name: str) -> None:
     """Neither quicker nor with more bytes per second; a cut ends it, and its repair brings it back."""

@@ -14,7 +14,7 @@ from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin, eventually
 from tests.elastic_train.training.live.test_live import ENDLESS, history, until_whole, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("network")]
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("network")]
 
 
 def test_machines_whose_hosts_files_name_them_127_0_1_1_train_together(tmp_path: Path, rows: Path, laid: Cable) -> None:

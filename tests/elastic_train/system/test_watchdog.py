@@ -211,7 +211,7 @@ def test_a_process_that_hangs_while_warming_up_is_ended(
     assert watched.limit_s == max(MOST_S, fixed_s or 0.0), "also for a process that is frozen while it waits"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_finished_process_may_end_slowly(closed: bool) -> None:
     """Once it is closed neither the thread nor the observer ends the process; until then one of them does."""
@@ -233,7 +233,7 @@ time.sleep(6.0 if {closed} else 600)
     assert is_ended_by_one != closed, ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_process_that_computes_while_it_prepares_is_not_ended_until_it_is_idle() -> None:
     program = """
 import time
@@ -257,7 +257,7 @@ waits_for_nobody()
     assert "in waits_for_nobody" in ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_native_code_that_holds_the_interpreters_lock_is_ended_with_its_stacks() -> None:
     """No thread of the process can run, so its observer ends it; that ends, too."""
     program = """
@@ -302,7 +302,7 @@ print("goes on")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_who_was_stopped_goes_on_when_it_is_continued() -> None:
     """For longer than it may hang: by a debugger, a shell's Ctrl-Z, a scheduler that suspends the job.
 
@@ -326,7 +326,7 @@ def test_who_was_stopped_goes_on_when_it_is_continued() -> None:
             one.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_an_observer_that_is_stopped_ends_with_its_process() -> None:
     """With a job that was suspended and then killed; it stayed, stopped, for ever."""
     with subprocess.Popen([sys.executable, "-c", WORKS], stdin=PIPE, stdout=PIPE, text=True) as process:

@@ -30,7 +30,7 @@ from rendezvous.membership.worlds import World
 from tests.conftest import PATIENCE_S, eventually
 from tests.rendezvous.rendezvous_sides import client_of, patient
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 QUOTA = {"quota-backend-bytes": "3000000"}
 

@@ -54,7 +54,7 @@ def started(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Iterator[Callable[
         program.process.close(signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_functions_die_with_their_agent(started: Callable[[str], Program]) -> None:
     """This includes one that ignores SIGINT, which torch sends to end them, and one that has not begun: for that the
     kernel's death signal is not set yet, and it checks for its agent before it starts."""
@@ -75,7 +75,7 @@ def begun_in(program: Program) -> list[int]:
     return [int(line) for line in program.log.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_program_can_fork_after_a_job(started: Callable[[str], Program]) -> None:
     """No object of the job may be finalised in a child, where its threads do not exist."""
     program = started("fork_after_a_job")
@@ -102,7 +102,7 @@ def make(etcd: EtcdServer, run_id: str, tmp_path: Path) -> Make:
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(("how", "is_free"), [({"death_sig": signal.SIGTERM}, True), ({"timeout": 1}, False)])
 def test_others_restart_for_free_when_a_node_is_asked_to_leave(
     make: Make, monkeypatch: pytest.MonkeyPatch, how: dict[str, int], is_free: bool
@@ -118,7 +118,7 @@ def test_others_restart_for_free_when_a_node_is_asked_to_leave(
         agent.get_worker_group().spec.rdzv_handler.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_ranks_are_numbered_within_roles(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes of one world may have different --role: ROLE_RANK and ROLE_WORLD_SIZE count only their own role."""
     monkeypatch.setenv("ELASTIC_RENDEZVOUS", "")

@@ -40,7 +40,7 @@ def worlds(run: Path) -> list[int]:
     return [sizes[term] for term in sorted({line["term"] for line in lines if line["op"] == "step"} & sizes.keys())]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
     tmp_path: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_a_node_leaves_when_it_is_asked_and_a_job_stops_as_a_whole(
         assert row["commit"] is not None
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_slow_node_is_dropped_and_the_others_train_on(tmp_path: Path, rows: Path) -> None:
     """Its launcher ends with 75, as if it had been asked by hand, and the other trains on; the event says so."""
     tree = yaml.safe_load(Path(write_config(tmp_path, rows, ENDLESS)).read_text())
@@ -135,7 +135,7 @@ def test_a_request_is_read_from_the_store() -> None:
     assert read_view(store.get(keys.prefix), keys).leaving == {"n1"}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
     assert "--etcd" in said(capsys, "top")[2]

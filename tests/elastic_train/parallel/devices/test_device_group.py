@@ -23,7 +23,7 @@ from tests.conftest import run_ranks
 from tests.elastic_train.parallel.test_gradient_sum import LANES, train
 from tests.fake_device import KINDS, FakeCommunicator, FakeDevice, FakeWork
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def direct() -> Device:

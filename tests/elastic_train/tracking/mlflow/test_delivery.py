@@ -26,7 +26,7 @@ from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, r
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mlflow")]  # one database is made
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("mlflow")]  # one database is made
 
 
 def test_a_value_is_sent_once_a_commit_holds_its_step(tmp_path: Path, uri: str, client: MlflowClient) -> None:

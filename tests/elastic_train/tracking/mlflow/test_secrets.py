@@ -22,7 +22,7 @@ from tests.elastic_train.training.live.test_live import finish, launch, nothing_
 from tests.rendezvous.etcd.test_refusals import Users, etcd_options
 from tests.rendezvous.rendezvous_sides import patient
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 __all__ = ["nothing_left"]
 PLANTED = {
     "AWS_ACCESS_KEY_ID": "planted-key-id-1f6b",

@@ -30,7 +30,7 @@ from tests.elastic_train.tracking.mlflow.jobs import CONFIG, DOWN, EXPERIMENT, r
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("mlflow")]  # one database is made
+pytestmark = [pytest.mark.process, pytest.mark.xdist_group("mlflow")]  # one database is made
 
 
 def test_values_config_and_status_arrive(

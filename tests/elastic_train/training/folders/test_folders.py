@@ -31,7 +31,7 @@ from tests.elastic_train.training.live.test_live import (
 )
 
 __all__ = ["nothing_left", "undisturbed"]  # fixtures
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 NUM_STEPS = 60
 
 

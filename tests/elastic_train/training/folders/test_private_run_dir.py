@@ -27,7 +27,7 @@ from tests.elastic_train.training.live.test_live import (
     write_config,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 
 

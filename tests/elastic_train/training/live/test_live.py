@@ -24,7 +24,7 @@ from rendezvous.process_table import children_of, is_alive, name_of
 from rendezvous.torchelastic.standby import ForkedWorker
 from tests.conftest import PATIENCE_S, begin, eventually, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 PARAMS: dict[str, object] = {"max_tokens": 16, "dim": 16, "depth": 1, "heads": 2, "dropout": 0.2, "vocabulary": 64}
 PARAMS |= {"numeric": ["size"], "categorical": ["kind"]}

@@ -16,7 +16,7 @@ import elastic_train as et
 from tests.conftest import ROOT, begin, places_of
 from tests.elastic_train.training.live.test_live import write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 STEPS = 12
 
 

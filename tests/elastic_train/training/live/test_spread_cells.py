@@ -32,7 +32,7 @@ from tests.elastic_train.training.live.test_live import (
 from tests.memory_job import start
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 
 MODEL = {"vocabulary": 64, "dim": 16, "depth": 2, "heads": 2, "dropout": 0.1, "tied": False}

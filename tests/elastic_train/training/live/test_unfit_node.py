@@ -25,7 +25,7 @@ from tests.elastic_train.training.live.test_live import (
     write_config,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 __all__ = ["etcd", "nothing_left", "undisturbed"]  # fixtures
 STEPS = 100
 """As many as take a minute at the pace of a job that has to last until two nodes have joined."""
