@@ -70,8 +70,11 @@ class Ranks(Protocol):
         """All ranks that hold the same part of the state as this one."""
 
 
-def validate(session: Session) -> None:
-    """Validate over all ranks and record the values; does nothing without a validation set."""
+def validate(session: Session, *, is_droppable: bool = False) -> None:
+    """Validate over all ranks and record the values; does nothing without a validation set.
+
+    Late requests to leave may drop the passes, but not the exchange of the weights for their averages and back.
+    """
     reach("validate")
     mesh = session.world.mesh
     batches = session.plan.feed.validation(mesh.assigned(session.plan.num_lanes)[mesh.owner])
@@ -82,7 +85,8 @@ def validate(session: Session) -> None:
         higher = {name: metric.higher_is_better for name, metric in session.plan.task.metrics().items()}
     shards, shows = session.state.shards, session.plan.config.validation.weights
     averaged = shards.share.averaged(session.world.holders) if shows == "ema" else contextlib.nullcontext()
-    with session.buffers.untouched(), averaged:
+    passes = session.leave.droppable() if is_droppable else contextlib.nullcontext()
+    with session.buffers.untouched(), averaged, passes:
         values = evaluate(
             session.plan.task,
             session.state.model,

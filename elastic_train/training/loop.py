@@ -76,8 +76,7 @@ def train_steps(session: Session) -> Outcome:
         if session.is_over:
             break
         if session.is_validation_due():
-            with session.leave.droppable():
-                validate(session)
+            validate(session, is_droppable=True)
             clock.start()
         if session.is_over:
             break
@@ -154,8 +153,7 @@ def _catch_up(session: Session) -> None:
     Training then ends after the same step, with the same best commit, as without the fault.
     """
     if session.is_validation_missed():
-        with session.leave.droppable():
-            validate(session)
+        validate(session, is_droppable=True)
     if session.is_best and not session.is_over and not session.commits.has_head_at(session.state.step):
         session.commits.begin(is_any_busy=False)
 

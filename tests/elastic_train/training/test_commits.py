@@ -352,7 +352,7 @@ def test_an_overdue_commit_waits_until_no_rank_is_saving(
     """A rank that abandoned its save asks again at every step, and no step counts as a skipped commit."""
     sums = StepSums(0.0, 1.0, CoverageSums(), 0, 0, flags)
     monkeypatch.setattr(loop, "compute_step", lambda *_: Computed(sums, flags, ()))
-    monkeypatch.setattr(loop, "validate", lambda _: None)
+    monkeypatch.setattr(loop, "validate", lambda *_, **__: None)
     session = MagicMock(is_over=False, is_best=False)
     session.leave.dropping.return_value = [()] * 3
     session.leaving.return_value = [False]

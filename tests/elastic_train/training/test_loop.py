@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -21,6 +23,7 @@ from elastic_train.errors import PeerLostError
 from elastic_train.insight.phases import StepClock
 from elastic_train.job.cells.stage import Stage
 from elastic_train.job.state import TrainProgress
+from elastic_train.system.preemption import LeaveRequest, StepDropped
 from elastic_train.training import evaluation, loop, step
 from elastic_train.training.session import Session
 from elastic_train.training.step_sums import LEAVE, LaneSums, StepSums, StepTables
@@ -195,6 +198,38 @@ def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
     assert session.commits.begin.call_count == commits and not validate.called
 
 
+@pytest.mark.parametrize("is_at_entry", [True, False])
+def test_a_late_leave_never_leaves_averages_in_place_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, is_at_entry: bool
+) -> None:
+    """The state is committed next: the exchange of the weights is completed first, whenever the alarm comes."""
+    leave, model = LeaveRequest(30.0), {"weights": "its own"}
+
+    @contextlib.contextmanager
+    def averaged(_: object) -> Iterator[None]:
+        if is_at_entry:
+            leave._be_late(14, None)
+        model["weights"] = "averages"
+        try:
+            yield
+        finally:
+            if not is_at_entry:
+                leave._be_late(14, None)
+            model["weights"] = "its own"
+
+    session = MagicMock(leave=leave)
+    session.buffers.untouched = contextlib.nullcontext
+    session.plan.config.validation.weights, session.state.shards.share.averaged = "ema", averaged
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {})
+    monkeypatch.setattr(evaluation, "_note", lambda *_: None)
+    try:
+        with pytest.raises(StepDropped) if is_at_entry else contextlib.nullcontext():
+            loop._catch_up(session)
+    finally:
+        leave.release()
+    assert leave.is_late and model == {"weights": "its own"}
+
+
 def test_a_rank_that_loses_a_peer_at_the_point_of_no_return_is_to_apply_its_step() -> None:
     """The peer may have applied the step. In restart mode no member's state counts, so the world just ends."""
     lost = PeerLostError("connection reset by peer")
@@ -234,7 +269,7 @@ def test_a_step_whose_gradient_all_hold_is_applied_or_kept_and_recorded_before_i
     calls = MagicMock()
     monkeypatch.setattr(loop, "compute_step", lambda *_: computed)
     monkeypatch.setattr(loop, "meet", calls.meet)
-    monkeypatch.setattr(loop, "validate", lambda _: None)
+    monkeypatch.setattr(loop, "validate", lambda *_, **__: None)
     calls.meet.return_value = (norm, lost)
     session.state.measure, session.state.apply, session.state.hold = calls.measure, calls.apply, calls.hold
     session.record_step = lambda *_, standing: getattr(calls, f"record({standing!r})")()
