@@ -94,7 +94,7 @@ class Commits:
         return self.cadence.is_due(self.state.step)
 
     def is_overdue(self) -> bool:
-        """Return True if a commit is overdue: by rank 0's clock, or because an earlier world's was abandoned."""
+        """Return True if a commit is overdue: by rank 0's clock, or because an earlier world owes it."""
         if self.saves.is_busy:
             return False
         return self.saves.is_owed or (self.world.is_leader and (self.is_asked or self.cadence.is_overdue()))
@@ -182,6 +182,8 @@ class Commits:
     def abandon(self, *, is_live: bool) -> None:
         """Abandon the save in flight; if the job resumes from commits rather than live members, wait for it first."""
         ended = self.saves.abandon(0.0 if is_live else LAST_SAVE_PATIENCE_S)
+        if self.is_asked:
+            self.saves.owe()
         if ended is not None and ended.commit is not None and self.world.is_leader:
             self._record_commit(ended, ended.commit)
         self._pin_if_due(ended)

@@ -94,6 +94,8 @@ class Process:
     """Warnings that are given once, e.g. about the commits' file system and about rates."""
     switches: KeptSwitches | None = None
     """This process's switches and its model's training modes before the first forward pass."""
+    followed: set[str] = field(default_factory=set)
+    """Actions that events have led to, according to `monitoring.on_event`."""
     done: set[str] = field(default_factory=set)
     """One-time work that is done."""
     inspected: list[Inspected] = field(default_factory=list)

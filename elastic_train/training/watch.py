@@ -26,8 +26,8 @@ from rendezvous.etcd.tally import TALLY
 class Watch:
     """Monitors one world, whose ranks have `num_lanes` lanes each; `totals` are the process's, over all of its worlds.
 
-    `wants_to_stop` is True if an event ends the job, according to `actions`; `drop` asks a rank's node to leave and
-    returns the outcome as text.
+    `drop` asks a rank's node to leave and returns the outcome as text. `followed` are the actions that events of the
+    process's worlds have led to.
     """
 
     def __init__(
@@ -41,10 +41,11 @@ class Watch:
         host_of: Callable[[int], str | None],
         drop: Callable[[int], str],
         clock: Callable[[], float] = time.monotonic,
+        followed: set[str] | None = None,
     ) -> None:
         self.totals = totals
         self.num_events = Counter[str]()
-        self.wants_to_stop = self._wants_commit = False
+        self._wants_commit, self._followed = False, set() if followed is None else followed
         self._world, self._tracker, self._every_steps = world, tracker, every_steps
         self._actions, self._host_of, self._drop = actions, host_of, drop
         self._window, self._detector = PhaseWindow(), Detector(num_lanes, world.mesh.alike)
@@ -72,6 +73,11 @@ class Watch:
             for rank in one.ranks:
                 event = Event("wrong_gradient", step, step + 1, rank, one.num_wrong, num_right, " computations")
                 self.tell(replace(event, lane=one.lane, samples=one.samples))
+
+    @property
+    def wants_to_stop(self) -> bool:
+        """True if an event of this or an earlier world ends the job."""
+        return "stop" in self._followed
 
     def take_wanted_commit(self) -> bool:
         """Return True if an event since the last call requires a commit."""
@@ -126,7 +132,7 @@ class Watch:
         """Take the configured action for a new event and return its description; None if it is only reported."""
         action = self._actions.get(event.kind, "tell")
         self._wants_commit |= action == "snapshot"
-        self.wants_to_stop |= action == "stop"
+        self._followed.add(action)
         if action == "drop" and event.rank is not None:
             return self._drop(event.rank)
         return {"snapshot": "a commit follows", "stop": "the job ends"}.get(action)

@@ -87,8 +87,12 @@ class Saves:
 
     @property
     def is_owed(self) -> bool:
-        """True if the last save was abandoned, and none has begun since."""
+        """True if the last save was abandoned, or one was asked for, and none has begun since."""
         return self._memory.is_owed
+
+    def owe(self) -> None:
+        """Make a save due, in this world or the next."""
+        self._memory.is_owed = True
 
     def prepare(self, state: State, dims: CutDims) -> None:
         """Allocate staging memory for such a state in the background if it is on a device: a second per 12 GB."""

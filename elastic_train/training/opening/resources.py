@@ -158,8 +158,8 @@ def open_watch(process: Process, world: World, tracker: Tracker | None, assigned
 
     keys = config.monitoring
     num_lanes = world.mesh.num_lanes(assigned)
-    every, actions = PHASES_EVERY_STEPS, keys.on_event
-    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, process.worlds.drop)
+    every, actions, drop = PHASES_EVERY_STEPS, keys.on_event, process.worlds.drop
+    return Watch(world, tracker, process.totals, every, num_lanes, actions, host_of, drop, followed=process.followed)
 
 
 def open_memory_watch(process: Process, world: World, gradients: GradientSum) -> MemoryWatch:

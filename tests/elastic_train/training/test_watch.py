@@ -154,6 +154,26 @@ def test_a_commit_that_is_asked_for_is_overdue_until_one_begins() -> None:
     assert not commits.is_overdue()
 
 
+def test_what_an_event_asks_for_as_its_world_ends_is_done_in_the_next(tmp_path: Path) -> None:
+    """Flags travel with the next step, which a new member or a fault may keep from coming."""
+    said = Said(tmp_path)
+    followed = set[str]()
+    worlds = [
+        Watch(
+            said.world, None, PhaseTotals(), 9, [2], {"slow_link": "stop"}, lambda _: None, said.drop, followed=followed
+        )
+        for _ in range(2)
+    ]
+    assert not worlds[1].wants_to_stop
+    worlds[0].tell(Event("slow_link", 7, 7, 1, 1.0, 0.1, " s"))
+    assert worlds[1].wants_to_stop
+    owing = MagicMock(is_owed=False)
+    commits = Commits(*[MagicMock()] * 4, owing, MagicMock(), None, None, MagicMock())
+    commits.is_asked = True
+    commits.abandon(is_live=True)
+    assert owing.owe.called
+
+
 def test_a_job_that_an_event_ends_is_committed_first() -> None:
     """One rank's flag stops every rank; exit code 93 keeps schedulers from restarting the job."""
     session = MagicMock()
