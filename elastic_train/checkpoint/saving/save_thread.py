@@ -358,15 +358,22 @@ def post(store: Store, attempt: str, part: int, receipt: PartReceipt) -> None:
 def wait_for(store: Store, attempt: str, part: int, pause: Callable[[float], None]) -> WrittenPart:
     """Wait until another rank has written its part; `pause` sleeps, or raises to give up.
 
-    Raise StorageError if that rank could not write it, or posts no receipt within `STALLED_S`.
+    Raise StorageError if that rank could not write it, or if no receipt can be read within `STALLED_S`, or in several
+    tries.
     """
-    key, waited_s, look_s = _key(attempt, part), 0.0, _FIRST_LOOK_S
+    key, waited_s, look_s, num_left = _key(attempt, part), 0.0, _FIRST_LOOK_S, len(RETRY_PAUSES_S)
     while waited_s < STALLED_S:
         try:
             receipt = _decode(read(store, key), f"{store.url}/{key}")
         except KeyMissing:
             pause(look_s)
             waited_s, look_s = waited_s + look_s, min(1.5 * look_s, _LONGEST_LOOK_S)
+            continue
+        except StorageError:
+            if not num_left:
+                raise
+            num_left -= 1
+            pause(RETRY_PAUSES_S[-num_left - 1])
             continue
         if receipt.written is None:
             raise StorageError(f"part {part} was not written: {receipt.error}")

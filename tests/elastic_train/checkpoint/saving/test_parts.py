@@ -93,6 +93,26 @@ def test_a_rank_that_cannot_write_its_part_fails_the_save(tmp_path: Path, monkey
     assert first is not None and discover(full).head == first.commit
 
 
+@pytest.mark.parametrize(("num_failures", "is_saved"), [(2, True), (3, False)])
+def test_a_receipt_that_cannot_be_read_at_once_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int, is_saved: bool
+) -> None:
+    """Reading is tried as often as writing: all parts exist by then."""
+    left = [OSError("input/output error")] * num_failures
+
+    class Failing(LocalStore):
+        def open(self, key: str) -> BinaryIO:
+            if "/done-" in key and Path(tmp_path, key).exists() and left:
+                raise StorageError(f"{key}: {left.pop()}")
+            return super().open(key)
+
+    ranks = world_of([Failing(tmp_path), LocalStore(tmp_path)], monkeypatch)
+    for rank in ranks:
+        rank.begin(odd_state(), facts(1))
+    first, _ = (rank.wait() for rank in ranks)
+    assert first is not None and (first.commit is not None) == is_saved
+
+
 def test_a_dead_writer_does_not_disturb_the_next_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for a missing part until its world ends; the next world's first save starts clean."""
     is_waiting = threading.Event()
