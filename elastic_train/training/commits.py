@@ -309,7 +309,7 @@ class Commits:
     def _look(self, ended: SaveOutcome | None, num_left: int) -> tuple[bool, bool]:
         """Return two flags: the applied state is committed; its commit exists, if only in the store."""
         self._take(ended)
-        if self.head is not None and self.head.step == self.state.step:
+        if self._is_committed():
             return True, True
         if (
             ended is not None
@@ -326,6 +326,16 @@ class Commits:
                 f"start again to resume from step {self.head.step if self.head else 0}"
             )
         return False, False
+
+    def _is_committed(self) -> bool:
+        """Return True if the newest commit has the applied state, and the validation that decides which is the best.
+
+        Another process may have committed the state before its last validation.
+        """
+        head = self.head
+        if head is None or head.step != self.state.step:
+            return False
+        return head.term == self.world.term or head.improvement in (None, self.state.reached.improvement)
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
@@ -12,6 +13,7 @@ import torch
 
 from elastic_train.checkpoint.commits.pruning import prune
 from elastic_train.checkpoint.commits.reader import discover, read_record
+from elastic_train.checkpoint.commits.record import Improvement
 from elastic_train.checkpoint.commits.retention_policies import Retention, pinned
 from elastic_train.checkpoint.saving.cadence import Cadence, Faults
 from elastic_train.checkpoint.saving.store_health import StoreHealth
@@ -316,6 +318,23 @@ def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
     commits.saves = MagicMock(wait=lambda check: None)
     commits.finish()
     assert commits.saves.begin.call_count == 1 and not list(answers)
+
+
+def test_a_job_whose_last_validation_came_after_the_last_commit_commits_it(tmp_path: Path) -> None:
+    """A fault kept the validation from coming first; export and evaluate learn from the last commit which is best."""
+    store, before = LocalStore(tmp_path), Improvement("min loss", 2.0, 0, 0)
+    commits, _ = opened_on(store)
+    take_step(commits)
+    commits.state.reached = replace(commits.state.reached, improvement=before)
+    commits.finish()
+    for best in (before, before.after(1, 1.0, 0.0)):
+        again, _ = opened_on(store)
+        again.world.term, again.head, again.state = again.saves._term, commits.head, commits.state  # type: ignore[misc]
+        again.state.reached = replace(again.state.reached, improvement=best)
+        again.finish()
+        found = discover(store).head
+        assert found is not None and (found.step, found.improvement) == (1, best)
+        assert (found.term > 1) == (best is not before)
 
 
 def test_a_process_fenced_in_the_store_fails_even_without_etcd(tmp_path: Path) -> None:
