@@ -17,6 +17,8 @@ from rendezvous.agent.link_speed import MEASURE, LinkServer
 
 ASK_TIMEOUT_S = 1.0
 SERVE_TIMEOUT_S = 0.5
+PAUSE_S = 0.1
+"""Seconds until the next try to accept, e.g. if this process has too many open files."""
 _QUESTION, _ANSWER = "elastic?", "elastic!"
 _MOST_BYTES = 512
 
@@ -70,11 +72,12 @@ class IdentityPort:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=1024)
         self.endpoint = f"{address}:{self._listener.getsockname()[1]}"
-        self._node, self._links = node, LinkServer()
+        self._node, self._links, self._is_closed = node, LinkServer(), threading.Event()
         threading.Thread(target=self._serve, name="identity", daemon=True).start()
 
     def close(self) -> None:
         """Refuse connections from now on."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept()
         self._listener.close()
@@ -83,10 +86,10 @@ class IdentityPort:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except ConnectionAbortedError:
-                continue
             except OSError:
-                return
+                if self._is_closed.wait(PAUSE_S):
+                    return
+                continue
             with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as stack:
                 stack.enter_context(connection)
                 connection.settimeout(SERVE_TIMEOUT_S)

@@ -82,9 +82,13 @@ class LinkServer:
 
     def serve(self, connection: socket.socket, answer: str) -> None:
         """Take over a connection that asked for a measurement; `answer` identifies this node."""
-        if self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):
+            connection.close()
+            return
+        try:
             threading.Thread(target=self._measure, args=(connection, answer), name="link", daemon=True).start()
-        else:
+        except RuntimeError:  # no thread can be started now
+            self._free.release()
             connection.close()
 
     def _measure(self, connection: socket.socket, answer: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from rendezvous.agent import identity
 from rendezvous.agent.identity import IdentityPort, ask, refuses
 from tests.conftest import PATIENCE_S
 
@@ -28,6 +30,24 @@ def test_an_agent_that_has_ended_refuses(port: IdentityPort) -> None:
     """A machine without an agent at that address refuses as well."""
     port.close()
     assert ask(port.endpoint, "node-a", PATIENCE_S) == "refused"
+
+
+def test_an_agent_answers_again_after_a_moment_without_free_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers would take it for frozen for ever."""
+    monkeypatch.setattr(identity, "PAUSE_S", 0.0)
+    left, accept = [OSError(errno.EMFILE, "too many open files")] * 3, socket.socket.accept
+
+    def failing(listener: socket.socket) -> tuple[socket.socket, object]:
+        if left:
+            raise left.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    port = IdentityPort("127.0.0.1", "n1")
+    try:
+        assert ask(port.endpoint, "n1", PATIENCE_S) == "itself" and not left
+    finally:
+        port.close()
 
 
 def test_a_quick_look_tells_a_refusal_from_all_else(port: IdentityPort) -> None:
