@@ -168,7 +168,8 @@ def _kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         return f"{dtype}{list(leaf.shape)}{'' if leaf.is_contiguous() else leaf.stride()}{'+' * leaf.requires_grad}"
-    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else type(leaf).__qualname__
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, str))
+    return repr(leaf) if is_plain else type(leaf).__qualname__  # as text 1, 1.0 and True differ
 
 
 def _reason(error: Exception) -> str:

@@ -86,6 +86,19 @@ def test_calls_of_the_first_micro_batch_alone_are_compiled(
     assert compiled_calls == [(3, 4)] * 2
 
 
+@pytest.mark.parametrize(("learned", "given"), [(1, 1.0), (1.0, True), (True, 1)])
+def test_equal_numbers_of_other_types_are_other_calls(
+    compiled_calls: list[tuple[int, ...]], learned: float, given: float
+) -> None:
+    """Torch would compile again for them, which ends training with an error of the compiler."""
+    model = Net().train()
+    with CompiledBlocks(model).learning():
+        model(torch.ones(3, 4), scale=learned)
+    compiled_calls.clear()
+    model(torch.ones(3, 4), scale=given)
+    assert compiled_calls == []
+
+
 @pytest.mark.parametrize("is_on_gpu", [True, False])
 def test_what_is_compiled_of_a_gpus_block_is_kept_with_its_own_code(
     monkeypatch: pytest.MonkeyPatch, is_on_gpu: bool
