@@ -171,11 +171,11 @@ class SequenceClassifier(ClassifiesRows):
 
 
 def _padding_of(config: Any) -> int:
+    """Return the id to pad rows with: the configuration's, or that of an end of texts, if the model has it; else 0."""
     config = config.get_text_config()
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
     ends = config.eos_token_id
-    return int(ends[0] if isinstance(ends, list) else ends or 0)
+    named = [config.pad_token_id, *(ends if isinstance(ends, list) else [ends])]
+    return next((int(each) for each in named if each is not None and 0 <= each < config.vocab_size), 0)
 
 
 _DIM = 32

@@ -72,6 +72,14 @@ def test_a_decoder_classifies_by_a_rows_own_last_token(tmp_path: Path, padding: 
         torch.testing.assert_close(logits, last.log_softmax(-1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("ids", [{"pad_token_id": -1}, {"eos_token_id": 50256}, {"eos_token_id": []}])
+def test_a_padding_that_is_no_token_of_the_model_is_not_read(tmp_path: Path, ids: dict[str, Any]) -> None:
+    """Llama's first folders say -1, and a GPT-2 of few tokens has the end of one of many."""
+    task = prepared(tmp_path / "rows", hf={"config": {**GPT2, "eos_token_id": None, **ids}})
+    rows = pa.table(COLUMNS)
+    assert task.padding == 0 and logits_of(task, task.build_model(), rows).isfinite().all()
+
+
 def test_metadata_with_missing_values_is_learned(tmp_path: Path) -> None:
     """By a head of its own, which changes nothing at first."""
     task = prepared(tmp_path / "rows", numeric=["size"], categorical=["kind"])
