@@ -55,6 +55,8 @@ class Preferences:
         chosen = Adapter.of(source, lora, adapter)
         if chosen is None:
             raise ValueError("give lora, or adapter: the reference is the base without it")
+        if chosen.values.get("bias", "none") != "none":
+            raise ValueError(f"{chosen.key} trains biases of the base, which is the reference: leave bias out")
         if max_tokens < 2:
             raise ValueError(f"max_tokens must be at least 2, to predict a token from one before it, not {max_tokens}")
         if not beta > 0:

@@ -119,6 +119,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, base: Path, rows: Path) ->
         ({}, "give lora, or adapter: the reference is the base without it"),
         ({"lora": {"r": 4}, "beta": 0.0}, "beta must be greater than 0"),
         ({"adapter": {"type": "p_tuning", "num_virtual_tokens": 2}}, "not 'p_tuning'"),
+        ({"lora": {"r": 4, "bias": "all"}}, "lora trains biases of the base, which is the reference: leave bias out"),
     ):
         with pytest.raises(ValueError, match=why):
             Preferences(hf={"path": str(base)}, **params)
