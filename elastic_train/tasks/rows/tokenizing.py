@@ -32,7 +32,7 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class FolderTokenizer:
-    """A transformers tokenizer, with the special tokens that it puts before a text, and its chat template."""
+    """A transformers tokenizer, with the special tokens that it puts before a text and not after, and its template."""
 
     tokenizer: Any
 
@@ -43,7 +43,8 @@ class FolderTokenizer:
         return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"])
+        found = self.tokenizer(text, return_special_tokens_mask=True)
+        return _without_end(found["input_ids"], found["special_tokens_mask"])
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -57,11 +58,16 @@ class DataTokenizer:
 
     def encode(self, text: str) -> list[int]:
         found = self.tokenizer.encode(text)
-        num_after = next((at for at, is_added in enumerate(found.special_tokens_mask[::-1]) if not is_added), 0)
-        return list(found.ids[: len(found.ids) - num_after])
+        return _without_end(found.ids, found.special_tokens_mask)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids)))
+
+
+def _without_end(ids: Sequence[int], is_added: Sequence[int]) -> list[int]:
+    """Return a text's ids without the tokens that a tokenizer has added after it."""
+    num_after = next((at for at, one in enumerate(is_added[::-1]) if not one), 0)
+    return list(ids[: len(ids) - num_after])
 
 
 def tokenizer_of(folder: Path | None, manifest: Manifest) -> Tokenizer | None:

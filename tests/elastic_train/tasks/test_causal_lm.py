@@ -268,6 +268,9 @@ def test_a_prompt_begins_as_the_rows_of_the_data_do(tmp_path: Path) -> None:
     coder = tokenizer_of(None, manifest)
     assert coder is not None and row[0] == first and row[-1] == last
     assert coder.encode("a tree and a lane") == row[:-1]
+    coder = tokenizer_of(tmp_path, manifest)  # that of a model's folder, which has the same file
+    assert coder is not None and coder.encode("a tree and a lane") == row[:-1]
+    assert coder.encode("a tree</s>")[-1] == last, "the text itself has it"
 
 
 def test_a_models_own_tokenizer_goes_along(tmp_path: Path) -> None:
