@@ -26,7 +26,7 @@ from elastic_train.tasks.language.language_model import LanguageModel, LastLayer
 from elastic_train.tasks.language.own_decoder import OwnDecoder
 from elastic_train.tasks.language.transformers_model import TransformersModel
 from elastic_train.tasks.models.adapters import Adapter, frozen_groups
-from elastic_train.tasks.models.hugging_face import Source
+from elastic_train.tasks.models.hugging_face import Source, has_transformers, model_of_transformers
 from elastic_train.tasks.models.stage_plans import forwards_of, passed
 from elastic_train.tasks.placements import Degrees, Piece, Placements, loss_of
 from elastic_train.tasks.rows.token_rows import (
@@ -252,17 +252,30 @@ def check_prompt(ids: Sequence[int], vocabulary: int, most: int | None, sampling
         )
 
 
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
 def go_on(model: nn.Module, ids: Sequence[int], sampling: Sampling) -> list[int]:
-    """Return the tokens that follow `ids`: by transformers, which caches keys and values, or one by one."""
+    """Return the tokens that follow `ids`: by transformers, which caches keys and values, or one by one.
+
+    Of the generation settings in a model's folder only its special tokens count: the others, such as a penalty for
+    repetitions, choose other tokens than `sampling` does.
+    """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
-    if hasattr(model, "generate"):
+    if hasattr(model, "generate") and has_transformers(model):
         found: Any = model
+        inner: Any = model_of_transformers(model)[1]
         how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         if sampling.temperature > 0:
             how = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": None}
         mask = torch.ones_like(tokens)
-        tokens = found.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=sampling.num_tokens, **how)
+        own = inner.generation_config
+        inner.generation_config = type(own)(**{name: getattr(own, name, None) for name in _SPECIAL_TOKENS})
+        try:
+            tokens = found.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=sampling.num_tokens, **how)
+        finally:
+            inner.generation_config = own
     else:
         for _ in range(sampling.num_tokens):
             tokens = torch.cat((tokens, choose(model(tokens)[:, -1].float(), sampling)), dim=1)

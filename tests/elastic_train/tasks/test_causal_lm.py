@@ -19,11 +19,11 @@ from torch import nn
 from elastic_train.data.corpora.tokenizer import train_tokenizer
 from elastic_train.data.tables.importing import RowOptions, import_rows
 from elastic_train.errors import ConfigError, DataError
-from elastic_train.tasks.causal_lm import CausalLM
+from elastic_train.tasks.causal_lm import CausalLM, go_on
 from elastic_train.tasks.rows.token_rows import check_tokenizer
 from elastic_train.tasks.rows.tokenizing import tokenizer_of, write_tokenizer
 from elastic_train.tasks.task import Sampling
-from tests.elastic_train.tasks.language_rows import VOCABULARY, described, lists, prepared
+from tests.elastic_train.tasks.language_rows import LLAMA, VOCABULARY, built, described, lists, prepared
 
 TOKENS = lists([5, 6, 7, 8], [9, 10], [11], [], [12, 13, 14])
 
@@ -292,3 +292,20 @@ def test_a_model_of_a_subclass_goes_on_token_by_token() -> None:
     following = CausalLM(model={"vocabulary": 11}).continue_ids(model, [3], Sampling(num_tokens=2))
     expected = model(torch.arange(11)).argmax(-1).tolist()
     assert following == [expected[3], expected[expected[3]]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [{"repetition_penalty": 50.0}, {"no_repeat_ngram_size": 1}, {"min_p": 0.99}])
+def test_settings_in_a_models_folder_do_not_choose_tokens(setting: dict[str, Any]) -> None:
+    """Where it ends is a setting, too, which counts."""
+    pytest.importorskip("transformers")
+    model: Any = built({**LLAMA, "initializer_range": 0.5}).eval()
+    own = model.generation_config
+    for sampling in (Sampling(num_tokens=12), Sampling(num_tokens=12, temperature=1.0)):
+        model.generation_config = own
+        torch.manual_seed(1)
+        expected = go_on(model, [5, 6], sampling)
+        model.generation_config = type(own)(eos_token_id=expected[8], do_sample=True, **setting)
+        torch.manual_seed(1)
+        assert go_on(model, [5, 6], sampling) == expected[: expected.index(expected[8]) + 1]
+        assert model.generation_config.to_dict().items() >= setting.items()
