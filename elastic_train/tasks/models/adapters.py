@@ -24,7 +24,7 @@ from elastic_train.config.combinations import Found
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
 from elastic_train.system.wording import did_you_mean, nearest
-from elastic_train.tasks.models.hugging_face import Source, head_of
+from elastic_train.tasks.models.hugging_face import DRAWN, Source, head_of
 from elastic_train.tasks.task import ParameterGroup
 
 BASE = "base_blake3_"
@@ -45,6 +45,8 @@ _UNFIT: Mapping[str, str] = {
     "prefix_tuning": "its keys and values go through the model's cache, which a pass that is recomputed fills twice",
 }
 _NO_PROMPTS = "with a prompt a model sees embeddings, and not where a row ends: it is for CausalLM alone"
+_HEADS = ("classifier", "score")
+"""Modules that peft trains whole in a classifier of sequences."""
 _INITIAL = (True, False, "gaussian", "orthogonal")
 """Values of init_lora_weights that leave the base unchanged; with others an adapter does not fit its folder."""
 
@@ -144,8 +146,11 @@ class Adapter:
     def attach(self, model: nn.Module, **others: Any) -> nn.Module:
         """Return a transformers model with adapters, everything else frozen; raise ConfigError if peft cannot do it.
 
-        `others` are values of peft's configuration that the key does not give, such as the task's type.
+        `others` are values of peft's configuration that the key does not give, such as the task's type. Modules that
+        the base's folder lacks are trained whole: they would be drawn anew wherever the adapter is loaded.
         """
+        if drawn := _drawn_modules(model, others):
+            others["modules_to_save"] = [*others.get("modules_to_save", ()), *drawn]
         config = self.config(**others)
         import peft
 
@@ -161,6 +166,18 @@ class Adapter:
         except (ValueError, TypeError, KeyError, AttributeError, OSError, NotImplementedError) as error:
             raise ConfigError(f"task.params.{self.key}: peft cannot use {dict(self.values)}: {error}") from error
         return adapted
+
+
+def _drawn_modules(model: nn.Module, others: Mapping[str, Any]) -> list[str]:
+    """Return the modules with random weights, except those in a head that is trained already; peft matches endings."""
+    heads = (*others.get("modules_to_save", ()), *(_HEADS if others.get("task_type") == "SEQ_CLS" else ()))
+    drawn = dict.fromkeys(name.rpartition(".")[0] for name in vars(model).get(DRAWN, ()))
+
+    def is_in_head(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[: end + 1]).endswith(heads) for end in range(len(parts)))
+
+    return [name for name in drawn if name and not is_in_head(name)]
 
 
 def leave_base_out(model: nn.Module) -> None:

@@ -30,6 +30,8 @@ _KEYS = ("path", "config", "dtype", "attention")
 _ATTENTIONS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 FAILURES = (Exception,)
 """Errors of transformers for an unusable configuration: of any class, some with no other base."""
+DRAWN = "_drawn_weights"
+"""Attribute of a folder's model: names of the weights that the folder lacks, which are initialised randomly."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -140,6 +142,7 @@ class Source:
                 f"has them in other shapes, first '{lacks[0]}': give the folder of a whole model, or a "
                 "config that fits its weights"
             )
+        vars(model)[DRAWN] = sorted(lacking)
         return model.train()  # it is loaded in eval mode
 
     def copied_from(self, model: PreTrainedModel, name: str) -> str | None:

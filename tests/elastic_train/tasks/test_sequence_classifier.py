@@ -171,6 +171,23 @@ def test_a_classifier_is_exported_to_the_last_bit_unless_it_reads_metadata(tmp_p
     assert why is not None and "reads size as well as the tokens" in why and task.why_not_exported() is None
 
 
+def test_what_an_adapters_base_lacks_is_trained_and_exported_with_it(tmp_path: Path) -> None:
+    """BERT's pooler is in no folder of a masked language model, and whoever loads the adapter would draw it anew."""
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    base = transformers.AutoModelForMaskedLM.from_config(transformers.AutoConfig.for_model(**BERT))
+    base.save_pretrained(tmp_path / "base")
+    task = prepared(tmp_path / "rows", hf={"path": str(tmp_path / "base")}, lora={"r": 2})
+    model, rows = task.build_model(), pa.table(COLUMNS)
+    (tmp_path / "alone").mkdir()
+    task.export(model, tmp_path / "alone", is_merged=False)
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "alone", num_labels=3)
+    assert logits_of(task, loaded, rows).equal(logits_of(task, model, rows))
+    trained = {name.split(".modules_to_save")[0] for name in model.state_dict() if "modules_to_save" in name}
+    assert trained == {"base_model.model.bert.pooler.dense", "base_model.model.classifier"}
+
+
 def test_the_calibration_error_is_that_of_its_definition() -> None:
     """By the parts of the data in any order, to the last bit."""
     torch.manual_seed(1)
