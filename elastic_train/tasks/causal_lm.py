@@ -92,7 +92,7 @@ class CausalLM:
         source = None if hf is None else Source.of(hf)
         self.adapter = Adapter.of(source, lora, adapter, takes_prompts=True)
         self.language_model: LanguageModel = (
-            OwnDecoder(model or {}, balance_loss, router_z_loss)
+            OwnDecoder(model or {}, balance_loss, router_z_loss, max_tokens)
             if source is None
             else TransformersModel(source, self.adapter, max_tokens)
         )

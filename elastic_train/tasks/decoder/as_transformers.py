@@ -133,8 +133,10 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     found.save_pretrained(folder)
 
 
-def begin_llama(shape: DecoderShape, folder: Path) -> dict[str, str] | None:
+def begin_llama(shape: DecoderShape, folder: Path, max_tokens: int) -> dict[str, str] | None:
     """Write the configuration of a decoder without experts as a Llama; return its weights' names there, by ours.
+
+    It was trained on rows of up to `max_tokens` tokens, which transformers has to take, too.
 
     For one with experts, whose weights transformers joins and splits, write nothing and return None.
     """
@@ -143,6 +145,7 @@ def begin_llama(shape: DecoderShape, folder: Path) -> dict[str, str] | None:
     with torch.device("meta"):
         llama = sketch_of(shape)
         ours = {llama_name(name): name for name in Decoder(shape).state_dict()}
+    llama.config.max_position_embeddings = max(max_tokens, llama.config.max_position_embeddings)
     llama.config.dtype, llama.config.architectures = "float32", [type(llama).__name__]
     llama.config.save_pretrained(folder)
     llama.generation_config.save_pretrained(folder)

@@ -41,7 +41,7 @@ embedding to the last norm, except for attention and MLPs."""
 
 
 class OwnDecoder:
-    """A decoder of some sizes; its vocabulary is the data tokenizer's unless given.
+    """A decoder for rows of up to `max_tokens` tokens; its vocabulary is the data tokenizer's unless given.
 
     Expert routers add `balance_loss` and `router_z_loss` to the training loss (`RouterLosses`).
     """
@@ -49,14 +49,14 @@ class OwnDecoder:
     folder: Path | None = None
     max_positions: int | None = None
 
-    def __init__(self, sizes: Mapping[str, Any], balance_loss: float, router_z_loss: float) -> None:
+    def __init__(self, sizes: Mapping[str, Any], balance_loss: float, router_z_loss: float, max_tokens: int) -> None:
         for name in sizes:
             if name not in _SIZES:
                 raise ValueError(f"model has no '{name}'{did_you_mean(nearest(name, _SIZES))}")
         self._sizes = sizes
         self.vocabulary: int = sizes.get("vocabulary") or 0
         DecoderShape(**{**sizes, "vocabulary": self.vocabulary or 1})  # rejects invalid sizes
-        self._balance_loss, self._router_z_loss = balance_loss, router_z_loss
+        self._balance_loss, self._router_z_loss, self._max_tokens = balance_loss, router_z_loss, max_tokens
 
     @property
     def shape(self) -> DecoderShape:
@@ -114,7 +114,7 @@ class OwnDecoder:
         return RouterLosses(batch["places"], self._balance_loss, self._router_z_loss, gather=gather)
 
     def begin_export(self, folder: Path) -> Mapping[str, str] | None:
-        return begin_llama(self.shape, folder)
+        return begin_llama(self.shape, folder, self._max_tokens)
 
 
 def _unfit(shape: DecoderShape, degrees: Degrees) -> Iterator[Found]:

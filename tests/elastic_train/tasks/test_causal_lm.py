@@ -309,3 +309,15 @@ def test_settings_in_a_models_folder_do_not_choose_tokens(setting: dict[str, Any
         torch.manual_seed(1)
         assert go_on(model, [5, 6], sampling) == expected[: expected.index(expected[8]) + 1]
         assert model.generation_config.to_dict().items() >= setting.items()
+
+
+@pytest.mark.slow
+def test_a_decoder_is_exported_for_rows_as_long_as_its_own(tmp_path: Path) -> None:
+    """Else training could not go on from the folder, and others would cut what the model reads."""
+    pytest.importorskip("transformers")
+    manifest = described(tmp_path / "rows", {"input_ids": TOKENS})
+    for max_tokens, most in ((16, 2048), (4096, 4096)):
+        folder = tmp_path / str(max_tokens)
+        assert prepared(manifest, max_tokens=max_tokens).begin_export(folder)
+        task = prepared(manifest, max_tokens=max_tokens, hf={"path": str(folder)})
+        assert task.language_model.max_positions == most
