@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elastic_train.errors import ConfigError
 from elastic_train.system.extras import needed_for
 from elastic_train.tasks.decoder.model import Decoder, DecoderShape
+from elastic_train.tasks.models.hugging_face import CHANGED
 
 _LLAMA = (
     (re.compile(r"^embed\."), "model.embed_tokens."),
@@ -115,7 +116,8 @@ def import_transformers() -> ModuleType:
 def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     """Write a transformers model, our decoder as one, or adapters: alone, or merged into their base.
 
-    Raise ConfigError for a prompt, which cannot be merged, and for other kinds of models.
+    Raise ConfigError for a prompt, which cannot be merged, for adapters alone of a base whose configuration is changed,
+    and for other kinds of models.
     """
     found: Any = as_transformers(model) if isinstance(model, Decoder) else model
     import_transformers().utils.logging.disable_progress_bar()
@@ -125,6 +127,11 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
                 "--merge adds adapters to their base's weights, and a prompt is not part of them: leave it out"
             )
         found = found.merge_and_unload()
+    elif hasattr(found, "peft_config") and (changed := getattr(found, CHANGED, None)):
+        raise ConfigError(
+            f"task.params.hf.config: an adapter is loaded onto its base as the folder has it, without {changed[0]}: "
+            "export with --merge, or write the base with this configuration to a folder of its own, and train on that"
+        )
     if not hasattr(found, "save_pretrained"):
         raise ConfigError(
             f"task.path: the task builds a {type(model).__name__}, which transformers cannot load: use --to "

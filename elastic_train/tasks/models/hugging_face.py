@@ -32,6 +32,8 @@ FAILURES = (Exception,)
 """Errors of transformers for an unusable configuration: of any class, some with no other base."""
 DRAWN = "_drawn_weights"
 """Attribute of a folder's model: names of the weights that the folder lacks, which are initialised randomly."""
+CHANGED = "_changed_keys"
+"""Attribute of a folder's model: keys that `hf.config` overrides, except dropouts, which act in training only."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -142,7 +144,7 @@ class Source:
                 f"has them in other shapes, first '{lacks[0]}': give the folder of a whole model, or a "
                 "config that fits its weights"
             )
-        vars(model)[DRAWN] = sorted(lacking)
+        vars(model)[DRAWN], vars(model)[CHANGED] = sorted(lacking), [key for key in self.config if "drop" not in key]
         return model.train()  # it is loaded in eval mode
 
     def copied_from(self, model: PreTrainedModel, name: str) -> str | None:

@@ -19,7 +19,7 @@ from elastic_train.tasks.models.hugging_face import Source
 from elastic_train.tasks.placements import Piece
 from elastic_train.tasks.sequence_classifier import SequenceClassifier
 from elastic_train.tasks.task import Task, load_task
-from tests.elastic_train.tasks.language_rows import WITH_TRANSFORMERS, described, lists
+from tests.elastic_train.tasks.language_rows import LLAMA, WITH_TRANSFORMERS, built, described, lists, prepared
 
 FOLDER = {"path": "models/base"}
 
@@ -211,3 +211,24 @@ class TestPrompts:
             found = task.language_model.run(model, {"tokens": torch.tensor([[5, 6, 7]])}, Piece())
         assert isinstance(found, Logits)
         torch.testing.assert_close(found.values, expected)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_not_exported_alone_if_its_base_is_changed_by_the_configuration(tmp_path: Path) -> None:
+    """Whoever loads it takes the folder's own configuration; dropouts do not matter then."""
+    pytest.importorskip("peft")
+    built(LLAMA).save_pretrained(tmp_path / "base")
+    manifest = described(tmp_path / "rows", {"input_ids": lists([1, 2, 3])})
+    changes: tuple[dict[str, Any], ...] = ({"attention_dropout": 0.1}, {"num_hidden_layers": 1})
+    for number, change in enumerate(changes):
+        hf = {"path": str(tmp_path / "base"), "config": change}
+        task = prepared(manifest, hf=hf, lora={"r": 2, "target_modules": ["q_proj"]})
+        model, folder = task.build_model(), tmp_path / str(number)
+        folder.mkdir()
+        if "attention_dropout" in change:
+            task.export(model, folder, is_merged=False)
+            continue
+        with pytest.raises(ConfigError, match="its base as the folder has it, without num_hidden_layers: export with"):
+            task.export(model, folder, is_merged=False)
+        task.export(model, folder, is_merged=True)
+        assert (folder / "model.safetensors").is_file()
