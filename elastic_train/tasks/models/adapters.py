@@ -68,13 +68,15 @@ class Adapter:
         *,
         takes_prompts: bool = False,
     ) -> Adapter | None:
-        """Validate the keys `lora` and `adapter` of a task's params; raise ValueError."""
+        """Validate the keys `lora` and `adapter` of a task's params; raise ValueError or TypeError."""
         if lora is not None and adapter is not None:
             raise ValueError("give lora, or adapter, of which LoRA is one type, not both")
         given = lora if adapter is None else adapter
         if given is None:
             return None
         key = "lora" if adapter is None else "adapter"
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{key} must be a mapping, such as {{r: 8}} or for adapter {{type: ia3}}, not {given!r}")
         if source is None or source.path is None:
             raise ValueError(
                 f"{key} needs hf.path: the base is not saved with the adapter, and has to come from its folder"

@@ -63,11 +63,15 @@ class Source:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Source:
-        """Validate the key `hf` of a task's params; raise ValueError."""
+        """Validate the key `hf` of a task's params; raise ValueError or TypeError."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"hf must be a mapping, such as {{path: FOLDER}}, not {values!r}")
         for name in values:
             if name not in _KEYS:
                 raise ValueError(f"hf has no '{name}'{did_you_mean(nearest(name, _KEYS))}")
         path, config, dtype = values.get("path"), values.get("config") or {}, values.get("dtype", "float32")
+        if not isinstance(config, Mapping):
+            raise TypeError(f"hf.config must be a mapping, such as {{num_hidden_layers: 6}}, not {config!r}")
         if dtype not in _DTYPES:
             raise ValueError(f"hf.dtype must be {' or '.join(_DTYPES)}, not {dtype!r}")
         attention = values.get("attention")

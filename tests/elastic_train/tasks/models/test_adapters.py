@@ -30,6 +30,10 @@ FOLDER = {"path": "models/base"}
     [
         ({"lora": {"r": 2}, "adapter": {"type": "ia3"}}, "give lora, or adapter, of which LoRA is one type, not both"),
         ({"hf": {"config": {"model_type": "vit"}}, "adapter": {"type": "ia3"}}, "adapter needs hf.path: the base is"),
+        ({"lora": True}, r"lora must be a mapping, such as {r: 8} .*, not True"),
+        ({"adapter": "ia3"}, r"adapter must be a mapping, such as .*{type: ia3}, not 'ia3'"),
+        ({"hf": "models/base"}, "hf must be a mapping, such as {path: FOLDER}, not 'models/base'"),
+        ({"hf": {**FOLDER, "config": ["gpt2"]}}, r"hf.config must be a mapping, such as .*, not \['gpt2'\]"),
         ({"adapter": {"r": 2}}, "adapter.type must be one of lora, ia3, loha, lokr, ln_tuning.*, not None"),
         ({"adapter": {"type": "vera"}}, "adapter.type must be one of lora, .*, not 'vera'"),
         ({"adapter": {"type": "adalora"}}, "not 'adalora', since it moves ranks between layers after an update"),
@@ -37,7 +41,7 @@ FOLDER = {"path": "models/base"}
     ],
 )
 def test_what_is_no_adapter_is_refused(task: type[Task], params: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, TypeError), match=why):
         task(**{"hf": FOLDER, **params})
 
 
