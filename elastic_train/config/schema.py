@@ -282,9 +282,9 @@ class Config(Section):
         `to_yaml` says where relative paths are from. `absolute` finds the paths of a run that was started elsewhere.
         """
         data, params = self.data, dict(self.task.params)
-        hf = params.get("hf")
-        if isinstance(hf, Mapping) and isinstance(hf.get("path"), str):
-            params["hf"] = {**hf, "path": absolute(hf["path"])}
+        for name, key in (("hf", "path"), ("adapter", "tokenizer_name_or_path")):
+            if isinstance(given := params.get(name), Mapping) and isinstance(given.get(key), str):
+                params[name] = {**given, key: absolute(given[key])}
         names = names_of(data.mixture) if data.mixture else ()
         parts = {
             "run": {"dir": absolute(self.run.dir)},

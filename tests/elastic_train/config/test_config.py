@@ -328,6 +328,9 @@ def test_a_text_key_of_a_file_may_look_like_a_boolean_of_yaml_11(tmp_path: Path)
     assert sources.load(path, environ={}) == config
 
 
+PROMPT = {"adapter": {"type": "prompt_tuning", "tokenizer_name_or_path": "models/b"}}
+
+
 def test_paths_are_made_absolute_at_once_and_records_keep_them_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,7 +339,7 @@ def test_paths_are_made_absolute_at_once_and_records_keep_them_as_written(
     written = Config.model_validate(
         {
             "run": {"dir": "runs/a"},
-            "task": {"params": {"hf": {"path": "models/b"}, "other": "runs/a"}},
+            "task": {"params": {**PROMPT, "hf": {"path": "models/b"}, "other": "runs/a"}},
             "data": {
                 "mixture": [{"source": "a", "weight": 1}, {"source": "x/a", "weight": 1}],
                 "validation": "s3://rows/v",
@@ -348,7 +351,8 @@ def test_paths_are_made_absolute_at_once_and_records_keep_them_as_written(
     )
     found = written.anchored()
     assert found.run.dir == f"{tmp_path}/runs/a"
-    assert found.task.params == {"hf": {"path": f"{tmp_path}/models/b"}, "other": "runs/a"}
+    adapter = {"type": "prompt_tuning", "tokenizer_name_or_path": f"{tmp_path}/models/b"}
+    assert found.task.params == {"adapter": adapter, "hf": {"path": f"{tmp_path}/models/b"}, "other": "runs/a"}
     assert [(each.source, each.name) for each in found.data.mixture or ()] == [
         (f"{tmp_path}/a", "a"),
         (f"{tmp_path}/x/a", "x/a"),
