@@ -71,12 +71,15 @@ def known_holes(world: World, plan: Plan, state: AppliedState) -> tuple[Hole, ..
     if not plan.config.data.quarantine:
         return in_effect
     recorded = _HOLES.validate_python(agree(world.group, lambda: _read_all(world.store)))
-    ahead: dict[int, Hole] = {}  # by the first sample
+    ahead: dict[tuple[int, int], Hole] = {}  # by their samples
     for hole in recorded:
-        if hole.since >= state.step and hole.lo not in {held.lo for held in in_effect}:
-            first = ahead.get(hole.lo, hole)
-            ahead[hole.lo] = min(first, hole, key=lambda hole: hole.since)
-    return (*in_effect, *(ahead[lo] for lo in sorted(ahead)))
+        known = (*in_effect, *ahead.values())
+        # One that shares samples with a known one was refused, and its step was not applied.
+        is_ahead = hole.since >= state.step and not any(hole.overlaps(held) for held in known)
+        if is_ahead and (hole.lo, hole.hi) not in {(held.lo, held.hi) for held in in_effect}:
+            first = ahead.get((hole.lo, hole.hi), hole)
+            ahead[hole.lo, hole.hi] = min(first, hole, key=lambda hole: hole.since)
+    return (*in_effect, *(ahead[samples] for samples in sorted(ahead)))
 
 
 def quarantine_deadly(

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,6 +295,9 @@ def test_holes_recorded_ahead_take_effect_and_those_of_a_dead_branch_do_not(tmp_
     assert known(4) == [hole(1, 4), hole(3, 9)]
     assert known(5, hole(2, 2)) == [hole(2, 2), hole(1, 7), hole(3, 9)]
     assert known(10, hole(1, 4)) == [hole(1, 4)]
+    for lo in (hole(1, 7).lo, hole(1, 7).lo + 2):  # a sample of a row group, which was refused as a hole
+        deadly = replace(hole(1, 4), lo=lo, hi=lo + 1)
+        assert known(5, deadly) == [deadly, hole(3, 9)]
     plan.config.data.quarantine = ()
     assert known(4, hole(2, 2)) == [hole(2, 2)]
     plan.config.data.quarantine = ("unreadable",)
