@@ -275,7 +275,9 @@ def import_hf_folder(
     """
     chosen = columns or Columns()
     options = replace(chosen.options((split or Split()).checked()), images=(images or Images()).check())
-    if (done := _import_chats(out, hf_folder.parts_of(folder), "hf-folder", chosen, chats, split)) is not None:
+    parts = hf_folder.parts_of(folder)
+    print_text(hf_folder.taken_from(folder))
+    if (done := _import_chats(out, parts, "hf-folder", chosen, chats, split)) is not None:
         return done
     return _report_new(out, hf_folder.import_hf_folder(out, folder, options, track=shown))
 

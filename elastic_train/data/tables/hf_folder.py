@@ -1,6 +1,7 @@
 """Import folders of Hugging Face datasets: output of `save_to_disk`, or a clone of a data repository.
 
-Splits come from the folder's own index, or from file names: `train` trains, `validation` validates, `test` is ignored.
+Splits come from the names of files, else of their folders: `train` trains, `validation` validates, `test` is ignored,
+and so are files that name no split where others do, as in Hugging Face's datasets.
 Class names and images are read from the features in the files' metadata.
 """
 
@@ -28,6 +29,8 @@ _SPLITS = {
     "test": re.compile(r"(^|[^a-z])(test|testing|eval|evaluation)([^a-z]|$)"),
 }
 """The words of Hugging Face's datasets."""
+_NOT_TAKEN = "not taken"
+_MOST_NAMED = 5
 
 
 def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track = silent) -> Written:
@@ -38,7 +41,8 @@ def import_hf_folder(out: Path, folder: Path, options: RowOptions, track: Track 
 
 def parts_of(folder: Path) -> Parts:
     """Return the data files of training and validation; raise ConfigError if there are no training rows."""
-    parts = {name: paths for name, paths in splits_of(folder).items() if name in (TRAIN, VALIDATION)}
+    found = splits_of(folder)
+    parts = {name: found[name] for name in (TRAIN, VALIDATION) if name in found}
     if not parts.get(TRAIN):
         raise ConfigError(
             f"{folder}: has no split 'train', and no {', '.join(_SUFFIXES)} file; name a folder that save_to_disk "
@@ -47,8 +51,8 @@ def parts_of(folder: Path) -> Parts:
     return parts
 
 
-def splits_of(folder: Path) -> Parts:
-    """Return the data files of each split, in name order; files that name no split are for training."""
+def splits_of(folder: Path) -> Mapping[str | None, Sequence[Path]]:
+    """Return the data files of each split, in name order; None has those that name no split, where others do."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder")
     files = _files_in(folder)
@@ -58,15 +62,35 @@ def splits_of(folder: Path) -> Parts:
                 f"{path}: is a link to a folder, whose rows would be left out; put the folder itself there, or link "
                 "its files one by one"
             )
-    found: dict[str, list[Path]] = {}
+    found: dict[str | None, list[Path]] = {}
     for path in files:
-        name = str(path.relative_to(folder)).lower()
-        split = next((split for split, pattern in _SPLITS.items() if pattern.search(name)), None)
-        found.setdefault(split or TRAIN, []).append(path)
+        found.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if {*found} == {None}:
+        found = {TRAIN: files}
     kinds = {path.suffix for path in found.get(TRAIN, [])}
     if len(kinds) > 1:
         raise ConfigError(f"{folder}: holds files of several formats ({', '.join(sorted(kinds))}); remove all but one")
     return found
+
+
+def _split_of(path: Path) -> str | None:
+    """Return the split that the last part of a path names, or the part before it, and so on."""
+    names = (name.lower() for name in reversed(path.parts))
+    return next((split for name in names for split, words in _SPLITS.items() if words.search(name)), None)
+
+
+def taken_from(folder: Path) -> str:
+    """Return which files each part of the dataset is made of, and which ones are not taken."""
+    by_part: dict[str, list[str]] = {TRAIN: [], VALIDATION: [], _NOT_TAKEN: []}
+    for split, paths in splits_of(folder).items():
+        part = split if split in (TRAIN, VALIDATION) else _NOT_TAKEN
+        by_part[part] += [str(path.relative_to(folder)) for path in paths]
+    return "; ".join(f"{part}: {_some(names)}" for part, names in by_part.items() if names)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _files_in(folder: Path) -> list[Path]:

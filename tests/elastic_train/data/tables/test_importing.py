@@ -21,7 +21,7 @@ from elastic_train.data.dataset.encoded_images import TooLargeError, open_image
 from elastic_train.data.dataset.manifest import load_manifest
 from elastic_train.data.dataset.row_lengths import load_lengths
 from elastic_train.data.tables.digits import import_digits
-from elastic_train.data.tables.hf_folder import import_hf_folder, splits_of
+from elastic_train.data.tables.hf_folder import import_hf_folder, parts_of, splits_of, taken_from
 from elastic_train.data.tables.image_folder import import_images
 from elastic_train.data.tables.images import ImageCheck
 from elastic_train.data.tables.importing import RowOptions, import_rows
@@ -290,6 +290,18 @@ def test_what_the_hub_takes_for_a_test_is_not_trained_on(tmp_path: Path, name: s
         (tmp_path / file).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / file, some_rows(3))
     assert splits_of(tmp_path) == {"train": [tmp_path / "training.jsonl"], "test": [tmp_path / name]}
+
+
+@pytest.mark.parametrize("name", ["README.jsonl", "extra/a.jsonl", "training_data/test.jsonl"])
+def test_a_file_that_does_not_name_training_last_is_not_trained_on_beside_one_that_does(
+    tmp_path: Path, name: str
+) -> None:
+    """As in Hugging Face's datasets; what is not taken is said."""
+    for file in ("train/a.jsonl", name):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / file, some_rows(3))
+    assert parts_of(tmp_path) == {"train": [tmp_path / "train" / "a.jsonl"]}
+    assert taken_from(tmp_path) == f"train: train/a.jsonl; not taken: {name}"
 
 
 @pytest.mark.parametrize(
