@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 SIDES = (("chosen_ids", "chosen_labels"), ("rejected_ids", "rejected_labels"))
 _COLUMNS = [name for side in SIDES for name in side]
+_TOKENS = pa.large_list(pa.int64())
+"""Type of all columns once joined: datasets may have others, such as int32 for one of them."""
 
 
 class Preferences:
@@ -101,7 +103,8 @@ class Preferences:
 
     def collate(self, rows: pa.Table, ids: npt.NDArray[np.int64]) -> Batch:
         """Return the output of `TokenColumns.collate` for the chosen chats, followed by the rejected ones."""
-        both = [rows.select(side).rename_columns([*self._rows.names()]) for side in SIDES]
+        names = [*self._rows.names()]
+        both = [pa.table([rows.column(name).cast(_TOKENS, safe=False) for name in side], names=names) for side in SIDES]
         return self._rows.collate(
             pa.concat_tables(both), np.concatenate([ids, ids]), self._max_tokens, self._model.vocabulary
         )

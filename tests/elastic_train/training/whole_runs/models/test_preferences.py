@@ -98,6 +98,9 @@ def test_the_loss_is_the_papers(base: Path, rows: Path) -> None:
     assert loss.total.item() == pytest.approx(expected.item(), rel=1e-4) and loss.weight == 5.0
     assert loss.predictions is not None and loss.targets is not None
     torch.testing.assert_close(loss.predictions, torch.stack(margins), rtol=1e-3, atol=1e-4)
+    kinds = [pa.list_(pa.field("element", pa.uint16())), *[pa.large_list(pa.int64())] * 3]
+    other = task.collate(table.cast(pa.schema(zip(table.column_names, kinds, strict=True))), np.arange(5))
+    assert all(other[name].equal(values) for name, values in batch.items())
     assert loss.targets.tolist() == [margin > 0 for margin in margins]
 
 
