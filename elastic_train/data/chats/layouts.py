@@ -7,6 +7,7 @@ that is not a chat raises UnfitError with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ class PreferenceLayout:
 
     def _chat_of(self, row: Row, name: str) -> Chat:
         """Return a column's chat, which is whole or continues the prompt."""
-        answer, prompt = row[name], row.get("prompt")
+        answer, prompt = _as_text(row[name]), row.get("prompt")
         is_whole = isinstance(answer, list) and _messages_of(answer, name)[0]["role"] != ASSISTANT
         if is_whole or prompt is None:
             return Layout(messages=name).chat_of(row)
@@ -171,6 +172,12 @@ def named_layout(messages: str | None, prompt: str | None, response: str | None,
 
 
 def _as_text(value: Any) -> Any:
+    """Return a number as text, and text that is messages in JSON as these; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(ValueError):
+            found = json.loads(value)
+            if found and all(isinstance(each, dict) and each.keys() & {"role", "from"} for each in found):
+                return found
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 

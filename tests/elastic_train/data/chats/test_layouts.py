@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from elastic_train.data.chats.layouts import Layout, UnfitError, layout_of, named_layout
+from elastic_train.data.chats.layouts import Layout, PreferenceLayout, UnfitError, layout_of, named_layout
 from elastic_train.errors import ConfigError
 
 HI, HELLO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -44,6 +45,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
         ),
         ({"prompt": "Hi", "completion": "Hello"}, [HI, HELLO]),
         ({"prompt": [SYSTEM, HI], "completion": [HELLO]}, [SYSTEM, HI, HELLO]),
+        ({"prompt": json.dumps([SYSTEM, HI]), "completion": json.dumps([HELLO])}, [SYSTEM, HI, HELLO]),
+        ({"prompt": "Hi", "completion": "[{}]"}, [HI, {"role": "assistant", "content": "[{}]"}]),
         ({"prompt": "Hi", "response": "Hello", "score": 1}, [HI, HELLO]),
         ({"question": "Hi", "answer": "Hello"}, [HI, HELLO]),
         ({"query": "Hi", "response": "Hello"}, [HI, HELLO]),
@@ -52,6 +55,13 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, Any]]:
 )
 def test_usual_layouts_are_found(row: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     assert messages_of(row) == messages
+
+
+@pytest.mark.parametrize("messages", [[HELLO], [HI, HELLO]])
+def test_preferences_may_be_messages_in_json(messages: list[dict[str, Any]]) -> None:
+    chosen, rejected = json.dumps(messages), json.dumps([*messages[:-1], {**HELLO, "content": "No"}])
+    chats = PreferenceLayout().chats_of({"prompt": "Hi", "chosen": chosen, "rejected": rejected})
+    assert [chat.messages for chat in chats] == [[HI, HELLO], [HI, {**HELLO, "content": "No"}]]
 
 
 def test_calls_of_tools_stay_and_their_arguments_are_read() -> None:
