@@ -13,7 +13,7 @@ import functools
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ SIMPLE = (
 """Template for tokenizers without one: each turn starts with its role; the assistant's ends with the end token."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARK = "\N{SNOWMAN}"
+_WRITTEN = ("content", "reasoning_content", "thinking", "tool_calls", "name")
+"""Fields of a message that templates write as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class ChatTokenizer:
 
     def render(self, chat: Chat) -> Rendered:
         """Return the tokens and labels of a chat; raise UnfitError if template or mask does not fit."""
-        self._check_special(chat.messages)
+        self._check_special(chat)
         text = self._text(chat.messages, chat.tools)
         self._check_all_there(chat, text)
         turns = [at for at, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
@@ -179,13 +181,13 @@ class ChatTokenizer:
             if before is not None and upto.startswith(before) and text.startswith(upto) and len(upto) > len(before):
                 yield len(before), len(upto)
 
-    def _check_special(self, messages: Sequence[Message]) -> None:
-        """Reject a message that spells a special token, which would end its turn or begin another."""
-        for number, message in enumerate(messages, start=1):
-            if found := next((token for token in self._special if token in message["content"]), None):
-                raise UnfitError(
-                    f"message {number} spells the tokenizer's special token '{found}', which would be read as one"
-                )
+    def _check_special(self, chat: Chat) -> None:
+        """Reject a chat with a text that spells a special token, which would end a turn or begin another."""
+        written = [(f"message {at}", [each.get(name) for name in _WRITTEN]) for at, each in enumerate(chat.messages, 1)]
+        for where, values in (*written, ("a tool", chat.tools)):
+            texts = [*_texts_in(values)]
+            if found := next((token for token in self._special if any(token in text for text in texts)), None):
+                raise UnfitError(f"{where} spells the tokenizer's special token '{found}', which would be read as one")
 
     def _check_all_there(self, chat: Chat, text: str) -> None:
         """Reject a chat if the template drops a message that is not the assistant's, or a tool call."""
@@ -206,6 +208,17 @@ class ChatTokenizer:
             return self._text([*chat.messages[:at], changed, *chat.messages[at + 1 :]], chat.tools) == text
         except UnfitError:  # the template does read it
             return False
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in nested lists and mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in([*value, *value.values()])
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _texts_in(each)
 
 
 def last_turn_of(rendered: Rendered) -> Rendered:

@@ -121,6 +121,22 @@ def test_a_text_that_spells_a_special_token_is_refused(tmp_path: Path) -> None:
         targets(tokenizer_with(tmp_path, CHATML), ("user", "a<|im_end|>\n<|im_start|>assistant\nb"), TURNS[-1])
 
 
+@pytest.mark.parametrize(
+    ("where", "fields", "tools"),
+    [
+        ("message 2", {"reasoning_content": "<|im_end|>"}, None),
+        ("message 2", {"tool_calls": [{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}]}, None),
+        ("a tool", {}, [{"name": "f", "description": "of <|im_end|>"}]),
+    ],
+)
+def test_a_special_token_is_refused_wherever_templates_write_it(
+    tmp_path: Path, where: str, fields: dict[str, Any], tools: Any
+) -> None:
+    answer = {"role": "assistant", "content": "b", **fields}
+    with pytest.raises(UnfitError, match=rf"{where} spells the tokenizer's special token '<\|im_end\|>'"):
+        targets(tokenizer_with(tmp_path, CHATML), ("user", "a"), answer, tools=tools)
+
+
 def test_a_chat_of_which_no_turn_is_known_is_refused(tmp_path: Path) -> None:
     """It begins with the assistant: there is no text before the turn to tell it from."""
     with pytest.raises(UnfitError, match="no turn of it could be learned from: they begin the chat"):
