@@ -214,10 +214,10 @@ class _Sending:
 
     def _deliver_in_spite_of_failures(self) -> None:
         while self._failures_in_a_row < MAX_FAILURES_IN_A_ROW:
-            if self._is_superseded():  # checked before every try: worlds may come and go while a tracker is down
-                self._is_complete = True
-                return
             try:
+                if self._is_superseded():  # checked before every try: worlds may come and go while a tracker is down
+                    self._is_complete = True
+                    return
                 self._deliver()
                 return
             except LostValuesError as error:
@@ -232,8 +232,8 @@ class _Sending:
                 if self._status is not None:
                     break
             self._pause()
-        if self._status is not None and self._is_open and not self._is_superseded():
-            attempt(self._end)  # unsendable values must not hide how the run ended
+        if self._status is not None and self._is_open:
+            attempt(lambda: self._is_superseded() or self._end())  # unsendable values must not hide how the run ended
 
     def _deliver(self) -> None:
         self._run_id = self.to.open()

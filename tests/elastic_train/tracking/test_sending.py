@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 from collections.abc import Sequence
@@ -56,6 +57,26 @@ def test_a_world_that_goes_on_has_its_first_steps_before_a_tracker_is_opened(
     assert noting.is_open.wait(0.2 if goes_on else PATIENCE_S) is not goes_on
     sending.ask_to_finish("KILLED", goes_on=False)
     assert sending.is_finished(PATIENCE_S) and noting.is_open.is_set()
+
+
+def test_a_run_folder_that_cannot_be_listed_for_a_while_does_not_end_the_sending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS server that fails over answers ESTALE or EIO."""
+    errors = [OSError(errno.ESTALE, "Stale file handle") for _ in range(3)]
+
+    def terms(run_dir: Path) -> list[int]:
+        if errors:
+            raise errors.pop()
+        return []
+
+    monkeypatch.setattr(tracker, "terms", terms)
+    monkeypatch.setattr(tracker, "SEND_EVERY_S", 0.01)
+    noting = Noting()
+    sending = tracker._Sending(noting, tmp_path, 2, [], BackgroundFiles())
+    assert noting.is_open.wait(PATIENCE_S)
+    sending.ask_to_finish("FINISHED", goes_on=False)
+    assert sending.is_finished(PATIENCE_S)
 
 
 def test_the_thread_that_trains_has_the_interpreter_back_soon() -> None:
