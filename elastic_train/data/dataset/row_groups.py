@@ -30,9 +30,11 @@ from elastic_train.data.parquet.files import (
     open_parquet,
     read_row_group,
 )
-from elastic_train.data.parquet.footer import Footer, Footers, cut_footer, load_footers
+from elastic_train.data.parquet.footer import NAME as FOOTERS
+from elastic_train.data.parquet.footer import Footer, Footers, cut_footer, read_footers
 from elastic_train.data.parquet.sources import Fetched, LocalSource, open_source
 from elastic_train.errors import DataError, StorageError, UnreadableError
+from elastic_train.system.wording import sdk_errors
 
 _TAIL_BYTES = 64 << 10
 _LOADING = threading.Lock()
@@ -151,21 +153,33 @@ class RowGroups:
             return read_row_group(open_parquet(file, metadata), 0, self._columns)
 
     def _footer(self, number: int, entry: FileEntry) -> Footer:
-        """Return a file's footer: from the footer index, else from the file itself."""
+        """Return a file's footer: from the footer index, else from the file itself.
+
+        An index whose storage fails is tried again with the next row group.
+        """
         if number in self._cut:
             return self._cut[number]
-        with _LOADING:  # all decoding threads arrive here first at the same time
-            if self._loaded is None:
-                self._loaded = (load_footers(self._manifest.url),)
-                if not (self._loaded[0] and self._loaded[0].have_sums):
-                    _warn_unchecked(self._manifest.url)
-        (footers,) = self._loaded
+        footers = self._footers()
         if footers is not None and number < len(footers):
             footer = footers[number]
             if number in self._compared or footer.sha256 == entry.footer_sha256:
                 return footer
-        footer = self._cut[number] = cut_footer(self._read_footer(entry), entry.path)
+        footer = cut_footer(self._read_footer(entry), entry.path)
+        if self._loaded is not None:
+            self._cut[number] = footer
         return footer
+
+    def _footers(self) -> Footers | None:
+        with _LOADING:  # all decoding threads arrive here first at the same time
+            if self._loaded is None:
+                try:
+                    self._loaded = (read_footers(self._manifest.url),)
+                except sdk_errors(OSError) as error:
+                    _warn_unread(self._manifest.url, str(error))
+                    return None
+                if not (self._loaded[0] and self._loaded[0].have_sums):
+                    _warn_unchecked(self._manifest.url)
+            return self._loaded[0]
 
     def _read_footer(self, entry: FileEntry) -> bytes:
         """Read a file's own footer, in one request if it is not very long."""
@@ -196,6 +210,11 @@ class RowGroups:
 def _damaged(file: Fetched, chunks: Sequence[Chunk]) -> list[Chunk]:
     """Return the chunks whose bytes differ from their checksums."""
     return [chunk for chunk in chunks if chunk.crc32 not in (None, crc32(file.part(chunk.lo, chunk.hi)))]
+
+
+@functools.cache
+def _warn_unread(url: str, why: str) -> None:
+    _LOG.warning("%s: %s cannot be read (%s): row groups are read unchecked until it can", url, FOOTERS, why)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ are read unchecked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from elastic_train.data.parquet.files import MAGIC, footer_sha256, parse_footer
 from elastic_train.errors import DataError
 from elastic_train.system.wording import sdk_errors
 
+_LOG = logging.getLogger(__name__)
 _NUM_ROWS, _ROW_GROUPS = 3, 4
 _BOOLS, _BYTE, _VARINTS, _DOUBLE, _BINARY, _LISTS, _MAP, _STRUCT = (1, 2), 3, (4, 5, 6), 7, 8, (9, 10), 11, 12
 
@@ -232,11 +234,24 @@ def write_footers(url: str, footers: Sequence[Footer]) -> None:
 
 
 def load_footers(url: str) -> Footers | None:
-    """Read a dataset's footers; None without them, or if they cannot be read."""
+    """Read a dataset's footers; None without them or, with a warning, if they cannot be read."""
+    try:
+        return read_footers(url)
+    except sdk_errors(OSError) as error:
+        _LOG.warning("%s/%s cannot be read (%s): nothing is compared with it", url.rstrip("/"), NAME, error)
+        return None
+
+
+def read_footers(url: str) -> Footers | None:
+    """Read a dataset's footers; None without them, or if they are damaged. Raise OSError, or an SDK's error, if their
+    storage fails, which may be over soon."""
     try:
         with fsspec.open(f"{url.rstrip('/')}/{NAME}", "rb") as file:
             content = file.read()
+    except FileNotFoundError:
+        return None
+    try:
         file = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True)
         return Footers(file.read(use_threads=False))
-    except sdk_errors(OSError, pa.ArrowInvalid, KeyError):
+    except (OSError, pa.ArrowInvalid, KeyError):
         return None

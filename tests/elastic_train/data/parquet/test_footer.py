@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import fsspec
@@ -10,10 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from elastic_train.data.dataset import row_groups
 from elastic_train.data.dataset.manifest import build_manifest, load_manifest
 from elastic_train.data.loading.reader import Reader
 from elastic_train.data.parquet.files import footer_sha256, parse_footer, read_footer
-from elastic_train.data.parquet.footer import NAME, Footer, cut_footer, load_footers
+from elastic_train.data.parquet.footer import NAME, Footer, Footers, cut_footer, load_footers, read_footers
 from elastic_train.errors import DataError
 from tests.conftest import write_rows
 
@@ -86,6 +88,23 @@ def test_footers_beside_the_manifest_are_never_trusted(tmp_path: Path, harm: str
     else:
         path.write_bytes((other / NAME).read_bytes())
     assert rows_of(folder) == before
+
+
+def test_footers_whose_storage_fails_once_are_read_with_the_next_row_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a process would compare nothing that it reads with the checksums, to its end."""
+    manifest = load_manifest(str(write_rows(tmp_path / "a", 60)))
+    errors = [OSError(errno.EIO, "Input/output error")]
+
+    def failing_once(url: str) -> Footers | None:
+        if errors:
+            raise errors.pop()
+        return read_footers(url)
+
+    monkeypatch.setattr(row_groups, "read_footers", failing_once)
+    groups = row_groups.RowGroups(manifest, ["label"])
+    assert [groups._footer(0, manifest.files[0]).sums is not None for _ in range(2)] == [False, True]
 
 
 def test_footers_at_any_url() -> None:
