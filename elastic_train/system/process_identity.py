@@ -18,9 +18,13 @@ _KIB = 1024
 
 
 def process_identity() -> dict[str, object]:
-    """Return `host`, `boot` id, and `born`, in clock ticks since that boot: they identify a process beyond its pid."""
+    """Return `host`, `boot` id, and `born`, in clock ticks since that boot: they identify a process beyond its pid.
+
+    `space` is the `pid_space` in which it has its pid.
+    """
     stat = stat_of(os.getpid())
-    return {"host": socket.gethostname(), "boot": boot_id(), "born": stat.born if stat else 0}
+    born = stat.born if stat else 0
+    return {"host": socket.gethostname(), "boot": boot_id(), "born": born, "space": pid_space()}
 
 
 def pid_space() -> str:

@@ -116,7 +116,7 @@ class Own:
 def new_claim(own: Own) -> tuple[bytes, str]:
     """Return a claim's content, and its nonce, by which a retried create and the other ranks recognize it."""
     nonce = uuid.uuid4().hex
-    who = {"pid": os.getpid(), **process_identity(), "space": pid_space(), "run_id": own.run_id, "etcd": own.etcd}
+    who = {"pid": os.getpid(), **process_identity(), "run_id": own.run_id, "etcd": own.etcd}
     return json.dumps({**who, "at": time.time(), "claim": nonce}).encode(), nonce
 
 

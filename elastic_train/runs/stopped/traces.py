@@ -145,9 +145,10 @@ def who(line: Line) -> tuple[object, ...]:
 
 
 def is_of_this_machine(member: Line) -> bool:
-    """Return True if a process is of this machine's present boot."""
+    """Return True if a process is of this machine's present boot, and its pid means the same here (containers)."""
     here = process_identity()
-    return (member.get("host"), member.get("boot")) == (here["host"], here["boot"])
+    is_near = (member.get("host"), member.get("boot")) == (here["host"], here["boot"])
+    return is_near and member.get("space", here.get("space")) == here.get("space")
 
 
 def has_restarted_here(member: Line) -> bool:

@@ -236,6 +236,19 @@ def test_on_its_own_machine_a_run_is_seen_to_go_on_or_to_have_stopped(
     assert cause_of(run.folder).do == "fix", "a notebook's process goes on when training in it has failed"
 
 
+def test_a_process_of_another_container_is_not_looked_up_by_its_pid(
+    tmp_path: Path, left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the pid is another process's, or nobody's: the run seems to be running until it has been silent."""
+    here = {"host": "a", "boot": "boot", "born": 0, "space": "mine"}
+    monkeypatch.setattr(Left, "_identity", lambda run: {**here, "space": "theirs"})
+    monkeypatch.setattr("elastic_train.runs.stopped.traces.process_identity", lambda: here)
+    run = left.anew(tmp_path / "new")
+    run.train(1, 2)
+    cause = cause_of(run.folder, now=run.now + 1.0)
+    assert cause.do == "nothing" and "it seems to be running" in cause.sentence
+
+
 def test_a_world_that_did_not_form_is_the_cause_of_what_came_after_the_last_step(left: Left) -> None:
     left.cannot_form(0, "rank 1 on b cannot be reached at 10.0.0.2")
     cause = cause_of(left.folder, now=left.now + SILENT_S + 60.0)
