@@ -167,7 +167,7 @@ class Soak(_Section):
 
 
 class Scenario(_Section):
-    name: str
+    name: str = Field(pattern=r"^[^./][^/]*$")
     """Results go to runs/<name>."""
     description: str
     """Summary in one line."""

@@ -39,6 +39,13 @@ def test_scenarios_of_the_package_are_valid(path: Path) -> None:
     assert len(schedule(scenario, 1, total_steps=600, commit_every=20)) == len(scenario.faults)
 
 
+@pytest.mark.parametrize("name", ["..", "../x", "/x", "''"])
+def test_a_name_is_that_of_one_folder(tmp_path: Path, name: str) -> None:
+    """Results go to runs/<name>, and nowhere else."""
+    [found] = problems(tmp_path, f"name: {name}\ndescription: y\nconfig: c.yaml\n")
+    assert found.startswith("'name': ")
+
+
 def test_every_mistake_is_reported_at_once(tmp_path: Path) -> None:
     """Unknown keys, wrong kinds, wrong types and missing moments come in one error, each with the nearest name."""
     found = problems(
