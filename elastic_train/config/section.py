@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import types
@@ -316,7 +317,8 @@ def _period(text: str, forms: Forms) -> tuple[str, float]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]+)", text)
     name = "" if found is None else found[2] if found[2] in SECONDS else f"{found[2].removesuffix('s')}s"
     unit = "s" if name in SECONDS or name == "days" else name
-    if found is None or unit not in forms.units or not float(found[1]) or (unit != "s" and not found[1].isdecimal()):
+    is_number = found is not None and 0 < float(found[1]) * SECONDS["day"] < math.inf
+    if found is None or not is_number or unit not in forms.units or (unit != "s" and not found[1].isdecimal()):
         raise ValueError(f"'{text}' is not a period: {forms.advice}")
     return unit, float(found[1]) * (SECONDS[name.removesuffix("s") or "s"] if unit == "s" else 1.0)
 

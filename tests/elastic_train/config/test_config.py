@@ -532,6 +532,8 @@ def test_a_period_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
         ("checkpoint.keep_every", "auto", "'10000 steps, 1 day', or null"),
         ("checkpoint.every", "auto, 9 steps", "write auto, or 'auto, 1 h'"),
         ("checkpoint.every", "2 epochs", "is not a period"),
+        ("checkpoint.every", f"{10**400} steps", "is not a period"),
+        ("checkpoint.every", f"{10**305} days", "is not a period"),
         ("give_up_after", "1 h", "has no number of worlds"),
         ("monitoring.port", "0.0.0.0", "must be a port"),
         ("monitoring.port", 70000, "must be a port"),
