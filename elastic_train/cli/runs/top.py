@@ -19,7 +19,7 @@ from elastic_train.system.wording import duration, size
 
 MOST_RANKS = 16
 _SHOWN = ("data", "forward", "backward", "wait", "exchange", "optimizer", "save")
-LEAST_EVERY_S = 0.2
+LEAST_EVERY_S, MOST_EVERY_S = 0.2, 86_400.0
 QUIET_S = 60.0
 """Seconds without a line after which a run may have been killed."""
 
@@ -34,8 +34,8 @@ def top(
     HOST:PORT[,...] needs no files: RUN is a run id, and the nodes, ranks and newest commit of that job are shown;
     without RUN, all jobs.
     """
-    if not every >= LEAST_EVERY_S:
-        raise ConfigError(f"--every must be at least {LEAST_EVERY_S} s, not {every:g}")
+    if not LEAST_EVERY_S <= every <= MOST_EVERY_S:
+        raise ConfigError(f"--every must be from {LEAST_EVERY_S} to {MOST_EVERY_S:.0f} s, not {every:g}")
     if run is None:
         return job.list_jobs(etcd, is_json=json_)
     if etcd is not None:

@@ -118,7 +118,7 @@ def test_the_command_prints_one_frame_where_nobody_looks(tmp_path: Path, capsys:
         main(["top", run, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["ranks"][1]["host"]) == (77, "beta")
-    for arguments in ([str(tmp_path)], [run, "--every", "0"]):
+    for arguments in ([str(tmp_path)], [run, "--every", "0"], [run, "--every", "inf"]):
         with pytest.raises(SystemExit) as left:
             main(["top", *arguments])
         assert left.value.code == 2
