@@ -130,6 +130,8 @@ def generate(
         raise ConfigError("--chat needs --prompt, a user's message")
     if tokens < 1 or not temperature >= 0 or top_k < 0:
         raise ConfigError("--tokens must be at least 1, --temperature and --top-k at least 0")
+    if not -1 << 63 <= seed < 1 << 64:
+        raise ConfigError(f"--seed must fit into 64 bits, not {seed}")
     given = prompt if prompt is not None else _parse_ids(ids or "")
     train = choice.training_sets(run)
     from elastic_train.inference.opening import complete

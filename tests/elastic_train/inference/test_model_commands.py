@@ -204,6 +204,7 @@ def test_generate_draws_by_its_seed(run: Path, capsys: pytest.CaptureFixture[str
         (("generate", "{run}", "--ids", "5,9999"), "the prompt has token id 9999"),
         (("generate", "{run}", "--prompt", ""), "the prompt has no tokens"),
         (("generate", "{run}", "--prompt", "a", "--temperature", "-1"), "--temperature and --top-k at least 0"),
+        (("generate", "{run}", "--prompt", "a", "--seed", str(1 << 64)), "--seed must fit into 64 bits"),
         (("generate", "s3://bucket/run", "--prompt", "a"), "give the run's folder"),
         (("export", "s3://bucket/run"), "name a TARGET"),
         (("export", "{run}", "--commit", "7"), "no commit is called '7'"),
