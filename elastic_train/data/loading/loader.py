@@ -58,6 +58,8 @@ class LaneLoader:
         prefetch_bytes: int = PREFETCH_BYTES,
         rules: SampleRules = AS_THEY_ARE,
     ) -> None:
+        if micro_batch < 1:
+            raise ConfigError(f"micro_batch must be at least 1, not {micro_batch}")
         check_place(order, micro_batch, cursor)
         takes_draw(collate)  # raises here, where the function was passed, for other arguments
         self._reader, self._order, self._collate = reader, order, collate

@@ -111,6 +111,11 @@ def test_every_world_reads_the_order_once(tmp_path: Path, num_rows: int, world_s
     assert seen == Counter(range(num_rows))
 
 
+def test_a_micro_batch_has_a_sample(dataset: Manifest) -> None:
+    with pytest.raises(ConfigError, match="micro_batch must be at least 1, not 0"):
+        loader_of(dataset, order_of(dataset), range(NUM_LANES), micro_batch=0, num_steps=1)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4, 200])
 def test_any_micro_batch_reads_the_order_once(dataset: Manifest, micro_batch: int) -> None:
     """One sample at a time, or all of a lane at once: every sample once."""
