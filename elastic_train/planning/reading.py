@@ -6,6 +6,7 @@ A model whose passes depend on values (`.item()`) is run once on real tensors if
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,8 @@ def read_config(config: Config) -> Read:
     plan = make_plan(config.model_copy(update=here))
     plan = replace(plan, config=plan.config.model_copy(update={"precision": config.precision}))
     batches = _first_batches(plan)
-    facts = read_model(plan, batches)
+    facts = read_model(plan, [tensors for tensors, _ in batches])
+    facts = replace(facts, samples=statistics.fmean(num_samples for _, num_samples in batches))
     layout = Layout(
         shards=parallel.shards,
         copies=parallel.copies if parallel.shards != "none" else 1,
@@ -107,10 +109,11 @@ def read_model(plan: Plan, batches: Sequence[dict[str, Tensor]]) -> ModelFacts:
     return facts if mean == 1 else _scaled(facts, mean)
 
 
-def _first_batches(plan: Plan) -> list[dict[str, Tensor]]:
+def _first_batches(plan: Plan) -> list[tuple[dict[str, Tensor], int]]:
+    """Return micro-batches of the first step, each with its number of samples: few rows do not fill them."""
     lanes = range(min(plan.num_lanes, MOST_LANES))
     steps = plan.feed.training(plan.order, lanes, Cursor(), num_steps=1)
-    found = [batch.tensors for step in steps for batch in step if batch.tensors]
+    found = [(batch.tensors, len(batch.ids)) for step in steps for batch in step if batch.tensors]
     if not found:
         raise ConfigError(f"data.train: {plan.manifest.url}: the first step has no samples to plan with")
     return found

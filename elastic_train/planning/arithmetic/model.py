@@ -87,7 +87,7 @@ class ModelFacts:
     name: str
     blocks: tuple[Unit, ...]
     rest: Unit
-    samples: int
+    samples: float
     tokens: int = 0
     sizes: Sizes = Sizes()
     transient_bytes: float = 0.0
@@ -133,5 +133,5 @@ class ModelFacts:
         return "tokens" if self.tokens else "samples"
 
     @property
-    def amounts(self) -> int:
+    def amounts(self) -> float:
         return self.tokens or self.samples

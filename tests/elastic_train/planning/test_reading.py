@@ -155,6 +155,12 @@ def test_a_configuration_is_read_with_its_model_data_and_layout(rows: Path, tmp_
 
 
 @pytest.mark.heavy
+def test_rows_that_do_not_fill_a_step_are_not_counted_as_more(rows: Path, tmp_path: Path) -> None:
+    """331 rows in 8 lanes of 64: each has 41 of them, or 42."""
+    found = read(rows, tmp_path, batch={"global_batch": 512, "micro_batch": 64})
+    assert (found.batch.num_lanes, found.facts.samples) == (8, 331 / 8)
+
+
 def test_products_in_float8_are_counted_and_timed_as_such(rows: Path, tmp_path: Path) -> None:
     """They are as many as in bf16: those of the blocks' linear layers, forward and twice backward."""
     in_float8, in_bf16 = (read(rows, tmp_path, precision=precision).facts for precision in ("fp8", "bf16"))
