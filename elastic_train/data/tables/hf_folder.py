@@ -43,6 +43,9 @@ def parts_of(folder: Path) -> Parts:
     """Return the data files of training and validation; raise ConfigError if there are no training rows."""
     found = splits_of(folder)
     parts = {name: found[name] for name in (TRAIN, VALIDATION) if name in found}
+    if found.get(None) and TRAIN not in found:
+        names = _some([str(path.relative_to(folder)) for path in found[None]])
+        raise ConfigError(f"{folder}: has no split 'train': {names} names none; call it train{found[None][0].suffix}")
     if not parts.get(TRAIN):
         raise ConfigError(
             f"{folder}: has no split 'train', and no {', '.join(_SUFFIXES)} file; name a folder that save_to_disk "

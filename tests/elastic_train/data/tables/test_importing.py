@@ -336,6 +336,10 @@ def test_a_folder_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no split 'train'"):
         import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
     write_lines(tmp_path / "a.jsonl", some_rows(3))
+    write_lines(tmp_path / "test.jsonl", some_rows(3))
+    with pytest.raises(ConfigError, match=r"has no split 'train': a\.jsonl names none; call it train\.jsonl"):
+        parts_of(tmp_path)
+    (tmp_path / "test.jsonl").unlink()
     (tmp_path / "b.csv").write_text("text\na\n")
     with pytest.raises(ConfigError, match="files of several formats"):
         import_hf_folder(tmp_path / "out", tmp_path, RowOptions())
