@@ -61,7 +61,8 @@ class JobEtcd:
         assert self._server is not None, "it is here"
         num_tries = 0
         while not self._is_over.wait(LOOK_EVERY_S) and num_tries < MOST_TRIES:
-            if not self._server.has_ended:
+            # After a failed restart there is no process that could have ended.
+            if num_tries == 0 and not self._server.has_ended:
                 continue
             _log.warning("the job's etcd has ended, perhaps by a signal to the whole job: it is started again")
             try:
