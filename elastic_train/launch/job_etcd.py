@@ -60,7 +60,7 @@ class JobEtcd:
     def _keep(self) -> None:
         assert self._server is not None, "it is here"
         num_tries = 0
-        while not self._is_over.wait(LOOK_EVERY_S) and num_tries < MOST_TRIES:
+        while not self._is_over.wait(LOOK_EVERY_S * 2 ** min(num_tries, 6)) and num_tries < MOST_TRIES:
             # After a failed restart there is no process that could have ended.
             if num_tries == 0 and not self._server.has_ended:
                 continue
@@ -68,7 +68,7 @@ class JobEtcd:
             try:
                 self._server.start_again()
                 num_tries = 0
-            except (ServerError, OSError) as error:
+            except (ServerError, StoreError, OSError) as error:
                 num_tries += 1
                 _log.warning("the job's etcd could not be started again: %s", error)
         self._is_over.wait()
