@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.json as arrow_json
 import pyarrow.parquet as pq
 
+from elastic_train.data.arrow.changed_numbers import JsonNumbers, changed_text
 from elastic_train.data.arrow.numbers import plain
 from elastic_train.data.parquet.files import parse_footer, read_footer
+from elastic_train.data.tables.encoding import check_utf8
 from elastic_train.errors import ConfigError, DataError
 from elastic_train.system.progress_bar import Track
 
@@ -155,7 +155,10 @@ def opened(path: Path) -> Iterator[BinaryIO]:
                 raise ConfigError(f"{path}: is a pointer to a file of git LFS; fetch the file with `git lfs pull`")
             file.seek(0)
             yield file
-    except (OSError, *_REFUSALS, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        check_utf8(path)
+        raise
+    except (OSError, *_REFUSALS) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
@@ -191,6 +194,8 @@ def _json_lines(file: BinaryIO, path: Path, types: Types, given: frozenset[str])
             yield rows, _share(file, size)
             num_rows += rows.num_rows
     except pa.ArrowInvalid as error:
+        if "UTF8" in str(error):
+            check_utf8(path)
         raise _wrong_line(path, num_rows, _json_options(schema, may_infer=reader is None), error) from error
 
 
@@ -211,7 +216,7 @@ def _wrong_line(path: Path, first: int, options: arrow_json.ParseOptions, error:
         try:
             arrow_json.read_json(io.BytesIO(line), parse_options=options).validate(full=True)
         except pa.ArrowInvalid as wrong:
-            return ConfigError(f"{path}: row {number}: {_without_row(wrong)}; {_JSON_REMEDY}")
+            return ConfigError(f"{path}: row {number}: {re.sub(' in row [0-9]+', '', str(wrong))}; {_JSON_REMEDY}")
     return ConfigError(f"{path}: {error}; {_JSON_REMEDY}" if number else f"{path}: holds no rows")
 
 
@@ -232,15 +237,13 @@ def _lone_nan(lines: Iterator[tuple[int, bytes]], name: str) -> int | None:
     return found
 
 
-def _without_row(error: pa.ArrowInvalid) -> str:
-    return re.sub(r" in row \d+", "", str(error))
-
-
 def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     size, num_rows = max(1, path.stat().st_size), 0
     try:
         reader = _open_csv(file, path, types)
         kinds = {each.name: each.type for each in reader.schema if each.name not in given}
+        if pa.binary() in kinds.values():  # inferred for text that is not UTF-8
+            check_utf8(path)
         guessed = [name for name, kind in kinds.items() if pa.types.is_integer(kind) or pa.types.is_floating(kind)]
         with path.open("rb") as again:
             texts = _open_csv(again, path, dict.fromkeys(guessed, pa.string()), guessed) if guessed else None
@@ -253,6 +256,7 @@ def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Bat
     except pa.ArrowInvalid as error:
         if str(error) == "Empty CSV file":
             raise ConfigError(f"{path}: holds no rows") from error
+        check_utf8(path)
         raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {_CSV_REMEDY}") from error
 
 
@@ -331,70 +335,3 @@ _CSV_REMEDY = (
     "correct the row (a value with a comma, a quote or a line break needs quotes), or name a column's type with "
     "--types, such as --types code=string"
 )
-
-_PADDED = r"^\s*[-+]?0[0-9xX]"
-_MANY_DIGITS = r"^\s*[-+]?[0-9]{16,}\s*$"
-_EXACT = float(2**53)
-"""Above it not every integer is a float."""
-
-
-def changed_text(texts: pa.RecordBatch, kinds: pa.Schema) -> tuple[int, str] | None:
-    """Return the first row of text columns with a number that type inference would change, and the reason.
-
-    It would change 010 to 10, 0x1F to 31, 2**53 + 1 to a nearby float. What looks like a number may be a name, such as
-    a postal code, or a 64-bit id. Columns with an explicit type (--types) are read as that type.
-    """
-    found = []
-    for name in texts.schema.names:
-        column, kind = texts.column(name), kinds.field(name).type
-        is_changed = pc.match_substring_regex(column, _PADDED).fill_null(False)
-        if pa.types.is_floating(kind):
-            is_long = pc.match_substring_regex(column, _MANY_DIGITS).fill_null(False)
-            if is_long.true_count:
-                texts_of = zip(is_long.to_pylist(), column.to_pylist(), strict=True)
-                is_changed = pc.or_(is_changed, pa.array([each and not _is_float(text) for each, text in texts_of]))
-        if (row := pc.index(is_changed, True).as_py()) >= 0:
-            found.append((row, _said(name, column[row].as_py().strip(), kind)))
-    return min(found, default=None)
-
-
-class JsonNumbers:
-    """Compares large floats of a file's rows with its lines, reading only lines that have any."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._next = path, 0
-        self._lines: Iterator[str] | None = None
-
-    def changed(self, rows: pa.RecordBatch, first: int, given: frozenset[str]) -> tuple[int, str] | None:
-        """Return the first row with an integer that was changed, and the reason; `first` is the batch's first row."""
-        names = [field.name for field in rows.schema if pa.types.is_floating(field.type) and field.name not in given]
-        is_large = np.zeros(rows.num_rows, dtype=bool)
-        for name in names:
-            values = rows.column(name).to_numpy(zero_copy_only=False)
-            is_large |= np.isfinite(values) & (np.abs(values) >= _EXACT)
-        for row in np.flatnonzero(is_large).tolist():
-            found = self._row(first + row)
-            for name in names:
-                value = found.get(name)
-                if isinstance(value, int) and not _is_float(str(value)):
-                    return row, _said(name, str(value), rows.schema.field(name).type)
-        return None
-
-    def _row(self, number: int) -> dict[str, object]:
-        if self._lines is None:
-            self._lines = (line for line in self._path.open(encoding="utf-8-sig") if line.strip())
-        line = next(itertools.islice(self._lines, number - self._next, None))
-        self._next = number + 1
-        found = json.loads(line)
-        return found if isinstance(found, dict) else {}
-
-
-def _is_float(text: str) -> bool:
-    return int(float(text)) == int(text)
-
-
-def _said(name: str, text: str, kind: pa.DataType) -> str:
-    return (
-        f"column '{name}': {text} would be read as {kind}, and changed: name the column's type, such as --types "
-        f"{name}=string, or {name}={'uint64' if pa.types.is_floating(kind) else kind}"
-    )
