@@ -125,6 +125,10 @@ def _ends_after(failures: Sequence[End], traces: Traces, members: Sequence[Line]
         for end in failures
         if (end[1].get("node_leaves") is True and began <= at(end[1])) or _is_after(end[1], traces)
     ]
+    if not any(_is_after(line, traces) for _, line in counted_ends) and len(traces.silent(counted_ends)) == len(
+        members
+    ):
+        return []  # the others went on without the node that left, and none of them has left a word
     return sorted(counted_ends, key=lambda end: at(end[1]))
 
 

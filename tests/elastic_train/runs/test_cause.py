@@ -82,6 +82,12 @@ STUCK = (93, "the last 3 worlds got no further than step 3", "NoProgressError")
             None,
             "ended without a word after step 4",
         ),
+        (
+            lambda run: (run.dies(1, -9, OOM, node_leaves=True), run.train(4, ranks=(0,)), run.train(5, ranks=(0,))),
+            "start",
+            None,
+            "its only process ended without a word after step 5",
+        ),
         (lambda run: None, "start", None, "ended without a word after step 3, and so did their launchers"),
         (lambda run: run.fails(0, 1, *LOST), "start", 1, "rank 1 on b ended without a word after step 3: b lost power"),
         (lambda run: (run.fails(0, 1, *FENCED), run.fails(1, 65, "row 7")), "fix", 1, "row 7"),
