@@ -21,11 +21,9 @@ Given = dict[tuple[int, int], list[int]]
 
 def grains_in(circle: Circle, arcs: Sequence[Arc]) -> list[int]:
     """Return the grains that begin in some arcs, ascending."""
-    return sorted(
-        grain
-        for grain, start in zip(circle.grains.tolist(), circle.starts.tolist(), strict=True)
-        if any(lo * circle.length <= start < hi * circle.length for lo, hi in arcs)
-    )
+    ends = [(lo * circle.length, hi * circle.length) for lo, hi in arcs]
+    pairs = zip(circle.grains.tolist(), circle.starts.tolist(), strict=True)
+    return sorted(grain for grain, start in pairs if any(lo <= start < hi for lo, hi in ends))
 
 
 def trained_of(layout: Layout, grains: Sequence[int]) -> list[int]:
