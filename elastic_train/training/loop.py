@@ -148,14 +148,13 @@ def _check_ends(session: Session, facts: StepFacts) -> None:
 
 
 def _catch_up(session: Session) -> None:
-    """Repeat the validation or commit of this world's first state that a fault, or the end of a world, prevented.
+    """Repeat the validation or commit that a fault prevented after this world's first state, if the end depends on it.
 
-    Training then ends after the same step, with the same commits, as without the fault.
+    Training then ends after the same step, with the same best commit, as without the fault.
     """
     if session.is_validation_missed():
         validate(session, is_droppable=True)
-    is_due = session.is_best or (session.commits.is_due() and session.state.step > 0)
-    if is_due and not session.is_over and not session.commits.has_head_at(session.state.step):
+    if session.is_best and not session.is_over and not session.commits.has_head_at(session.state.step):
         session.commits.begin(is_any_busy=False)
 
 

@@ -186,22 +186,11 @@ def test_ranks_of_which_one_knows_that_training_has_ended_ask_each_other_the_sam
     assert asked == [int(has_it), 0]
 
 
-@pytest.mark.parametrize(
-    ("is_best", "is_due", "step", "is_committed", "commits"),
-    [
-        (True, False, 6, False, 1),
-        (True, False, 6, True, 0),
-        (False, True, 6, False, 1),
-        (False, True, 6, True, 0),
-        (False, True, 0, False, 0),
-        (False, False, 6, False, 0),
-    ],
-)
-def test_a_due_or_best_state_that_a_fault_or_a_new_member_has_kept_from_being_committed_is(
-    monkeypatch: pytest.MonkeyPatch, is_best: bool, is_due: bool, step: int, is_committed: bool, commits: int
+@pytest.mark.parametrize(("is_best", "is_committed", "commits"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_a_best_state_that_a_fault_has_kept_from_being_committed_is(
+    monkeypatch: pytest.MonkeyPatch, is_best: bool, is_committed: bool, commits: int
 ) -> None:
     session, validate = MagicMock(is_over=False, is_best=is_best), MagicMock()
-    session.commits.is_due.return_value, session.state.step = is_due, step
     monkeypatch.setattr(loop, "validate", validate)
     session.is_validation_missed.return_value = False
     session.commits.has_head_at.return_value = is_committed
