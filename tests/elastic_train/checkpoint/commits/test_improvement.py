@@ -52,6 +52,13 @@ def test_a_validation_counts_once_and_a_small_gain_not_at_all(found: list[float]
         )
 
 
+def test_a_gain_of_exactly_min_delta_counts() -> None:
+    """Differences of these values are exact."""
+    known = after("min loss", [1.0], 0.25)
+    assert known.after(20, 0.75, 0.25).best == 0.75
+    assert known.after(20, 0.875, 0.25).best == 1.0
+
+
 def test_another_metric_or_none_begins_again() -> None:
     """A resumed run may have another metric configured; the old metric's values then do not count."""
     known = after("min loss", [1.0, 2.0, 2.0])
@@ -127,6 +134,17 @@ def test_a_run_that_keeps_its_best_commit_is_known_by_it(tmp_path: Path) -> None
     assert find_trained(str(tmp_path), None)[0].step == 4 and find_trained(str(tmp_path), "best")[0].step == 2
     store.delete(find_trained(str(tmp_path), "best")[0].key)
     assert find_trained(str(tmp_path), "best")[0].step == 3
+
+
+def test_of_equally_good_commits_of_one_step_the_newest_terms_is_the_best(tmp_path: Path) -> None:
+    """A world that was asked to leave before its first step has committed the state that it began with again."""
+    store, saved = LocalStore(tmp_path), replace(facts(1), metrics={"loss": 0.5})
+    fence = StoreFence(store)
+    first = CommitWriter(store, fence, fence.claim(), None).save(small_state(1), saved)
+    writer = CommitWriter(store, fence, fence.claim(), first)
+    again = writer.save(small_state(1), saved)
+    writer.save(small_state(2), replace(facts(2), metrics={"loss": 0.75}))
+    assert find_trained(str(tmp_path), "best")[0] == again
 
 
 def test_a_validation_without_a_value_counts_neither_way() -> None:

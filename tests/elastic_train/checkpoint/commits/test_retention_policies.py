@@ -93,6 +93,8 @@ def test_keeping_nothing_is_refused() -> None:
     """At least one commit stays."""
     with pytest.raises(ConfigError, match="at least 1"):
         Retention.of(last=0)
+    with pytest.raises(ConfigError, match="bytes of commits to keep must be at least 1, not 0"):
+        Retention.of(last=1, budget=0)
 
 
 losses = st.one_of(st.none(), st.integers(0, 5).map(float))

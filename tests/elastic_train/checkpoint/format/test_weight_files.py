@@ -11,8 +11,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from elastic_train.checkpoint.commits.weights import Kind, ReadTensors, write_safetensors, write_torch
+from elastic_train.checkpoint.commits.record import CommitRecord
+from elastic_train.checkpoint.commits.weights import Kind, ReadTensors, open_weights, write_safetensors, write_torch
+from elastic_train.checkpoint.stores.store import Store
 from elastic_train.errors import CommitError, ConfigError
+from tests.elastic_train.checkpoint.commit_samples import State, facts, writer
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -112,3 +115,19 @@ def test_what_is_wrong_with_a_tensor_is_what_the_error_says() -> None:
     for write in (write_torch, plain_safetensors):
         with pytest.raises(CommitError, match="the file was damaged"):
             write(io.BytesIO(), kinds_of(tensors), read)
+
+
+def test_averages_are_read_in_place_of_the_weights_that_have_one(local_store: Store) -> None:
+    """A tied weight's average is stored under its first name; frozen weights have none."""
+    weights = {"embed": torch.arange(3.0), "head": torch.arange(3.0), "frozen": torch.ones(3)}
+    commits = writer(local_store)
+
+    def commit(step: int, **moments: Tensor) -> CommitRecord:
+        state: State = {"model": weights, "optimizer": {"state": {"embed": {"exp_avg": torch.zeros(3), **moments}}}}
+        return commits.save(state, facts(step))
+
+    with open_weights(local_store, commit(1, ema=torch.full((3,), 9.0)), "ema") as stored:
+        found = {name: tensor.tolist() for name, tensor in zip(stored.kinds, stored.read([*stored.kinds]), strict=True)}
+    assert found == {"embed": [9.0] * 3, "head": [9.0] * 3, "frozen": [1.0] * 3}
+    with pytest.raises(ConfigError, match="holds no average"), open_weights(local_store, commit(2), "ema"):
+        pass
