@@ -113,6 +113,13 @@ def test_members_beyond_the_maximum_wait() -> None:
     assert standing.num_waiting(freed, "a", world(3, "a", "b"), TWO) == 2
 
 
+def test_a_world_that_one_member_has_left_and_that_has_lost_another_does_not_stand() -> None:
+    """These are two changes, which add up."""
+    three = world(3, "a", "b", "c")
+    broken = view(member("a"), member("b", after=3), of=three)
+    assert standing.num_waiting(broken, "a", three, POLICY) == 2
+
+
 def test_terms_grow_above_the_head() -> None:
     """A new world's term is above every claimed one."""
     decision = decisions.decide(view(member("a"), head=Head(41, None)), "a", TWO, 9.0)

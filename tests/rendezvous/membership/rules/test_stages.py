@@ -185,6 +185,29 @@ def test_a_node_fills_its_room_with_a_neighbour_of_its_own_stage() -> None:
     assert allot([2, 1, 1], keeps, num_stages=4, num_each=1) == [[0, 0, 1, 1], [0, 1, 0, 0], [1, 0, 0, 0]]
 
 
+def test_a_node_fills_its_room_with_the_stage_after_its_first() -> None:
+    """The second node has a group of stage 0, and it would be the turn of stage 2."""
+    keeps: list[list[list[int]]] = [[[], [], []], [[1], [], []], [[], [], []]]
+    assert allot([2, 2, 2], keeps, num_stages=3, num_each=2) == [[1, 1, 0], [1, 1, 0], [0, 0, 2]]
+
+
+def test_a_node_makes_room_for_another_if_both_together_keep_more() -> None:
+    """The first node alone would keep most with stage 0, which is all that the second one has members of."""
+    assert allot([1, 1], [[[3], [2]], [[2], []]], num_stages=2, num_each=1) == [[0, 1], [1, 0]]
+
+
+def test_a_part_that_only_one_node_has_is_kept_though_others_have_more_members() -> None:
+    """Each of three nodes has room for a group, and only `x` has place 5; all other places are on two nodes.
+
+    With `x` in the first stage and `z` in the second, five members would keep their places instead of four.
+    """
+    last = world(1, *"abcdefghijkl")
+    names = {"x": "abcf", "y": "ghijk", "z": "de"}
+    members = [replace(worker(name, last), node=node) for node, left in names.items() for name in left]
+    (cell,) = arrange([*members, replace(worker("n"), node="z")], CellShape(2, 3), last).cells
+    assert [member.node for member in cell] == [*"yyyxxx"] and cell[5].id == "f"
+
+
 def test_cells_that_fit_into_nodes_are_in_nodes() -> None:
     four = [worker(f"{node}{number}") for number in range(4) for node in "ab"]
     found = arrange(four, CellShape(2, 2), None)
