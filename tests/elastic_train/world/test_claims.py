@@ -249,6 +249,17 @@ def test_a_job_whose_etcd_has_lost_its_data_is_the_same_job(tmp_path: Path) -> N
     assert joined(tmp_path, etcd, "a:1").claim(1) == 5
 
 
+def test_an_etcd_of_another_address_that_knows_a_claims_term_is_the_same_etcd() -> None:
+    """An etcd without any term tells nothing: it may have been started anew."""
+    claim, etcd = Claim(4, run_id="one", host="elsewhere", etcd="a:1"), Etcd()
+    own = Own("one", "b:1", etcd.head)
+    assert own.has(claim) and not own.has(claim, otherwise=False)
+    etcd.newest = 3
+    assert not own.has(claim)
+    etcd.newest = 4
+    assert own.has(claim, otherwise=False)
+
+
 def test_a_claim_of_an_older_version_is_anybodys(tmp_path: Path) -> None:
     open_store(str(tmp_path)).create(term_key(1), b'{"host": "a", "pid": 1, "at": 0, "claim": "x"}')
     assert fence_of(tmp_path, "second").claim() == 2

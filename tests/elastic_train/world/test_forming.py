@@ -32,6 +32,7 @@ from elastic_train.world.forming import LiveWorlds, Standstill
 from rendezvous.context import LiveContext
 from rendezvous.errors import StoreUnavailableError
 from rendezvous.membership.records import Closed, Job
+from rendezvous.membership.rules.cells import CellShape
 from tests.conftest import PATIENCE_S, start
 from tests.elastic_train.training.live.test_live import write_config
 
@@ -75,6 +76,26 @@ def begin(
 def test_a_process_that_starts_while_etcd_is_away_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members do the same: an agent would count its exit as a worker failure."""
     assert len(begin(monkeypatch, tries=3)) == 4
+
+
+@pytest.mark.parametrize(("shards", "copies"), [("none", None), ("optimizer", 3)])
+def test_a_membership_knows_how_many_members_hold_each_shard(
+    monkeypatch: pytest.MonkeyPatch, shards: str, copies: int | None
+) -> None:
+    """Members wait for one that may hold the last copy of a shard; without shards, each holds all of its part."""
+    config, cells = a_config(), list[CellShape]()
+
+    def member(*_: object, cell: CellShape, **__: object) -> object:
+        cells.append(cell)
+        raise Away
+
+    monkeypatch.setattr(forming, "LiveMember", member)
+    vars(config)["parallel"] = ParallelConfig(shards=shards, copies=3)  # type: ignore[arg-type]
+    context = LiveContext(("127.0.0.1:1",), "job", "n", "h", "127.0.0.1", "h:1", 1, 1, 5.0, 1.0, 60.0)
+    watchdog: Watchdog = SimpleNamespace(resting=None)  # type: ignore[assignment]
+    with pytest.raises(Away):
+        LiveWorlds(context, config, torch.device("cpu"), watchdog, lambda: False, Job(), PATIENT, NOWHERE).form()
+    assert [cell.copies for cell in cells] == [copies]
 
 
 def test_the_wait_for_etcd_ends_after_the_join_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
