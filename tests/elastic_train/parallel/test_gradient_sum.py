@@ -252,9 +252,10 @@ def test_processes_have_the_same_bits_and_discard_a_sum(tmp_path: Path) -> None:
 
 
 def test_buckets_are_cut_from_the_end_and_cover_every_gradient() -> None:
-    """Each has the requested bytes at least, except a vector's first; backward passes fill them in this order."""
+    """Each has just the requested bytes, except a vector's first; backward passes fill them in this order."""
     net = Net()
     flats, placed = place_gradients(list(net.parameters()))
+    starts = {id(one.parameter): one.start for one in placed}
     for least in (1, 100, 300, 1 << 20):
         buckets = cut_buckets(placed, flats, least)
         for number, flat in enumerate(flats):
@@ -262,6 +263,9 @@ def test_buckets_are_cut_from_the_end_and_cover_every_gradient() -> None:
             assert ends[0][0] == 0 and ends[-1][1] == flat.numel()
             assert all(one[1] == other[0] for one, other in pairwise(ends))
             assert all((hi - lo) * flat.element_size() >= least for lo, hi in ends[1:])
+        for bucket in (bucket for bucket in buckets if len(bucket.parameters) > 1):
+            without_last = bucket.hi - starts[id(bucket.parameters[-2])]
+            assert without_last * flats[bucket.flat].element_size() < least, "it was full before"
         filled = [parameter for bucket in buckets for parameter in bucket.parameters]
         assert sorted(map(id, filled)) == sorted(map(id, net.parameters()))
     assert [[len(bucket.parameters)] for bucket in cut_buckets(placed, flats, 1)] == [[1]] * 6

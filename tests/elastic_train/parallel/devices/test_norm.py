@@ -226,6 +226,22 @@ def test_between_two_norms_nothing_of_the_room_is_held() -> None:
     assert torch.equal(first, again)
 
 
+def test_a_kernel_that_does_not_compile_is_found_out_before_a_step_needs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton compiles a kernel when it is first called; torch's operations are used instead."""
+
+    def fold(*_: object) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(squares, "triton_fold", lambda: fold)
+    squares.cuda_fold.cache_clear()
+    try:
+        assert squares.cuda_fold() is None and "Triton cannot compile" in caplog.text
+    finally:
+        squares.cuda_fold.cache_clear()
+
+
 def test_nothing_has_norm_zero() -> None:
     assert total_norm(squares_of_grains([]).numpy()) == 0.0
 
