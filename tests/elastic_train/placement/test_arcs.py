@@ -140,3 +140,11 @@ def test_what_ranks_give_one_another_makes_everybody_whole(
         assert got == int(layout.span[seating.trained[rank]].sum())
         whole = np.concatenate([seating.trained[other] for other in (rank, *seating.neighbours())])
         assert sorted(whole.tolist()) == layout.trained.tolist()
+
+
+def test_a_ranks_first_neighbour_is_the_one_to_its_right() -> None:
+    """So the ranks of a group do not all exchange with one of them first."""
+    layout, seats = blocks(1, 4), seats_of([("", str(number)) for number in range(4)], 1)
+    for rank, seat in enumerate(seats):
+        neighbours = Seating(layout, circle_of(layout), seats, rank).neighbours()
+        assert [seats[other].slot for other in neighbours] == [(seat.slot + step) % 4 for step in (1, 2, 3)]

@@ -61,6 +61,7 @@ def test_a_small_layout_by_hand() -> None:
     )
     assert [tensor.names for tensor in layout.tensors] == [("embed", "head"), ("bias",), ("scalar",), ("none",)]
     assert [tensor.grains for tensor in layout.tensors] == [range(2), range(2, 3), range(3, 4), range(4, 4)]
+    assert [tensor.bounds for tensor in layout.tensors[1:]] == [(0, 70), (0, 1), (0,)]
     assert [tensor.start for tensor in layout.tensors] == [0, 2 * GRAIN, 2 * GRAIN + 128, 2 * GRAIN + 192]
     assert layout.span.tolist() == [GRAIN, GRAIN, 128, 64]
     assert layout.tensors[0].units == ("", "root")

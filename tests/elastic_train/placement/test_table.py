@@ -135,3 +135,28 @@ def test_what_parts_have_measured_counts_once(table: Table) -> None:
         for rank, grains in of_part:
             rows[rank, : grains.size] = squares[parts.numbers[part][grains]]
     assert parts.squares_of(rows, table.updated).tolist() == squares[parts.layout.trained].tolist()
+
+
+def test_a_replicas_ranks_are_consecutive() -> None:
+    parts = parts_of(2, in_shares=False)
+    assert [Table(parts, rank=rank, size=6, cell=Cell(tensor=2)).place for rank in range(6)] == [0, 1] * 3
+
+
+def test_the_first_and_the_last_stage_give_each_other_the_gradients_of_tied_weights() -> None:
+    """Both stages have a tensor, each in two halves: ranks with the same half do. The first stage alone has another."""
+
+    def half(name: str, shape: tuple[int, int], number: int) -> Listed:
+        cut, rows = CUT[name], shape[0] // 2
+        assert cut is not None
+        return Listed(name, (rows, shape[1]), "torch.float32", cut=cut.part(number * rows, (number + 1) * rows))
+
+    shapes, none = {"wide": WIDE, "tall": TALL}, Listed("tall", (0, 3000), "torch.float32")
+    whole = lay_out([Listed(name, shape, "torch.float32", cut=CUT[name]) for name, shape in shapes.items()])
+    first = [lay_out([half(name, shape, number) for name, shape in shapes.items()]) for number in range(2)]
+    last = [lay_out([half("wide", WIDE, number), none]) for number in range(2)]
+    starts = {name: [0, shape[0] * shape[1] // 2] * 2 for name, shape in shapes.items()}
+    parts = Parts(whole, [*map(Column, (*first, *last))], starts, {*shapes})
+    table = Table(parts, size=4, cell=Cell(stage=2, tensor=2))
+    upper, lower = (grains.tolist() for grains in np.split(np.array(whole.tensors[0].grains), 2))
+    exchanged = sorted((one.giver, one.taker, one.grains.tolist()) for one in table.ties)
+    assert exchanged == [(0, 2, upper), (1, 3, lower), (2, 0, upper), (3, 1, lower)]
