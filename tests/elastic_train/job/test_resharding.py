@@ -15,7 +15,7 @@ import torch
 from elastic_train.errors import PeerLostError
 from elastic_train.job import reshard
 from elastic_train.job.peer_states import PeerState, gather_peer_states, leave_out_unfinished, roll_forward
-from elastic_train.job.reshard import take_state
+from elastic_train.job.reshard import seats_at, take_state
 from elastic_train.job.state_shards import Place
 from elastic_train.placement.seats import seats_of
 from tests.elastic_train.job.sharded.shard_jobs import Shards, build, fingerprint, meet, replicated, train
@@ -99,3 +99,11 @@ def test_who_was_away_while_shares_were_lost_is_not_followed() -> None:
     assert max(one.place for one in kept) == Place(7, 20) and num_lost == 0, "what is pending counts"
     kept, num_lost = leave_out_unfinished(table, [*behind, newest])
     assert max(one.place for one in kept) == Place(7, 20) and num_lost > 0, "steps of the newest world are given up"
+
+
+def test_who_holds_a_share_of_the_current_step_keeps_it() -> None:
+    """In whatever order they are ranks now; a share of an earlier step counts as none."""
+    before, now = seats_of([("", str(number)) for number in range(3)], 1), Place(7, 20)
+    brought = [PeerState(now, before[number], ("", str(number))) for number in (2, 1)]
+    found = seats_at([*brought, PeerState(Place(6, 20), before[2], ("", "3"))], 1, now)
+    assert [seat.arcs for seat in found] == [before[number].arcs for number in (2, 1, 0)]
