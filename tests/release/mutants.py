@@ -39,7 +39,7 @@ AREAS = {
     "elastic_train/program": "*.py",
     "elastic_train/placement": "*.py",
 }
-WIDER = ("tests/elastic_train/job", "tests/elastic_train/world", "tests/elastic_train/checkpoint")
+WIDER = tuple(f"tests/elastic_train/{name}" for name in ("job", "world", "checkpoint", "parallel"))
 SEEDS = range(12)
 QUICK = "not slow and not process and not long and not deploy and not hunt and not monitoring"
 OPTIONS = ("-qq", "-s", "-p", "no:xdist", "--hypothesis-profile", "inner-loop", "--hypothesis-seed", "0", "-m", QUICK)
