@@ -28,7 +28,7 @@ from pyetcd import exceptions as failures
 from pyetcd import utils
 
 from rendezvous.agent.identity import split_endpoint
-from rendezvous.errors import OptionError, StoreError, StoreUnavailableError, TooFewNodesError
+from rendezvous.errors import OptionError, StoreDeniedError, StoreError, StoreUnavailableError, TooFewNodesError
 from rendezvous.etcd.answers import (
     Meaning,
     code_of,
@@ -249,7 +249,8 @@ def range_end_of(prefix: str, end: str) -> bytes:
 def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
     """Wait until etcd answers, since it may have failed together with this node; raise TooFewNodesError on timeout.
 
-    A restart would not help, and a wrong address looks the same. Raises OptionError if etcd is too old.
+    A restart would not help, and a wrong address looks the same. Raises at once OptionError if etcd is too old, and
+    StoreDeniedError if it denies access: it has never let this process in.
     """
     log, deadline = WaitingLog(_log, timeout_s), time.monotonic() + timeout_s
     with contextlib.closing(Connection(options)) as connection:
@@ -260,6 +261,8 @@ def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
                 return
             except StoreUnavailableError as error:
                 if time.monotonic() >= deadline:
+            except StoreDeniedError:
+                raise
                     raise TooFewNodesError(f"etcd did not answer within {timeout_s:g} s: {error}") from error
                 why = str(error)
                 log.waits(lambda left_s, why=why: f"waiting for etcd, giving up in {left_s:.0f} s: {why}")  # type: ignore[misc]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import grpc
 import pytest
 
+from rendezvous.errors import StoreDeniedError
+from rendezvous.etcd import connection
 from rendezvous.etcd.answers import Meaning, details_of, meaning_of, needs_new_client
+from rendezvous.etcd.options import etcd_options
 
 CODE = grpc.StatusCode
 
@@ -60,3 +63,14 @@ def test_an_outage_is_one_reason_whichever_address_was_tried_last(tried: str, wh
     """A line for each try told of a host with two addresses."""
     details = details_of(AnswerError(CODE.UNAVAILABLE, f"failed to connect to all addresses; last error: {tried}"))
     assert details == why.rpartition("2379: ")[2]
+
+
+def test_one_whom_etcd_denies_access_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node asked without a pause for a quarter of an hour, and then said that too few nodes came."""
+
+    def refuse(*_: object) -> None:
+        raise StoreDeniedError("etcd refused the user 'me'")
+
+    monkeypatch.setattr(connection, "list_prefix", refuse)
+    with pytest.raises(StoreDeniedError):
+        connection.await_etcd(etcd_options("127.0.0.1:1"), "/nothing", 0.2)
