@@ -107,7 +107,7 @@ class Connection:
         self._lock = threading.Lock()
         self._current: _Lent | None = None
         self._is_closed = False
-        self._reading: Call[_OnDisk] | None = None
+        self._reading: Call[_OnDisk | OSError | OptionError] | None = None
         self._last_words = "no answer"
         self._denied: Exception | None = None
         self._denied_until = -math.inf
@@ -210,7 +210,7 @@ class Connection:
         """Read the files on another thread, since their storage may hang; a hanging read is not started again."""
         if not self.options.is_on_disk:
             return _read_from_disk(self.options)
-        reading = self._reading or begin("etcd's files", partial(_read_from_disk, self.options))
+        reading = self._reading or begin("etcd's files", partial(_tried_to_read, self.options))
         self._reading = reading
         try:
             found = reading.result(DISK_S)
@@ -221,6 +221,8 @@ class Connection:
         finally:
             if reading.ended.is_set():
                 self._reading = None
+        if isinstance(found, Exception):  # every thread that waits for it gets it: a call raises its error once
+            raise found
         return found
 
     def _may_pass(self, error: BaseException) -> bool:
@@ -259,10 +261,10 @@ def await_etcd(options: EtcdOptions, prefix: str, timeout_s: float) -> None:
                 list_prefix(connection, prefix, min(TRY_S, max(0.1, deadline - time.monotonic())))
                 _refuse_too_old(connection)
                 return
-            except StoreUnavailableError as error:
-                if time.monotonic() >= deadline:
             except StoreDeniedError:
                 raise
+            except StoreUnavailableError as error:
+                if time.monotonic() >= deadline:
                     raise TooFewNodesError(f"etcd did not answer within {timeout_s:g} s: {error}") from error
                 why = str(error)
                 log.waits(lambda left_s, why=why: f"waiting for etcd, giving up in {left_s:.0f} s: {why}")  # type: ignore[misc]
@@ -320,6 +322,13 @@ def _read_from_disk(options: EtcdOptions) -> _OnDisk:
     """
     files = [path for path in (options.ca_cert, options.key, options.cert) if path is not None]
     return _OnDisk(options.addresses(), tuple(Path(path).read_bytes() for path in files))
+
+
+def _tried_to_read(options: EtcdOptions) -> _OnDisk | OSError | OptionError:
+    try:
+        return _read_from_disk(options)
+    except (OSError, OptionError) as error:
+        return error
 
 
 def _make_client(options: EtcdOptions, found: _OnDisk, call_timeout_s: float) -> pyetcd.MultiEndpointEtcd3Client:

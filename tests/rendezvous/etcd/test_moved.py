@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -36,6 +39,24 @@ def test_a_file_of_endpoints_is_read_whenever_it_is_asked(tmp_path: Path, monkey
             options.addresses()
     with pytest.raises(OptionError, match="is given alone"):
         etcd_options("@etcd.endpoints,n1:2379")
+
+
+def test_every_thread_hears_that_the_files_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that waited for hanging storage one heard it, and the others took None for what had been read."""
+    hold, connected = threading.Event(), connection.Connection(etcd_options(f"@{tmp_path}/endpoints"))
+
+    def read(options: object) -> NoReturn:
+        hold.wait(PATIENCE_S)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "endpoints")
+
+    monkeypatch.setattr(connection, "_read_from_disk", read)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(connected._read_from_disk)]
+        eventually(lambda: connected._reading is not None, "the first one waits")
+        waiting.append(pool.submit(connected._read_from_disk))
+        threading.Event().wait(0.2)  # until the second one waits as well
+        hold.set()
+        assert [isinstance(one.exception(PATIENCE_S), OSError) for one in waiting] == [True, True]
 
 
 def test_a_node_has_an_address_before_anybody_knows_where_etcd_is(tmp_path: Path) -> None:
