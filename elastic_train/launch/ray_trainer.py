@@ -59,11 +59,13 @@ class ElasticTrainer:
             "runtime_env": None if run_config is None else run_config.worker_runtime_env,
         }
         failures = None if run_config is None else run_config.failure_config
+        resources = dict(scaling_config.resources_per_worker or {"CPU": 1.0})
+        if scaling_config.use_gpu:
+            resources.setdefault("GPU", 1.0)  # beside what else is named, as Ray has it
         self._job = RayJob(
             resolved,
             nodes=":".join(map(str, _both(scaling_config.num_workers))),
-            resources=scaling_config.resources_per_worker
-            or {"CPU": 1.0, **({"GPU": 1.0} if scaling_config.use_gpu else {})},
+            resources=resources,
             run_id=None if run_config is None else run_config.name,
             endpoint=endpoint,
             most_failures=MOST_FAILURES if failures is None else failures.max_failures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from elastic_train.errors import ConfigError, TooFewNodesError
 from elastic_train.launch import on_ray
 from elastic_train.launch.on_ray import FINAL_CODES, RayJob, run_on_ray
 from elastic_train.launch.schedulers import without_schedulers
+from elastic_train.launch.ray_trainer import ElasticTrainer
 from elastic_train.world.forming import DOMAIN
 
 CONFIG = Config.model_validate({"run": {"dir": "/runs/one"}, "data": {"train": "/rows"}})
@@ -256,3 +258,34 @@ def test_an_address_with_a_password_reaches_the_launcher_and_no_file(monkeypatch
     _, text, _, left_out = cluster.given
     assert left_out == {"ELASTIC_TRAIN__TRACKING__MLFLOW_URI": "http://me:planted@host:4318"}
     assert "planted" not in text
+
+
+@dataclass
+class Scaling:
+    """What is read of Ray Train's ScalingConfig."""
+
+    num_workers: int = 1
+    use_gpu: bool = False
+    resources_per_worker: dict[str, float] | None = None
+    placement_strategy: str = "PACK"
+    accelerator_type: str | None = None
+    label_selector: dict[str, str] | None = None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "resources"),
+    [
+        (Scaling(use_gpu=True), {"CPU": 1.0, "GPU": 1.0}),
+        (Scaling(use_gpu=True, resources_per_worker={"CPU": 8}), {"CPU": 8, "GPU": 1.0}),
+        (Scaling(use_gpu=True, resources_per_worker={"CPU": 8, "GPU": 4}), {"CPU": 8, "GPU": 4}),
+        (Scaling(resources_per_worker={"CPU": 8}), {"CPU": 8}),
+        (Scaling(), {"CPU": 1.0}),
+    ],
+)
+def test_a_worker_of_ray_train_that_uses_a_gpu_has_one(
+    tmp_path: Path, scaling: Scaling, resources: dict[str, float]
+) -> None:
+    """Also where CPUs are asked for: it trained on these, as Ray shows a node no GPU that it has not asked for."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.to_yaml())
+    assert ElasticTrainer(path, scaling_config=scaling)._job.resources == resources  # type: ignore[arg-type]
