@@ -298,7 +298,9 @@ class _Nodes:
     def _note_placed(self, timeout_s: float) -> None:
         """Record which nodes have been placed; a node lost meanwhile had been placed, too."""
         refs = {node.placed: node for node in self._nodes if node.placed is not None}
-        placed, _ = self._ray.wait(list(refs), num_returns=1, timeout=timeout_s) if refs else ([], [])
+        placed, others = self._ray.wait(list(refs), num_returns=1, timeout=timeout_s) if refs else ([], [])
+        if placed and others:
+            placed = [*placed, *self._ray.wait(others, num_returns=len(others), timeout=0.0)[0]]
         for ref in placed:
             refs[ref].placed = None
             with contextlib.suppress(self._ray.exceptions.RayError):

@@ -78,12 +78,11 @@ class Cluster:
         return self.actors[-1]
 
     def wait(self, refs: list[tuple[str, int]], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        kinds = {kind for kind, _ in refs}
         if not self.room:
             return [], refs
-        if kinds == {"host"}:
-            return refs, []
-        return ([min(refs)], refs[1:]) if min(refs)[1] < len(self.ends) else ([], refs)
+        ready = [(kind, number) for kind, number in sorted(refs) if kind == "host" or number < len(self.ends)]
+        ready = ready[:num_returns]
+        return ready, [ref for ref in refs if ref not in ready]
 
     def get(self, ref: tuple[str, int]) -> object:
         kind, number = ref
@@ -124,6 +123,12 @@ def test_the_result_is_that_of_rank_0s_node_whichever_node_ends_first(
 
 
 @pytest.mark.parametrize(
+def test_all_nodes_that_have_a_place_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was taken note of each second, and the others were killed, and so was whoever had the result."""
+    found, _ = ended(monkeypatch, [*[(0, None)] * 7, (0, {"step": 9, "term": 4})], nodes="1:8")
+    assert found == (0, {"step": 9, "term": 4})
+
+
     ("kind", "why"), [(OutOfMemoryError, "the actor died"), (RayTaskError, "No space left on device")]
 )
 def test_a_node_that_is_killed_for_memory_or_cannot_write_costs_the_others_nothing(
