@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from elastic_train.config.schema import Config
 from elastic_train.config.sources import ENV_PREFIX, variable_of
 from elastic_train.errors import ConfigError, CorruptError, NoProgressError, Preempted, TooFewNodesError
 from elastic_train.launch.job_etcd import JobEtcd
-from elastic_train.launch.options import TIMEOUT_S, for_no_etcd, parse_nodes
+from elastic_train.launch.options import TIMEOUT_S, Flags, for_no_etcd, parse_nodes
 from elastic_train.launch.schedulers import CONF, read_conf, without_schedulers
 from elastic_train.system.extras import needed_for
 from elastic_train.system.files import write_atomically
@@ -85,10 +86,9 @@ class RayJob:
         for key, place in named.items():
             if place is not None and "://" not in place and not Path(place).is_absolute():
                 yield f"{key} is {place}: nodes on Ray have working directories of their own; give an absolute path"
-        if self.ranks is not None and self.ranks < 1:
-            yield f"--ranks must be at least 1, not {self.ranks}; leave it out for one rank per GPU"
+        yield from Flags(ranks=self.ranks, grace_s=self.grace_s, timeout_s=self.timeout_s).problems()
         for name, amount in self.resources.items():
-            if amount < 0:
+            if not 0 <= amount < math.inf:
                 yield f"a node cannot have {amount:g} of {name}"
 
     def to_etcd(self) -> dict[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from pathlib import Path
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,8 @@ from elastic_train.config.schema import Config
 from elastic_train.errors import ConfigError, TooFewNodesError
 from elastic_train.launch import on_ray
 from elastic_train.launch.on_ray import FINAL_CODES, RayJob, run_on_ray
-from elastic_train.launch.schedulers import without_schedulers
 from elastic_train.launch.ray_trainer import ElasticTrainer
+from elastic_train.launch.schedulers import without_schedulers
 from elastic_train.world.forming import DOMAIN
 
 CONFIG = Config.model_validate({"run": {"dir": "/runs/one"}, "data": {"train": "/rows"}})
@@ -122,13 +123,13 @@ def test_the_result_is_that_of_rank_0s_node_whichever_node_ends_first(
     assert found == (0, {"step": 9, "term": 4})
 
 
-@pytest.mark.parametrize(
 def test_all_nodes_that_have_a_place_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """One was taken note of each second, and the others were killed, and so was whoever had the result."""
     found, _ = ended(monkeypatch, [*[(0, None)] * 7, (0, {"step": 9, "term": 4})], nodes="1:8")
     assert found == (0, {"step": 9, "term": 4})
 
 
+@pytest.mark.parametrize(
     ("kind", "why"), [(OutOfMemoryError, "the actor died"), (RayTaskError, "No space left on device")]
 )
 def test_a_node_that_is_killed_for_memory_or_cannot_write_costs_the_others_nothing(
@@ -181,11 +182,10 @@ def test_all_mistakes_are_reported_at_once() -> None:
     """Paths of the driver's own folder would be others on each node."""
     config = Config.model_validate({"run": {"dir": "runs/one"}, "data": {"train": "rows", "validation": "s3://b/v"}})
     with pytest.raises(ConfigError) as refused:
-        run_on_ray(RayJob(config, "3:2", {"CPU": -1.0}, ranks=0))
+        run_on_ray(RayJob(config, "3:2", {"CPU": -1.0, "a": math.nan}, ranks=0, grace_s=-1.0, timeout_s=math.nan))
     said = " ".join(refused.value.problems)
-    assert all(
-        part in said for part in ("--nodes must be", "run.dir is runs/one", "data.train is rows", "--ranks", "-1")
-    )
+    parts = ("--nodes must be", "run.dir is runs/one", "data.train is rows", "--ranks", "-1 of CPU", "nan of a")
+    assert all(part in said for part in (*parts, "--grace-s must be", "--timeout-s must be"))
     assert "data.validation" not in said
 
 
