@@ -181,7 +181,7 @@ def _skypilot(environ: Mapping[str, str]) -> Found | None:
         return None
     return Found(
         nodes="1" if len(addresses) == 1 else f"1:{len(addresses)}",
-        ranks=environ.get("SKYPILOT_NUM_GPUS_PER_NODE"),
+        ranks=None if num_gpus == "0" else num_gpus,
         run_id=environ.get("SKYPILOT_TASK_ID"),
         host=addresses[0],
         is_host=environ.get("SKYPILOT_NODE_RANK", "0") == "0",
@@ -193,4 +193,5 @@ def first_host(nodelist: str) -> str:
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]
+    num_gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
     return head + rest.split("]")[0].split(",")[0].split("-")[0]

@@ -99,6 +99,11 @@ def test_the_first_node_of_other_schedulers_has_the_jobs_etcd(
         assert resolved(Flags(), {**environ, rank: "0"}).is_etcd_host
 
 
+def test_a_node_of_skypilot_without_gpus_has_one_rank() -> None:
+    """SkyPilot says 0 there, which was refused as a number of ranks."""
+    assert resolved(Flags(), {**SKYPILOT, "SKYPILOT_NUM_GPUS_PER_NODE": "0"}).ranks == 1
+
+
 def test_the_host_of_c10ds_address_knows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorchJob gives all pods the same address, and no number of their own."""
     monkeypatch.setattr(socket, "gethostname", lambda: "job-worker-0")
