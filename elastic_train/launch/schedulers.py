@@ -7,6 +7,7 @@ alone on one of many nodes.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -123,7 +124,7 @@ def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: 
     if backend in ("c10d", "static") and endpoint:
         # the address is a node's, where torchrun would host its store
         host, endpoint = endpoint.rpartition(":")[0] or endpoint, None
-        is_host = host.partition(".")[0] == socket.gethostname().partition(".")[0] or host in _OWN_ADDRESSES
+        is_host = _is_here(host)
     elif backend not in ("c10d", "static", "etcd", "etcd-v2"):
         problems.append(f"PET_RDZV_BACKEND={backend}: give etcd, and PET_RDZV_ENDPOINT=HOST:PORT of one")
     return Found(
@@ -137,6 +138,19 @@ def said_to_torchrun(environ: Mapping[str, str], problems: list[str], warnings: 
         local_addr=named.get("PET_LOCAL_ADDR"),
         conf=read_conf(named.get(CONF, ""), problems),
     )
+
+
+def _is_here(host: str) -> bool:
+    """Return True if a host is this machine, by its name or one of its addresses."""
+    if host in _OWN_ADDRESSES or host.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    from rendezvous.etcd.server import unreachable  # only here: etcd's client is slow to import
+
+    return unreachable(host) is None
 
 
 def read_conf(text: str, problems: list[str]) -> dict[str, str]:
@@ -179,6 +193,7 @@ def _skypilot(environ: Mapping[str, str]) -> Found | None:
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
     if not addresses:
         return None
+    num_gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
     return Found(
         nodes="1" if len(addresses) == 1 else f"1:{len(addresses)}",
         ranks=None if num_gpus == "0" else num_gpus,
@@ -193,5 +208,4 @@ def first_host(nodelist: str) -> str:
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]
-    num_gpus = environ.get("SKYPILOT_NUM_GPUS_PER_NODE")
     return head + rest.split("]")[0].split(",")[0].split("-")[0]

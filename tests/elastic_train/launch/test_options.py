@@ -115,6 +115,13 @@ def test_the_host_of_c10ds_address_knows_itself(monkeypatch: pytest.MonkeyPatch)
     assert (own.max_restarts, own.rendezvous_options()["timeout"]) == (0, 7.0)
 
 
+def test_c10ds_address_may_be_one_of_the_machines_own() -> None:
+    """By its number nobody knew itself: all nodes waited for the first one, which waited for itself."""
+    for address, is_own in (("127.0.0.2", True), ("198.51.100.7", False)):
+        plan = resolved(Flags(), {**PYTORCH_JOB, "PET_RDZV_ENDPOINT": f"{address}:23456"})
+        assert (plan.etcd_address, plan.is_etcd_host) == (address, is_own)
+
+
 def test_all_of_torchruns_variables_are_known_and_no_other() -> None:
     """A variable that would change nothing is named in a warning; one that torchrun does not have is refused."""
     named = {f"PET_{action.dest.upper()}" for action in get_args_parser()._actions if action.option_strings}
