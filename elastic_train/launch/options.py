@@ -162,7 +162,13 @@ def resolve(config: Path, overrides: Sequence[str], flags: Flags, environ: Mappi
         is_etcd_host=not shared or found.is_host is True,
         etcd_address=found.host if shared and found.host else "127.0.0.1",
         timeout_s=TIMEOUT_S if timeout_s is None else timeout_s,
-        conf=_without(found.conf, ttl=ttl_s, timeout=timeout_s),
+        conf=_without(
+            found.conf,
+            ttl=ttl_s,
+            timeout=timeout_s,
+            recovery=None if flags.recovery == RECOVERIES[0] else flags.recovery,  # a default is not given
+            compact=None if flags.compact else flags.compact,
+        ),
         warnings=tuple(warnings),
     )
 
@@ -192,9 +198,9 @@ def for_no_etcd(endpoint: str | None, conf: Mapping[str, str]) -> Iterator[str]:
         )
 
 
-def _without(conf: Mapping[str, str], **given: float | None) -> dict[str, str]:
+def _without(conf: Mapping[str, str], **given: float | str | None) -> dict[str, str]:
     """Return the options that no flag sets."""
-    taken = {name for flag, value in given.items() if value is not None for name in SYNONYMS[flag]}
+    taken = {name for flag, value in given.items() if value is not None for name in SYNONYMS.get(flag, (flag,))}
     return {name: value for name, value in conf.items() if name not in taken}
 
 

@@ -173,6 +173,16 @@ def test_an_etcd_with_tls_is_that_of_all_nodes_of_a_scheduler(scheduled: dict[st
         resolved(Flags(), tls)
 
 
+def test_flags_win_over_what_is_said_to_torchrun() -> None:
+    """Those with another value than the default, which nobody need have given."""
+    said = {"PET_RDZV_CONF": "recovery=live,compact=true"}
+    options = resolved(Flags(recovery="restart", compact=False), said).rendezvous_options()
+    assert (options["recovery"], options["compact"]) == ("restart", False)
+    said = {"PET_RDZV_CONF": "recovery=restart,compact=false"}
+    options = resolved(Flags(), said).rendezvous_options()
+    assert (options["recovery"], options["compact"]) == ("restart", "false")
+
+
 def test_what_is_said_to_torchrun_wins_over_what_a_scheduler_says() -> None:
     said = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_MASTER_ADDR": "gpu09", "PET_NODE_RANK": "0"}
     plan = resolved(Flags(), {**SLURM, **said})
