@@ -6,7 +6,6 @@ slow import.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ from rendezvous.etcd.options import ETCD_KEYS, wrong_id
 
 _NODES = re.compile("([0-9]+)(?::([0-9]+))?")
 RECOVERIES = ("live", "restart")
-MAX_RESTARTS, TTL_S, TIMEOUT_S = 100, 3.0, 900.0
+MAX_RESTARTS, TTL_S, TIMEOUT_S, MOST_S = 100, 3.0, 900.0, 1e9
 SYNONYMS = {"ttl": ("ttl", "keep_alive_interval", "keep_alive_max_attempt"), "timeout": ("timeout", "join_timeout")}
 """Names in --rdzv_conf of the option that each flag sets."""
 TO_ETCD = (*ETCD_KEYS, "cacert", "ssl_cert", "ssl_cert_key")
@@ -107,8 +106,8 @@ class Flags:
         if self.max_restarts is not None and self.max_restarts < 0:
             yield f"--max-restarts must be at least 0, not {self.max_restarts}"
         for name, seconds in (("--ttl-s", self.ttl_s), ("--grace-s", self.grace_s), ("--timeout-s", self.timeout_s)):
-            if seconds is not None and not 0 <= seconds < math.inf:
-                yield f"{name} must be a number of seconds, 0 or more, not {seconds}"
+            if seconds is not None and not 0 <= seconds <= MOST_S:
+                yield f"{name} must be a number of seconds, from 0 to {MOST_S:.0f}, not {seconds}"
 
     def arguments(self) -> list[str]:
         """Return the equivalent command line, without defaults."""

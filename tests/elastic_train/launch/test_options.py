@@ -308,6 +308,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
         (Flags(ttl_s=math.inf), "--ttl-s must be a number of seconds"),
         (Flags(grace_s=math.nan), "--grace-s must be a number of seconds"),
         (Flags(grace_s=-1.0), "--grace-s must be a number of seconds"),
+        (Flags(grace_s=1e10), "--grace-s must be a number of seconds"),  # no timer takes it, when SIGTERM comes
     ],
 )
 def test_numbers_out_of_range_are_refused(flags: Flags, message: str) -> None:
