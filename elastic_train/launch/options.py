@@ -26,8 +26,8 @@ RECOVERIES = ("live", "restart")
 MAX_RESTARTS, TTL_S, TIMEOUT_S, MOST_S = 100, 3.0, 900.0, 1e9
 SYNONYMS = {"ttl": ("ttl", "keep_alive_interval", "keep_alive_max_attempt"), "timeout": ("timeout", "join_timeout")}
 """Names in --rdzv_conf of the option that each flag sets."""
-TO_ETCD = (*ETCD_KEYS, "cacert", "ssl_cert", "ssl_cert_key")
-"""Keys of --rdzv_conf about an etcd that the launcher has not started."""
+TO_ETCD = {**{key: key for key in ETCD_KEYS}, "cacert": "ca_cert", "ssl_cert": "cert", "ssl_cert_key": "key"}
+"""Keys of --rdzv_conf about an etcd that the launcher has not started, with our name of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from rich.text import Text
 
 from elastic_train.cli.output import Json, console, narrow_table, print_json, print_table, print_text
 from elastic_train.errors import ConfigError, TooFewNodesError, translated
+from elastic_train.launch.options import TO_ETCD
 from elastic_train.launch.schedulers import Found, said_to_torchrun
 from elastic_train.system.wording import counted, did_you_mean, nearest
-from rendezvous.etcd.options import ETCD_KEYS, EtcdOptions, etcd_options
+from rendezvous.etcd.options import EtcdOptions, etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
 from rendezvous.membership.store import Put, Snapshot, Store
@@ -72,7 +73,7 @@ def etcd_of(flag: str | None, found: Found) -> EtcdOptions | None:
     Raises ConfigError with all that is wrong with these.
     """
     endpoint = flag or found.endpoint
-    conf = {name: value for name, value in found.conf.items() if name in ETCD_KEYS}
+    conf = {TO_ETCD[name]: value for name, value in found.conf.items() if name in TO_ETCD}
     with translated():
         return None if endpoint is None else etcd_options(endpoint, conf)
 

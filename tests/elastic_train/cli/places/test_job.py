@@ -14,7 +14,8 @@ import yaml
 
 from chaos.services.authority import Authority
 from elastic_train.cli.main import main
-from elastic_train.cli.places.job import nodes_of, row_of
+from elastic_train.cli.places.job import _asked, etcd_of, nodes_of, row_of
+from elastic_train.launch.schedulers import Found
 from rendezvous import EtcdServer, MemoryStore
 from rendezvous.membership.records import Keys, Member, View, encode, read_view
 from rendezvous.membership.store import Put
@@ -127,6 +128,16 @@ def test_a_view_says_who_leaves_and_who_is_out_of_reach() -> None:
     assert row_of("j", view).state == "training"
     assert row_of("j", View(1, (member("a"),), world)).state == "waiting"
     assert row_of("j", View(1, (), world)).state == "gone"
+
+
+def test_etcds_certificates_may_have_torchs_names(tmp_path: Path) -> None:
+    """As for `launch`: without them the connection was in plain text, which an etcd with TLS does not answer."""
+    paths = {name: tmp_path / name for name in ("cacert", "ssl_cert", "ssl_cert_key")}
+    for path in paths.values():
+        path.touch()
+    options = etcd_of("etcd:2379", Found(conf={name: str(path) for name, path in paths.items()}))
+    assert options is not None
+    assert [options.ca_cert, options.cert, options.key] == [str(path) for path in paths.values()]
 
 
 def test_a_request_is_read_from_the_store() -> None:
