@@ -43,8 +43,10 @@ class MemoryStore:
 
     def swap(self, writes: Writes, guards: Guards) -> int | None:
         with self.changed:
-            if len(guards) > MOST_GUARDS:
-                raise StoreRefusedError(f"too many operations in a transaction: {len(guards)} guards")
+            if max(len(guards), len(writes)) > MOST_GUARDS:
+                raise StoreRefusedError(
+                    f"too many operations in a transaction: {len(guards)} guards, {len(writes)} writes"
+                )
             if not all(self._holds(key, revision) for key, revision in guards.items()):
                 return None
             self._revision += 1

@@ -18,7 +18,7 @@ ABSENT = 0
 """Revision of a key that does not exist; as a guard, it makes a write create the key."""
 
 MOST_GUARDS = 128
-"""Maximum number of guards in a transaction: etcd's default (--max-txn-ops)."""
+"""Maximum number of guards in a transaction, and of writes: etcd's default (--max-txn-ops)."""
 
 
 @dataclass(frozen=True, slots=True)

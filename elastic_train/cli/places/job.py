@@ -28,7 +28,7 @@ from elastic_train.system.wording import counted, did_you_mean, nearest
 from rendezvous.etcd.options import EtcdOptions, etcd_options
 from rendezvous.etcd.store import EtcdStore
 from rendezvous.membership.records import JOBS, REQUEST_S, Keys, Member, View, read_view
-from rendezvous.membership.store import Put, Snapshot, Store
+from rendezvous.membership.store import MOST_GUARDS, Put, Snapshot, Store
 
 Etcd = Annotated[str | None, Parameter(name="--etcd")]
 LOOK_S = 1.0
@@ -240,11 +240,12 @@ def _named(view: View, node: str) -> str:
 
 
 def _asked(store: Store, run_id: str, nodes: Sequence[str], wait_s: float, *, is_json: bool) -> int:
-    """Write the requests, all in one transaction, and wait until the nodes are gone."""
+    """Write the requests, as many in a transaction as etcd takes, and wait until the nodes are gone."""
     keys = Keys(run_id)
     if nodes:
         lease = store.lease(REQUEST_S, renew=False)
-        store.swap({keys.leave(node): Put("", lease) for node in nodes}, {})
+        for first in range(0, len(nodes), MOST_GUARDS):
+            store.swap({keys.leave(node): Put("", lease) for node in nodes[first : first + MOST_GUARDS]}, {})
     left = _await_gone(store, keys, set(nodes), wait_s)
     if is_json:
         print_json({"asked": list(nodes), "left": sorted(set(nodes) - left), "still_there": sorted(left)})

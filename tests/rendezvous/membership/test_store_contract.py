@@ -71,6 +71,14 @@ def test_the_guards_of_a_transaction_are_limited(side: Side) -> None:
     assert texts(side) == {"a": "1"}
 
 
+def test_the_writes_of_a_transaction_are_limited(side: Side) -> None:
+    writes = {f"{side.prefix}{number}": Put("1") for number in range(MOST_GUARDS)}
+    assert side.store.swap(writes, {}) is not None
+    with pytest.raises(StoreRefusedError, match="too many operations"):
+        side.store.swap({**writes, side.prefix + "a": Put("2")}, {})
+    assert len(texts(side)) == MOST_GUARDS
+
+
 def test_revisions_grow_and_creation_stays(side: Side) -> None:
     """Every write has a higher revision, and a key keeps the revision of its creation until it is deleted."""
     key = side.prefix + "a"

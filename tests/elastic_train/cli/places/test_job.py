@@ -146,6 +146,14 @@ def test_a_request_is_read_from_the_store() -> None:
     assert read_view(store.get(keys.prefix), keys).leaving == {"n1"}
 
 
+def test_all_nodes_of_a_large_job_are_asked_to_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    """Etcd refuses a transaction of so many requests, and so none was asked."""
+    store, nodes = MemoryStore(), [f"n{number}" for number in range(300)]
+    assert _asked(store, "j", nodes, 0.0, is_json=False) == 0
+    assert len(store.get(Keys("j").leaves).entries) == 300
+    assert "300 nodes left" in capsys.readouterr().out
+
+
 @pytest.mark.process
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A job that etcd does not know, a node that it does not have, and nodes that would not hear it."""
