@@ -159,9 +159,14 @@ def examine_folders(
     folders: Iterable[str], anonymous: Callable[[Path], IO[bytes]] = anonymous_file
 ) -> Iterator[Finding]:
     """Yield for each folder whether it keeps what is written; a missing folder's nearest parent is checked."""
-    for folder in dict.fromkeys(_existing(Path(one)) for one in folders):
+    examined = set[Path]()
+    for one in folders:
+        folder = Path(one)
         try:
-            yield _examined(folder, anonymous)
+            folder = _existing(folder)
+            if folder not in examined:
+                examined.add(folder)
+                yield _examined(folder, anonymous)
         except OSError as error:
             found = f"{folder}: a file of {size(NUM_BYTES)} cannot be written and read: {error.strerror or error}"
             mount = mount_of(folder)

@@ -28,6 +28,7 @@ from elastic_train.health.examinations import (
 )
 from elastic_train.health.precheck import NUM_BYTES, anonymous_file, examine_folders
 from elastic_train.health.result import Finding, Planned, examine_all, ok
+from elastic_train.system.file_systems import Mount
 from rendezvous import EtcdServer, etcd_options
 
 CPU = torch.device("cpu")
@@ -197,6 +198,25 @@ def test_errors_of_a_local_device_fail_and_what_training_copes_with_is_told(
 
     [finding] = examine_folders([str(tmp_path)], opened)
     assert (finding.level, os.strerror(number) in finding.found) == (level, True)
+
+
+@pytest.mark.parametrize(("number", "level"), [(13, "warn"), (107, "warn"), (116, "warn"), (5, "fail")])
+def test_a_folder_that_cannot_be_looked_at_is_told_like_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, level: str
+) -> None:
+    """EACCES, and ENOTCONN and ESTALE of a server that is away, kept a fit node out; other folders are examined."""
+    away, is_dir = tmp_path / "away", Path.is_dir
+
+    def refused(self: Path) -> bool:
+        if self == away:
+            raise OSError(number, os.strerror(number))
+        return is_dir(self)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    monkeypatch.setattr(precheck, "mount_of", lambda path: Mount("/", "ext4", frozenset()))
+    first, second = examine_folders([str(away), str(tmp_path)])
+    assert (first.level, second.level) == (level, "ok")
+    assert str(away) in first.found and os.strerror(number) in first.found
 
 
 def test_an_error_on_a_network_mount_is_no_proof_against_this_node(
