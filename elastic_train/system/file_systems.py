@@ -55,9 +55,12 @@ def location_of(url: str) -> Location | None:
     if "://" in url:
         return None
     real = Path(os.path.realpath(url))
-    nearest = next((path for path in (real, *real.parents) if path.exists()), None)
     mount = mount_of(real)
-    return None if nearest is None or mount is None else (nearest.stat().st_dev, mount.point, str(real))
+    try:
+        nearest = next((path for path in (real, *real.parents) if path.exists()), None)
+        return None if nearest is None or mount is None else (nearest.stat().st_dev, mount.point, str(real))
+    except OSError:  # its server is away
+        return None
 
 
 def hazards(url: str, mounts: Path = MOUNTS) -> Iterator[str]:

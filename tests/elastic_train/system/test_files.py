@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from elastic_train.system.file_systems import hazards, mount_of
+from elastic_train.system.file_systems import hazards, location_of, mount_of
 from elastic_train.system.files import publish, write_atomically
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.history import History
@@ -138,3 +139,17 @@ def test_what_is_dangerous_is_named(url: str, words: list[str], mounts: Path) ->
 def test_a_kernel_that_does_not_say_is_no_hazard(tmp_path: Path) -> None:
     """Without /proc nothing is known, and nothing is said."""
     assert list(hazards("/any", tmp_path / "missing")) == []
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN, errno.EACCES])
+def test_a_folder_whose_server_is_away_has_no_location(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whoever enters a world trains on without it; this ended the process, each time."""
+    assert location_of(str(tmp_path)) is not None
+
+    def away(path: Path) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "exists", away)
+    assert location_of(str(tmp_path)) is None
