@@ -25,7 +25,7 @@ def own_address(given: str | None, options: EtcdOptions, max_nodes: int) -> str:
     node of many jobs, or /etc/hosts maps the machine's name to a loopback address, as Debian's installer does, the
     route to etcd is local; then the default route's address is used.
     """
-    if given is not None:
+    if given:
         return _checked(given)
     for host, port in [*_etcds(options), *(ELSEWHERE if max_nodes > 1 else ())]:
         address = address_towards(host, port)
@@ -89,11 +89,17 @@ def _checked(given: str) -> str:
     try:
         with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM) as listener:
             listener.bind((bare, 0))
+            bound = str(listener.getsockname()[0])
     except OSError as error:
         raise OptionError(
             f"--local-addr {given}: nothing can listen at this address ({error}): give one that this machine has and "
             "the other nodes reach, or leave it out for the one by which this node reaches etcd"
         ) from None
+    if ipaddress.ip_address(bound).is_unspecified:
+        raise OptionError(
+            f"--local-addr {given} is every address of whichever machine uses it: give one by which the other nodes "
+            "reach this one, or leave it out for the one by which this node reaches etcd"
+        )
     return bare
 
 

@@ -36,6 +36,14 @@ def test_an_address_that_this_machine_does_not_have_is_refused() -> None:
         own_address("198.51.100.7", HERE, max_nodes=2)
 
 
+@pytest.mark.parametrize("given", ["0.0.0.0", "0"])
+def test_an_address_of_every_machine_is_refused(given: str) -> None:
+    """Others took it for their own: each node was out of reach of all others."""
+    with pytest.raises(OptionError, match=r"--local-addr .* is every address of whichever machine uses it"):
+        own_address(given, HERE, max_nodes=2)
+    assert own_address("", HERE, max_nodes=1) == "127.0.0.1", "a variable without a value gives none"
+
+
 def test_addresses_and_interfaces_of_this_machine() -> None:
     """The loopback interface always exists; an address of another machine belongs to no interface."""
     assert address_towards("127.0.0.1", 9) == "127.0.0.1"
