@@ -136,4 +136,6 @@ def _endpoint(text: str) -> str:
         host, port = bare, str(DEFAULT_PORT)
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
         raise OptionError(f"etcd's endpoint {text!r} is not HOST:PORT")
+    if ":" in host and not host.startswith("["):
+        raise OptionError(f"etcd's endpoint {text!r} is not HOST:PORT; write an IPv6 address in brackets: [::1]:{port}")
     return f"{host}:{port}"

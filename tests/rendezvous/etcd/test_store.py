@@ -480,3 +480,6 @@ def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
 def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
     """Endpoints with or without scheme, port and brackets are accepted."""
     assert etcd_options(text).endpoints == expected
+    for bare in ("::1", "fd00::5:2379"):
+        with pytest.raises(OptionError, match=rf"{bare}' is not HOST:PORT; write an IPv6 address in brackets"):
+            etcd_options(bare)
