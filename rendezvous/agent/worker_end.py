@@ -221,7 +221,8 @@ def note_end(named: Mapping[str, Any] | None, code: int, how: str, **more: objec
     """Write the note that a worker requested, on a thread, because the folder may hang."""
     if named is not None and code not in IN_GOOD_ORDER:
         line = {**named["facts"], "t": time.time(), "exit_code": code, "why": how, **more}
-        threading.Thread(target=_append, args=(named["path"], line), name=_NOTES, daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started now
+            threading.Thread(target=_append, args=(named["path"], line), name=_NOTES, daemon=True).start()
 
 
 def await_notes() -> None:

@@ -99,8 +99,15 @@ class LiveAgent(BoundAgent):
                     how = self._how_it_ended(rank, code)
                     _log.warning("worker %d %s: another is started in its place", rank, how)
             if rank in self._due_at and now >= self._due_at[rank]:
-                del self._due_at[rank]
-                self._replace(worker_group, rank)
+                try:
+                    self._replace(worker_group, rank)
+                except OSError as error:  # no process can be started now: the node's other workers train on
+                    if not self._budget.take("start", rank, now):
+                        return self._fail(worker_group, rank, code)
+                    self._due_at[rank] = now + LONGEST_PAUSE_S
+                    _log.warning("worker %d cannot be started, and is tried again later: %s", rank, error)
+                else:
+                    del self._due_at[rank]
                 is_alive = True
         if 0 in codes(handlers) and not self._due_at:
             self._end_the_rest(now)

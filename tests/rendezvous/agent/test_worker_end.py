@@ -236,3 +236,14 @@ def test_a_folder_that_is_gone_keeps_no_agent_from_going_on(tmp_path: Path) -> N
         == -9
     )
     assert lines_of(path) == []
+
+
+def test_an_end_is_judged_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent ended with its node's other workers, for a note."""
+
+    def refuse(**_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(worker_end.threading, "Thread", refuse)
+    worker_end.note_end({"path": str(tmp_path / "note"), "facts": {}}, -signal.SIGKILL, "was killed by SIGKILL")
+    assert not list(tmp_path.iterdir())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -21,6 +23,7 @@ from rendezvous.torchelastic import bound_agent
 from rendezvous.torchelastic.bound_agent import BoundAgent
 from rendezvous.torchelastic.entry_point import create_handler
 from rendezvous.torchelastic.live_agent import (
+    LONGEST_PAUSE_S,
     PER_S,
     SHORT_LIFE_S,
     STATE_LOST_CODE,
@@ -194,6 +197,27 @@ def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> N
     workers.look(1.0)
     workers.die(1, 1)
     assert [worker.pid for worker in workers.handlers.values()] == [11, 12]
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_be_started_costs_no_other_of_its_node(workers: Workers) -> None:
+    """Where memory or processes have run out for a moment. It is tried again, but not more often than it may be."""
+    dead, other, agent = workers.handlers[0], workers.handlers[1], workers.agent
+    start, agent._start_worker = agent._start_worker, unstartable  # type: ignore[method-assign]
+    assert workers.die(0, -9) is WorkerState.HEALTHY
+    assert (workers.handlers[0], workers.handlers[1]) == (dead, other)
+    assert workers.look(LONGEST_PAUSE_S) is WorkerState.HEALTHY
+    agent._start_worker = start  # type: ignore[method-assign]
+    assert workers.look(LONGEST_PAUSE_S) is WorkerState.HEALTHY
+    assert workers.handlers[0].pid == 7 and not agent._due_at
+    agent._start_worker = unstartable  # type: ignore[method-assign]
+    workers.die(0, -9)
+    assert workers.look(LONGEST_PAUSE_S) is WorkerState.HEALTHY
+    assert workers.look(LONGEST_PAUSE_S) is WorkerState.FAILED, "the fourth time within an hour"
+
+
+def unstartable(**_: object) -> NoReturn:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 @pytest.mark.slow
