@@ -169,7 +169,7 @@ class EtcdLease:
             started, wait_s = time.monotonic(), self.ttl_s / 3
             try:
                 left_s = self._connection.call(self._refresh, give_up_after_s=self.ttl_s / 3)
-            except StoreError as error:
+            except (StoreError, RuntimeError) as error:  # the latter if no thread can be started
                 if self._stopped.is_set():
                     return  # revoked meanwhile
                 # Etcd keeps leases across its own outage: only its explicit answer ends this one.

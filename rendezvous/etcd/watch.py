@@ -75,7 +75,8 @@ class Mirror:
             end = self._end
             try:
                 self._stream()
-            except (StoreError, grpc.RpcError, failures.Etcd3Exception) as error:  # nothing ends this thread
+            # nothing ends this thread, not even that another cannot be started now (RuntimeError)
+            except (StoreError, grpc.RpcError, failures.Etcd3Exception, RuntimeError) as error:
                 _log.debug("the watch of %s waits for etcd: %s", self._prefix, error)
                 if isinstance(error, StoreDeniedError):
                     self._closed.wait(between(*DENIED_S))

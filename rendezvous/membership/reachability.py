@@ -176,7 +176,7 @@ class Reachability:
             if is_asked or self._misses_any() or self._away:
                 try:
                     self.look(hangs=hangs)
-                except StoreError as error:
+                except (StoreError, RuntimeError) as error:  # the latter if no thread can be started
                     _log.debug("could not report the nodes that are out of reach: %s", error)
             if self._away and not self._misses_any():
                 self._closed.wait(AGAIN_S)

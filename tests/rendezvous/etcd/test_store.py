@@ -23,6 +23,7 @@ from rendezvous import EtcdServer, EtcdStore, OptionError, StoreUnavailableError
 from rendezvous.errors import StoreDeniedError
 from rendezvous.etcd import watch as mirror
 from rendezvous.etcd.connection import Connection, await_etcd, list_prefix
+from rendezvous.etcd.data_loss import DataLossDetector
 from rendezvous.etcd.options import too_old
 from rendezvous.etcd.store import EtcdLease
 from rendezvous.etcd.tally import Tally
@@ -371,6 +372,20 @@ def test_an_etcd_that_is_too_old_is_refused_at_once(etcd: EtcdServer, monkeypatc
         await_etcd(options, "/nothing", 60.0)
 
 
+def test_a_thread_that_cannot_be_started_does_not_end_a_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its member saw no change any more, and kept its lease: the others waited for it."""
+    begun: list[int] = []
+
+    def stream(self: mirror.Mirror) -> None:
+        begun.append(1)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mirror.Mirror, "_stream", stream)
+    watch = mirror.Mirror(etcd_options("127.0.0.1:1"), "/a", "", first=Snapshot(1, {}), data_loss=DataLossDetector())
+    eventually(lambda: len(begun) > 1, "another try", 30.0)
+    watch.close()
+
+
 def test_a_missing_etcd_is_reported() -> None:
     """Without an etcd a call ends with an error that names the endpoint and says what to do."""
     with pytest.raises(StoreUnavailableError, match=r"127\.0\.0\.1:1 .*refused.*Start etcd there"):
@@ -466,6 +481,9 @@ def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 4
     with pytest.raises(OptionError, match="not HOST:PORT"):
         etcd_options("host:port")
+    for bare in ("::1", "fd00::5:2379"):
+        with pytest.raises(OptionError, match=rf"{bare}' is not HOST:PORT; write an IPv6 address in brackets"):
+            etcd_options(bare)
     with pytest.raises(OptionError, match=r"'https://b:2379': https needs ca_cert"):
         etcd_options("a:2379, https://b:2379")
     authority = tmp_path / "ca.pem"
@@ -480,6 +498,3 @@ def test_options_report_everything_that_is_wrong(tmp_path: Path) -> None:
 def test_endpoints_are_read(text: str, expected: tuple[str, ...]) -> None:
     """Endpoints with or without scheme, port and brackets are accepted."""
     assert etcd_options(text).endpoints == expected
-    for bare in ("::1", "fd00::5:2379"):
-        with pytest.raises(OptionError, match=rf"{bare}' is not HOST:PORT; write an IPv6 address in brackets"):
-            etcd_options(bare)

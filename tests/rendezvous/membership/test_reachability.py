@@ -179,3 +179,22 @@ def test_a_refusing_node_that_lives_is_taken_for_dead_once_and_then_for_out_of_r
     looking.close()
     for node in nodes.values():
         node.leave()
+
+
+def test_a_thread_that_cannot_be_started_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards nobody noticed, on that node, which others were out of reach."""
+    looks: list[bool] = []
+
+    def look(self: Reachability, *, hangs: bool) -> None:
+        looks.append(hangs)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Reachability, "look", look)
+    node = make_node(MemoryStore(), "a")
+    looking = Reachability(node)
+    looking.ask(is_urgent=True)
+    eventually(lambda: looks, "the first look")
+    looking.ask(is_urgent=True)
+    eventually(lambda: len(looks) == 2, "another look", 30.0)
+    looking.close()
+    node.leave()
