@@ -42,6 +42,8 @@ class JobEtcd:
         self.endpoint = endpoint
         self._server = server
         self._is_over = threading.Event()
+        self.is_lost = False
+        """True once it has ended and cannot be started again."""
         # Processes that the thread starts die with it, so it lives as long.
         self._keeper = threading.Thread(target=self._keep, name="etcd", daemon=True)
 
@@ -71,6 +73,7 @@ class JobEtcd:
             except (ServerError, StoreError, OSError) as error:
                 num_tries += 1
                 _log.warning("the job's etcd could not be started again: %s", error)
+        self.is_lost = not self._is_over.is_set()
         self._is_over.wait()
 
 
@@ -98,10 +101,10 @@ def job_etcd(plan: Launch) -> Iterator[JobEtcd]:
         server.start()
         yield etcd
         if not is_alone:
-            _await_others(server.endpoint, plan)
+            _await_others(etcd, server.endpoint, plan)
     except departure.AskedToLeave:
         if not is_alone and not server.has_ended:
-            _await_others(server.endpoint, plan)
+            _await_others(etcd, server.endpoint, plan)
         raise
     finally:
         etcd.close()
@@ -124,14 +127,17 @@ def _await_etcd(endpoint: str, name: str, timeout_s: float) -> None:
             )
 
 
-def _await_others(endpoint: str, plan: Launch) -> None:
-    """Return once no worker of the job is left; after a request to leave, at the latest when the grace period ends."""
+def _await_others(etcd: JobEtcd, endpoint: str, plan: Launch) -> None:
+    """Return once no worker of the job is left, or its etcd is lost; after a request to leave, at the latest when the
+    grace period ends."""
     keys, log = Keys(plan.run_id), WaitingLog(_log)
     with contextlib.closing(EtcdStore(etcd_options(endpoint))) as store:
         while (asked_s := departure.asked_s()) is None or asked_s < plan.grace_s:
             try:
                 num_left = len(store.get(keys.members).entries)
             except StoreError:
+                if etcd.is_lost:
+                    break
                 continue  # it is being restarted
             except departure.AskedToLeave:
                 continue  # the grace period starts now
