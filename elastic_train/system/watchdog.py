@@ -259,6 +259,8 @@ def _work_done() -> tuple[float, int]:
 
 
 DUMP_SIGNAL = signal.SIGRTMAX
+READ_BY_THE_LOADER = ("LD_LIBRARY_PATH",)
+"""Variables without which this interpreter may not find its own library, e.g. one from an environment module."""
 ENDS_WITHIN_S = 1.0
 
 
@@ -275,7 +277,7 @@ class Observer:
             ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            env={},
+            env={name: os.environ[name] for name in READ_BY_THE_LOADER if name in os.environ},
             cwd="/",
         )
         assert self._process.stdin is not None, "it was asked for"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from elastic_train.system.watchdog import ENTERING_S, LEAST_S, MOST_LOOK_S, MOST
 from elastic_train.training import supervisor
 from elastic_train.training.commits import Commits
 from elastic_train.training.opening import resources
-from rendezvous.process_table import children_of, is_alive, is_stopped
+from rendezvous.process_table import children_of, environ_of, is_alive, is_stopped
 from tests.conftest import PATIENCE_S, eventually
 
 
@@ -300,6 +301,13 @@ while not select.select([sys.stdin], [], [], 0.05)[0]:
     watched.beat()
 print("goes on")
 """
+
+
+def test_the_observer_finds_what_its_interpreter_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a Python from an environment module could not start: no hang in native code was noticed."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/python/lib")
+    with contextlib.closing(watchdog.Observer()) as observer:
+        assert environ_of(observer._process.pid).get("LD_LIBRARY_PATH") == "/opt/python/lib"
 
 
 @pytest.mark.process
