@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # torch's registry imports this module during its own import
 BACKEND = "etcd"
 LAUNCHER_TIMEOUT_S = 900
 """Value that torch's launcher passes as `timeout`, as a number instead of text, if --rdzv_conf has none."""
+UNNAMED = "none"
+"""torchrun's run id where none is given."""
 
 _MALFORMED = (ArithmeticError, LookupError, TypeError, ValueError)
 _log = logging.getLogger("rendezvous")
@@ -160,6 +162,8 @@ class Conf:
         if problems:
             raise OptionError(*problems)
         _warn_of_ignored(values)
+        if params.run_id == UNNAMED:
+            _log.warning("no --rdzv_id is given: all jobs without one that meet in this etcd become one job")
         return cls(**options, etcd=etcd)
 
 

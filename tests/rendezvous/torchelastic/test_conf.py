@@ -226,6 +226,14 @@ def test_ignored_keys_are_logged_once_in_one_line(caplog: pytest.LogCaptureFixtu
     assert "ttl" not in line
 
 
+def test_a_job_without_a_name_is_told_that_it_shares_one(caplog: pytest.LogCaptureFixture) -> None:
+    """torchrun calls each of them "none": those of one etcd met in one world, without a word."""
+    with caplog.at_level(logging.WARNING, logger="rendezvous"):
+        for run_id in ("job", "none"):
+            Conf.read(RendezvousParameters("etcd", ENDPOINT, run_id, 1, 2))
+    assert caplog.messages == ["no --rdzv_id is given: all jobs without one that meet in this etcd become one job"]
+
+
 class _KeysRead(ast.NodeVisitor):
     """Collects the keys that a module of torch reads from a rendezvous' configuration, or documents."""
 
