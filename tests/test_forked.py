@@ -75,7 +75,7 @@ def test_forks_report_what_one_process_would(tmp_path: Path) -> None:
         "the test's process ended with code 7",
         "2 failed, 7 passed, 1 skipped, ",
     ):
-        assert said in reported, reported  # on a busy machine pytest may have a warning of its own to count
+        assert said in reported, reported  # the number of warnings is not compared: pytest may add its own
 
 
 def test_the_first_failure_ends_all_processes_if_asked(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class ElasticTrainer:
         failures = None if run_config is None else run_config.failure_config
         resources = dict(scaling_config.resources_per_worker or {"CPU": 1.0})
         if scaling_config.use_gpu:
-            resources.setdefault("GPU", 1.0)  # beside what else is named, as Ray has it
+            resources.setdefault("GPU", 1.0)  # use_gpu adds a GPU to other named resources, as in Ray
         self._job = RayJob(
             resolved,
             nodes=":".join(map(str, _both(scaling_config.num_workers))),

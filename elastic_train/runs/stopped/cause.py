@@ -128,7 +128,7 @@ def _ends_after(failures: Sequence[End], traces: Traces, members: Sequence[Line]
     if not any(_is_after(line, traces) for _, line in counted_ends) and len(traces.silent(counted_ends)) == len(
         members
     ):
-        return []  # the others went on without the node that left, and none of them has left a word
+        return []  # the others continued without the node that left, and ended without a message
     return sorted(counted_ends, key=lambda end: at(end[1]))
 
 

@@ -130,7 +130,7 @@ def save_folder(model: nn.Module, folder: Path, *, is_merged: bool) -> None:
     elif hasattr(found, "peft_config") and (changed := getattr(found, CHANGED, None)):
         raise ConfigError(
             f"task.params.hf.config: an adapter is loaded onto its base as the folder has it, without {changed[0]}: "
-            "export with --merge, or write the base with this configuration to a folder of its own, and train on that"
+            "export with --merge, or save the base with this configuration in a new folder and train from there"
         )
     if not hasattr(found, "save_pretrained"):
         raise ConfigError(

@@ -62,7 +62,7 @@ class Lost:
 def test_a_first_node_that_is_done_does_not_wait_for_others_in_an_etcd_that_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It asked for ever who was left, of an etcd that it had given up itself."""
+    """Otherwise it would ask the etcd that it has given up for ever."""
     for name in ("EtcdServer", "EtcdStore"):
         monkeypatch.setattr(job_etcd, name, Lost)
     monkeypatch.setattr(job_etcd, "MOST_TRIES", 1)

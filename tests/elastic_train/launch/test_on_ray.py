@@ -267,7 +267,7 @@ def test_an_address_with_a_password_reaches_the_launcher_and_no_file(monkeypatch
 
 @dataclass
 class Scaling:
-    """What is read of Ray Train's ScalingConfig."""
+    """The attributes of Ray Train's ScalingConfig that the trainer reads."""
 
     num_workers: int = 1
     use_gpu: bool = False

@@ -297,7 +297,7 @@ def test_a_model_of_a_subclass_goes_on_token_by_token() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"repetition_penalty": 50.0}, {"no_repeat_ngram_size": 1}, {"min_p": 0.99}])
 def test_settings_in_a_models_folder_do_not_choose_tokens(setting: dict[str, Any]) -> None:
-    """Where it ends is a setting, too, which counts."""
+    """The folder's end token still ends the text."""
     pytest.importorskip("transformers")
     model: Any = built({**LLAMA, "initializer_range": 0.5}).eval()
     own = model.generation_config

@@ -201,7 +201,7 @@ def test_a_worker_with_a_dead_ones_number_is_replaced_too(workers: Workers) -> N
 
 @pytest.mark.slow
 def test_a_worker_that_cannot_be_started_costs_no_other_of_its_node(workers: Workers) -> None:
-    """Where memory or processes have run out for a moment. It is tried again, but not more often than it may be."""
+    """Memory or processes may run out for a moment. The start is retried within the restart budget."""
     dead, other, agent = workers.handlers[0], workers.handlers[1], workers.agent
     start, agent._start_worker = agent._start_worker, unstartable  # type: ignore[method-assign]
     assert workers.die(0, -9) is WorkerState.HEALTHY

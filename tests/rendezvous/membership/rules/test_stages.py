@@ -192,7 +192,7 @@ def test_a_node_fills_its_room_with_the_stage_after_its_first() -> None:
 
 
 def test_a_node_makes_room_for_another_if_both_together_keep_more() -> None:
-    """The first node alone would keep most with stage 0, which is all that the second one has members of."""
+    """The first node would keep the most members with stage 0, but the second has members of that stage only."""
     assert allot([1, 1], [[[3], [2]], [[2], []]], num_stages=2, num_each=1) == [[0, 1], [1, 0]]
 
 
