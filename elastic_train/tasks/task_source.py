@@ -4,6 +4,9 @@ Imports are read from the files, including those inside functions, not from the 
 process that has trained for a while has loaded more than a new one. Installed packages count by version only, unless
 the task itself is in one; so does this package, except its tasks. Imports from elsewhere on the path, or by a computed
 name, are not seen.
+
+Nodes that train together compare these digests. The tasks of an installed release do not count there: releases of a
+series compute the same bits, though a message may read differently. Those of a source checkout count, as any file may.
 """
 
 from __future__ import annotations
@@ -42,6 +45,12 @@ def source_of(kind: Any) -> tuple[str, ...]:
     """
     files = source_files(kind)
     return tuple(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()[:12]}" for name in sorted(files))
+
+
+def compared(lines: Iterable[str]) -> list[str]:
+    """Return those lines of `source_of` that must be equal on all nodes."""
+    is_release = bool(_INSTALLED & set(Path(__file__).parts))
+    return [line for line in lines if not (is_release and line.startswith(f"{_PACKAGE}."))]
 
 
 def task_imports(path: str, package: str) -> bool:

@@ -45,7 +45,7 @@ from elastic_train.parallel.attention.kernels import machine_of
 from elastic_train.parallel.devices.switches import TUNED, described, tuned_kernels
 from elastic_train.parallel.group import Group
 from elastic_train.system.extras import import_named, version_of
-from elastic_train.tasks.task_source import source_of
+from elastic_train.tasks.task_source import compared, source_of
 from rendezvous.membership.records import Job
 from rendezvous.waiting import LOOK_EVERY_S, GivenUp, begin
 
@@ -213,7 +213,7 @@ def deciding(plan: Plan) -> dict[str, object]:
         "the training set's digest": plan.manifest.digest,
         "the validation set's digest": plan.feed.validation_digest,
         "the version of elastic-train": _series(_version("elastic-train")),
-        _MODULES: own_sources(plan),
+        _MODULES: compared(own_sources(plan)),
     }
     if (shares := plan.config.data.shares) is not None:
         found["the shares of data.mixture"] = list(shares)

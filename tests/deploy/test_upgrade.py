@@ -15,22 +15,20 @@ from pathlib import Path
 
 import pytest
 
+from chaos.judge.evidence.run_files import collect
 from rendezvous import EtcdServer
 from tests.conftest import ROOT, environ_of
 from tests.deploy.jobs import until_ranks
 from tests.elastic_train.training.live.test_live import (
     etcd,
-    finish,
     history,
-    launch_alone,
-    nothing_left,
     undisturbed,
     weights,
     write_config,
 )
 
 pytestmark = pytest.mark.deploy
-__all__ = ["etcd", "nothing_left", "undisturbed"]
+__all__ = ["etcd", "undisturbed"]
 PATIENT = ("--hang-timeout-s", "200", "--grace-s", "100")
 """A node that gets no processor for some seconds is neither lost nor hung: there are just the worlds of the test."""
 STEPS = 120
@@ -39,20 +37,30 @@ FROM_TAG = "+tag"
 SERIES = ".".join(version("elastic-train").split(".")[:2])
 
 
-def newer_release(folder: Path) -> Path:
-    """Copy the sources as the next release of the series, with a field of members and a key that others do not know."""
+def this_release(folder: Path) -> Path:
+    """Copy the sources to where a release is installed."""
+    sources = folder / "site-packages"
     for name in ("elastic_train", "rendezvous", "chaos", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "deploy"))
-    records = folder / "rendezvous" / "membership" / "records.py"
-    text, last = records.read_text(), "    missed: tuple[str, ...] = ()\n"
-    assert text.count(last) == 1
-    records.write_text(text.replace(last, f'{last}    rack: str = "of a newer release"\n'))
-    recipe = folder / "elastic_train" / "config" / "recipe.py"
-    text, last = recipe.read_text(), "    ema_decay: float | None = Field(default=None, gt=0, lt=1)\n"
-    assert text.count(last) == 1
-    recipe.write_text(text.replace(last, f"    warm_restarts: int = 0\n{last}"))
-    describe(folder, f"{SERIES}.99")
-    return folder
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "deploy"))
+    describe(sources, version("elastic-train"))
+    return sources
+
+
+def newer_release(folder: Path) -> Path:
+    """Copy the sources as the next release of the series, with what others do not know: a field of members, a key, and
+    a task's message."""
+    sources = this_release(folder)
+    field, key = "    missed: tuple[str, ...] = ()\n", "    ema_decay: float | None = Field(default=None, gt=0, lt=1)\n"
+    for name, old, new in (
+        ("rendezvous/membership/records.py", field, f'{field}    rack: str = "of a newer release"\n'),
+        ("elastic_train/config/recipe.py", key, f"    warm_restarts: int = 0\n{key}"),
+        ("elastic_train/tasks/text_classifier.py", "needed only for data", "of use for data"),
+    ):
+        text = (sources / name).read_text()
+        assert text.count(old) == 1
+        (sources / name).write_text(text.replace(old, new))
+    describe(sources, f"{SERIES}.99")
+    return sources
 
 
 def last_release(folder: Path) -> Path:
@@ -60,7 +68,7 @@ def last_release(folder: Path) -> Path:
 
     Where nothing is tagged yet, the commit before this one stands for a release, by a tag in a clone.
     """
-    clone, sources = folder / "clone", folder / "sources"
+    clone, sources = folder / "clone", folder / "last" / "site-packages"
     if git(ROOT, "rev-parse", "HEAD") is None:
         pytest.skip("no history here: a release is looked for among git's tags")
     assert git(ROOT, "clone", "--quiet", "--no-checkout", str(ROOT), str(clone)) is not None
@@ -70,7 +78,7 @@ def last_release(folder: Path) -> Path:
         tag = f"v{SERIES}.0"
         assert git(clone, "tag", tag, before) is not None
         assert git(clone, "describe", "--tags", "--abbrev=0", f"--match=v{SERIES}.*", tag) == tag
-    sources.mkdir()
+    sources.mkdir(parents=True)
     packed = folder / "release.tar"
     assert git(clone, "archive", f"--output={packed}", tag, "elastic_train", "rendezvous", "deploy") is not None
     subprocess.run(["tar", "-x", "-f", str(packed), "-C", str(sources)], check=True)
@@ -95,7 +103,7 @@ def describe(sources: Path, version: str) -> None:
 
 @contextmanager
 def node_of(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a node of another release, which leaves within the context."""
+    """Start a node of a release, which leaves within the context."""
     node = [
         "launch",
         config,
@@ -112,7 +120,7 @@ def node_of(folder: Path, sources: Path, etcd: EtcdServer, config: str) -> Itera
         folder.name,
     ]
     command = [sys.executable, "-m", "elastic_train.cli.main", *node]
-    with (folder / f"{sources.name}.log").open("ab") as log:
+    with (folder / f"{sources.parent.name}.log").open("ab") as log:
         environ = environ_of(PYTHONPATH=str(sources))
         process = subprocess.Popen(command, cwd=sources, env=environ, stdout=log, stderr=log)
     try:
@@ -126,22 +134,21 @@ def test_a_live_job_is_upgraded_and_taken_back_without_a_lost_step(
     tmp_path: Path, rows: Path, etcd: EtcdServer, undisturbed: Callable[[int], object]
 ) -> None:
     """The new one is taken in, the old one leaves, and an old one joins again: both orders of ranks, one hash."""
-    sources, done, run = newer_release(tmp_path / "newer"), tmp_path / "done", tmp_path / "run"
+    this, newer = this_release(tmp_path / "this"), newer_release(tmp_path / "newer")
+    done, run = tmp_path / "done", tmp_path / "run"
     config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
-    old = launch_alone(tmp_path, etcd, config, "old", *PATIENT)
-    term, _ = until_ranks(run, 1)
-    with node_of(tmp_path, sources, etcd, config) as new:
-        term, _ = until_ranks(run, 2, above=term)
-        old.send_signal(signal.SIGUSR1)
-        term, _ = until_ranks(run, 1, above=term)
-        assert old.wait(400) == 75
-        back = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
-        until_ranks(run, 2, above=term)
-        new.send_signal(signal.SIGUSR1)
-        assert new.wait(400) == 75, (tmp_path / "newer.log").read_text()
-        done.touch()
-        evidence, _ = finish(back, tmp_path)
-    assert weights(evidence) == undisturbed(STEPS)
+    with node_of(tmp_path, this, etcd, config) as old:
+        term, _ = until_ranks(run, 1)
+        with node_of(tmp_path, newer, etcd, config) as new:
+            term, _ = until_ranks(run, 2, above=term)
+            left(old, tmp_path / "this.log")
+            term, _ = until_ranks(run, 1, above=term)
+            with node_of(tmp_path, this, etcd, config) as back:
+                until_ranks(run, 2, above=term)
+                left(new, tmp_path / "newer.log")
+                done.touch()
+                assert back.wait(400) == 0, (tmp_path / "this.log").read_text()
+    assert weights(collect(run)) == undisturbed(STEPS)
     applied = Counter(
         step for step, _ in {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
     )
@@ -157,23 +164,28 @@ def test_a_run_of_the_last_release_goes_on_with_this_one(
 ) -> None:
     """Begun by the last tag, it is left and resumed by this source, which then takes a node of the tag in, as in an
     upgrade node by node. No step is lost, and the hash is that of a run of this source alone."""
-    sources, done, run = last_release(tmp_path), tmp_path / "done", tmp_path / "run"
+    last, this = last_release(tmp_path), this_release(tmp_path / "this")
+    done, run = tmp_path / "done", tmp_path / "run"
     config = write_config(tmp_path, rows, STEPS, lane_ms=500.0, until=done)
-    with node_of(tmp_path, sources, etcd, config) as old:
+    with node_of(tmp_path, last, etcd, config) as old:
         term, _ = until_ranks(run, 1)
-        old.send_signal(signal.SIGUSR1)
-        assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
-    left = json.loads(max((run / "commits").iterdir()).read_text())
-    assert left["versions"]["elastic-train"].endswith(FROM_TAG), "the tag's package has written it"
-    job = launch_alone(tmp_path, etcd, config, "node", *PATIENT)
-    term, _ = until_ranks(run, 1, above=term)
-    with node_of(tmp_path, sources, etcd, config) as old:
-        term, _ = until_ranks(run, 2, above=term)
-        old.send_signal(signal.SIGUSR1)
-        assert old.wait(400) == 75, (tmp_path / "sources.log").read_text()
-    until_ranks(run, 1, above=term)
-    done.touch()
-    evidence, _ = finish(job, tmp_path)
-    assert weights(evidence) == undisturbed(STEPS)
+        left(old, tmp_path / "last.log")
+    newest = json.loads(max((run / "commits").iterdir()).read_text())
+    assert newest["versions"]["elastic-train"].endswith(FROM_TAG), "the tag's package has written it"
+    with node_of(tmp_path, this, etcd, config) as job:
+        term, _ = until_ranks(run, 1, above=term)
+        with node_of(tmp_path, last, etcd, config) as old:
+            term, _ = until_ranks(run, 2, above=term)
+            left(old, tmp_path / "last.log")
+        until_ranks(run, 1, above=term)
+        done.touch()
+        assert job.wait(400) == 0, (tmp_path / "this.log").read_text()
+    assert weights(collect(run)) == undisturbed(STEPS)
     applied = {(line["step"], line["term"]) for line in history(run) if line["op"] == "step"}
     assert sorted(step for step, _ in applied) == list(range(1, STEPS + 1)), "each step once, in one world"
+
+
+def left(node: subprocess.Popen[bytes], log: Path) -> None:
+    """Ask a node to leave, and wait until it has."""
+    node.send_signal(signal.SIGUSR1)
+    assert node.wait(400) == 75, log.read_text()
