@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ START_TIMEOUT_S = 400.0
 RANKS_TIMEOUT_S = 300.0
 PATIENCE_S = 240.0
 """Seconds that a test waits for an expected event on a busy machine; no test checks how soon it happens."""
+MOST_LOG_LINES = 30
 MOST_UNSEEN = 50_000
 """The number of new objects after which the garbage collector runs."""
 standbys.FORKS_WITHIN_S = PATIENCE_S  # later a node starts programs, not forks: too slow for tests
@@ -129,6 +130,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     RUNNING[:] = [item]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of each log in a failed test's own folder: elsewhere, such as on CI, the folder is gone."""
+    report = yield
+    folder = getattr(item, "funcargs", {}).get("tmp_path")
+    if report.failed and folder is not None:
+        for log in sorted(path for pattern in ("log", "*.log") for path in folder.rglob(pattern) if path.is_file()):
+            lines = log.read_text(errors="replace").splitlines()[-MOST_LOG_LINES:]
+            report.sections.append((f"end of {log.relative_to(folder)}", "\n".join(lines)))
+    return report
 
 
 def write_rows(folder: Path, num_rows: int, *, seed: int = 0, num_files: int = 3, group_rows: int = 17) -> Path:
