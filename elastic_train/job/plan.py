@@ -40,6 +40,7 @@ from elastic_train.job.model_layout import check_model, make_gradients_dense
 from elastic_train.job.optimizers.choice import choose
 from elastic_train.job.optimizers.schedule import Recipe, check_schedule, say_end_of_rates
 from elastic_train.job.plan_facts import (
+    check_folders,
     config_of,
     describe_changes,
     describe_offload,
@@ -162,9 +163,7 @@ class Plan:
         """Return the model without weights if it can be initialized later; a compiler needs a pass with all weights."""
         config = self.config
         shares_weights = config.parallel.shards == "parameters" or config.parallel.pipeline > 1
-        if not shares_weights or config.compile is True:
-            return None
-        sketch = sketch_of(self.task)
+        sketch = sketch_of(self.task) if shares_weights and config.compile is not True else None
         return None if sketch is None else without_memory(sketch, self.device)
 
     def first_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -265,6 +264,7 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """Import the task, read the manifests and check that they fit; raise ConfigError or DataError."""
     config.check_num_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+    check_folders(config)
     if config.tracking.tensorboard:
         event_files.check_installed()
     if config.tracking.wandb is not None:

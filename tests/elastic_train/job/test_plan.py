@@ -147,6 +147,17 @@ def test_validations_are_due_after_steps_or_after_whole_epochs(rows: Path) -> No
     assert planned(rows).validates_every == 100 and planned(rows, validation={"every": None}).validates_every is None
 
 
+@pytest.mark.parametrize("below", ["", "/below/it"])
+def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_computed(rows: Path, below: str) -> None:
+    """It took the time of ten worlds, and ended as a store that cannot be written to."""
+    file = rows / "train" / "manifest.json"
+    places: list[dict[str, Any]] = [{"run": {"dir": f"{file}{below}"}}]
+    places += [{"checkpoint": {"url": f"{scheme}{file}{below}"}} for scheme in ("", "file://")]
+    for place in places:
+        with pytest.raises(ConfigError, match=rf"(run.dir|checkpoint.url) .*: {file} is a file, not a folder"):
+            make_plan(Config.model_validate({"data": {"train": str(rows)}, **place}))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
