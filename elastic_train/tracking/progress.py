@@ -81,6 +81,11 @@ class Status:
     slowest: tuple[int, float] | None = None
     """The rank that the others wait for, and its lane time relative to the median; None if all are similar."""
 
+    @property
+    def end(self) -> int:
+        """The last step: of a run that is further than the configuration's last step, its own."""
+        return max(self.step, self.total_steps)
+
 
 class Progress:
     """Shows the newest status: in place on a terminal, elsewhere a line at most every `LINE_EVERY_S` seconds."""
@@ -141,7 +146,7 @@ class Progress:
         self._shown_at, self._unshown = now, None
         if status.samples_per_s is not None:  # the first step takes longer, as it compiles and reads ahead
             self._rates = [*self._rates[-20:], (now, status.step)]
-        line = progress_line("training", status.step, status.total_steps, "steps")
+        line = progress_line("training", status.step, status.end, "steps")
         line += "".join(f", {name} {value}" for name, value in self._facts(status))
         if not self._console.is_terminal:
             self._console.print(line, highlight=False)
@@ -155,12 +160,13 @@ class Progress:
         def shown(value: float | None, form: str) -> str:
             return "-" if value is None else format(value, form)
 
-        of = "" if status.total_epochs is None else f" of {status.total_epochs}"
+        epochs = math.floor(status.epochs * 10) / 10
+        of = "" if status.total_epochs is None else f" of {max(status.total_epochs, math.ceil(epochs))}"
         slowest = (
             [("slowest", f"rank {status.slowest[0]} ({status.slowest[1]:.1f}x the median)")] if status.slowest else []
         )
         return [
-            ("epoch", f"{math.floor(status.epochs * 10) / 10:.1f}{of}"),
+            ("epoch", f"{epochs:.1f}{of}"),
             ("loss", shown(status.loss, ".4f")),
             ("samples/s", shown(status.samples_per_s, ".0f")),
             ("ranks", str(status.world)),
@@ -173,7 +179,7 @@ class Progress:
         (then, step), (now, _) = (self._rates[0], self._rates[-1]) if self._rates else ((0.0, 0), (0.0, 0))
         if status.step <= step or now <= then:
             return "-"
-        seconds = int((status.total_steps - status.step) * (now - then) / (status.step - step))
+        seconds = int((status.end - status.step) * (now - then) / (status.step - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 

@@ -104,6 +104,15 @@ def test_the_time_left_follows_the_rate_and_is_unknown_after_a_rollback(
     assert text().splitlines()[-1].endswith(f"time left {expected}")
 
 
+def test_a_run_whose_configuration_was_shortened_since_has_no_more_than_100_percent() -> None:
+    """It showed `20 of 15 steps, 133%`, and a negative time left."""
+    clock, (out, text) = Clock(), console(is_terminal=False)
+    progress = Progress(out, clock)
+    for clock.now, step in ((0.0, 110), (10.0, 150)):
+        progress.update(status(step))
+    assert "150 of 150 steps, 100%, epoch 2.5 of 3" in text() and text().splitlines()[-1].endswith("time left 0:00:00")
+
+
 def test_a_run_begins_with_0_percent_and_its_start_counts_for_no_rate() -> None:
     clock, (out, text) = Clock(), console(is_terminal=False)
     progress = Progress(out, clock)
