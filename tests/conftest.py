@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -364,6 +365,11 @@ def eventually(
     while not fact():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
         time.sleep(0.05)
+
+
+def no_thread(self: threading.Thread) -> None:
+    """Stand in for `Thread.start` at the limit of threads."""
+    raise RuntimeError("can't start new thread")
 
 
 def places_of(num_ranks: int | None) -> list[dict[str, str]]:

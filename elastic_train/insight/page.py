@@ -142,7 +142,7 @@ class Page:
         registry.register(self)
         try:
             server, _ = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter if no thread can be started
             log.warning(
                 "no page for Prometheus can be served at %s:%d (%s): training continues without; is it another job's "
                 "port? Set monitoring.port to a free one",

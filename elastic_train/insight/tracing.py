@@ -118,16 +118,17 @@ class Tracer:
         assert made is not None, "only what was begun is ended"
         self._clock.listener = None
         self._group.listen(None)
+        taken = self._taken
+        writing = threading.Thread(target=lambda: self._write(made, taken), name="trace", daemon=True)
         try:
             made.stop()
+            if self._writing is not None:
+                self._writing.join(WRITE_TIMEOUT_S)
+            writing.start()
         except RuntimeError as error:
-            self._fail(f"the trace of step {self._taken.first} was lost ({first_line(error)})")
+            self._fail(f"the trace of step {taken.first} was lost ({first_line(error)})")
             return
-        if self._writing is not None:
-            self._writing.join(WRITE_TIMEOUT_S)
-        taken = self._taken
-        self._writing = threading.Thread(target=lambda: self._write(made, taken), name="trace", daemon=True)
-        self._writing.start()
+        self._writing = writing
 
     def _write(self, made: profile, taken: _Taken) -> None:
         """Write the trace in the run's folder, under its final name once complete."""

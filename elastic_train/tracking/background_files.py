@@ -58,8 +58,9 @@ class BackgroundFiles:
         with self._putting:
             self._waiting.put(act)
             if not self._is_served:
-                self._is_served = True
-                threading.Thread(target=self._serve, name="run's files", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # no thread can be started now; the next call tries again
+                    threading.Thread(target=self._serve, name="run's files", daemon=True).start()
+                    self._is_served = True
 
     def take(self, num_bytes: int) -> bool:
         """Reserve bytes in the queue, which the thread returns; False if there is no room."""
@@ -120,8 +121,8 @@ class BackgroundFiles:
         """
         if self._look is not None and not self._look.ended.is_set():
             return otherwise
-        call = self._look = begin("look at the run's folder", look)
-        with contextlib.suppress(GivenUp, OSError):
+        with contextlib.suppress(GivenUp, OSError, RuntimeError):  # the latter if no thread can be started
+            call = self._look = begin("look at the run's folder", look)
             return call.result(ANSWER_S)  # type: ignore[return-value]
         return otherwise
 

@@ -167,7 +167,11 @@ class _Sending:
         self._is_through = threading.Event()
         self._status: str | None = None
         self._is_complete = False
-        threading.Thread(target=self._supervise, name=f"elastic-train: {to.name}", daemon=True).start()
+        try:
+            threading.Thread(target=self._supervise, name=f"elastic-train: {to.name}", daemon=True).start()
+        except RuntimeError as error:  # no thread can be started: the next term sends this one's values
+            self._show("cannot be reached", error)
+            self._is_through.set()
 
     def wait_run_id(self, timeout_s: float) -> str | None:
         self._has_answer.clear()

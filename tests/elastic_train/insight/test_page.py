@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from elastic_train.insight.phases import MemoryFacts, RankFacts, Utilisation
 from rendezvous import EtcdServer
 from rendezvous.etcd.server import free_ports
 from rendezvous.etcd.tally import Tally
-from tests.conftest import PATIENCE_S, begin, eventually
+from tests.conftest import PATIENCE_S, begin, eventually, no_thread
 from tests.elastic_train.training.live.test_live import ENDLESS, STARTED, etcd, nothing_left, write_config
 
 __all__ = ["etcd", "nothing_left"]  # fixtures
@@ -114,6 +115,14 @@ def test_a_port_that_is_taken_costs_the_page_and_nothing_else(page: Page, caplog
     assert page.port is None
     (said,) = caplog.messages
     assert "training continues without" in said and "Set monitoring.port to a free one" in said
+
+
+def test_a_page_without_a_thread_costs_the_page_and_nothing_else(
+    page: Page, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    page.open("127.0.0.1", 0)
+    assert page.port is None and "(can't start new thread): training continues without" in caplog.text
 
 
 def test_a_missing_package_costs_the_page_and_nothing_else(

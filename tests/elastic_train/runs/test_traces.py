@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +21,7 @@ from elastic_train.insight.phases import PHASES, StepClock
 from elastic_train.insight.tracing import Tracer, trace_name
 from elastic_train.parallel.point_to_point import Traffic
 from elastic_train.runs.traces import clock_offsets, merge_all
-from tests.conftest import start
+from tests.conftest import no_thread, start
 from tests.elastic_train.training.jobs import CLASSIFIER, config, result, succeed
 
 BASE_NS = 1_700_000_000_000_000_000
@@ -153,6 +154,14 @@ def test_a_tracer_listens_for_its_steps_alone(
             if step == 2:
                 broken.close()
     assert [record.message.count("training continues without traces") for record in caplog.records] == [1]
+    caplog.clear()
+    with monkeypatch.context() as limited, caplog.at_level(logging.WARNING):
+        limited.setattr(threading.Thread, "start", no_thread)
+        alone = Tracer(ProfileConfig(at_steps=(1,)), tmp_path / "alone", rank=0, term=1, clock=clock, group=group)
+        for step in range(2):
+            alone.applied(step)
+        alone.close()
+    assert "the trace of step 1 was lost (can't start new thread): training continues" in caplog.text
     caplog.clear()
     (tmp_path / "small").mkdir()
     full = Tracer(ProfileConfig(at_steps=(1, 2)), tmp_path / "small", rank=0, term=1, clock=clock, group=group)

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_train.tracking import background_files
 from elastic_train.tracking.background_files import BackgroundFiles
-from tests.conftest import PATIENCE_S, eventually
+from tests.conftest import PATIENCE_S, eventually, no_thread
 from tests.elastic_train.tracking.unqueued import Unqueued
 
 LINES = [b"line %d" % number for number in range(1000)]
@@ -159,3 +159,17 @@ def test_a_kill_costs_the_lines_of_the_last_moment(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert (tmp_path / "lines").read_bytes().splitlines() == LINES[:200]
+
+
+def test_a_thread_that_cannot_be_started_costs_nothing_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error ended the step that had a line to write, and no line of the process was written after it."""
+    files = BackgroundFiles()
+    lines = files.lines(tmp_path / "lines")
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", no_thread)
+        lines.append(LINES[0])
+        assert files.ask(lambda: 1, 0) == 0
+    lines.append(LINES[1])
+    assert files.flush(ALL_S) and lines.path.read_bytes().splitlines() == LINES[:2]

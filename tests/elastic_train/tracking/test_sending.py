@@ -15,7 +15,7 @@ from elastic_train.tracking import tracker
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.training import run
-from tests.conftest import PATIENCE_S
+from tests.conftest import PATIENCE_S, no_thread
 
 
 class Noting:
@@ -77,6 +77,17 @@ def test_a_run_folder_that_cannot_be_listed_for_a_while_does_not_end_the_sending
     assert noting.is_open.wait(PATIENCE_S)
     sending.ask_to_finish("FINISHED", goes_on=False)
     assert sending.is_finished(PATIENCE_S)
+
+
+def test_a_tracker_without_a_thread_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended the world that began."""
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    sending = tracker._Sending(Noting(), tmp_path, 2, [], BackgroundFiles())
+    sending.ask_to_finish("FINISHED", goes_on=False)
+    assert not sending.is_finished(PATIENCE_S) and sending.wait_run_id(PATIENCE_S) is None
+    assert "a tracker cannot be reached, training continues with local metrics: can't start new thread" in caplog.text
 
 
 def test_the_thread_that_trains_has_the_interpreter_back_soon() -> None:
