@@ -64,19 +64,17 @@ def sync(run_dir: Path, mlflow_uri: str | None = None) -> Synced:
     job = _job_of(run_dir, mlflow_uri)
     shown = without_password(job.mlflow_uri)
     bound_requests()
-    try:
-        with (run_dir / LOCK).open("w") as lock:
-            if not locked_by(lock.fileno(), 2 * SEND_EVERY_S):
-                raise StorageError(
-                    f"{run_dir}: a trainer is running and sends its metrics itself; sync after it has ended"
-                )
+    with (run_dir / LOCK).open("w") as lock:
+        if not locked_by(lock.fileno(), 2 * SEND_EVERY_S):
+            raise StorageError(f"{run_dir}: a trainer is running and sends its metrics itself; sync after it has ended")
+        try:
             return _repair(job)
-    except tracker_errors() as error:
-        if is_no_tracker(error):
-            raise ConfigError(
-                f"{shown} is not an MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
-            ) from error
-        raise StorageError(f"{shown}: MLflow cannot be reached; sync later: {first_line(error)}") from error
+        except tracker_errors() as error:
+            if is_no_tracker(error):
+                raise ConfigError(
+                    f"{shown} is not an MLflow database: {first_line(error)}; name a tracker with --mlflow-uri"
+                ) from error
+            raise StorageError(f"{shown}: MLflow cannot be reached; sync later: {first_line(error)}") from error
 
 
 def _repair(job: Job) -> Synced:

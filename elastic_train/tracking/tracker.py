@@ -8,6 +8,7 @@ calls. A thread stops when its run has a newer term, which then sends. `sync` do
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -155,7 +156,7 @@ class _Sending:
         self.num_failures = 0
         self.settled: float = 0
         self._run_dir, self._term, self._intervals, self._files = run_dir, term, intervals, files
-        self._is_open = False
+        self._lock, self._is_locked, self._is_open = contextlib.ExitStack(), False, False
         self._lines: LineageReader | None = None
         self._piece: list[Values | Settled] = []
         self._failures_in_a_row = 0
@@ -200,20 +201,18 @@ class _Sending:
             self._recall()
             if self._intervals:
                 self._is_awaited.wait(FIRST_STEPS_S)
-            with (self._run_dir / self.to.lock).open("w") as lock:
-                locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by a stopped older term
+            with self._lock:
                 self._deliver_in_spite_of_failures()
-        except OSError as error:
-            self._show("cannot be reached", error)
         finally:
             self._is_through.set()
             self._has_answer.set()
 
     def _recall(self) -> None:
         """Take the run's id from the folder; wait for the lines of this process's earlier terms, which come first."""
-        if (known := self.to.known_id()) is not None:
-            self._run_id = known
-            self._has_answer.set()
+        with contextlib.suppress(OSError):  # `open` says it
+            if (known := self.to.known_id()) is not None:
+                self._run_id = known
+                self._has_answer.set()
         self._files.flush(WRITE_TIMEOUT_S)
 
     def _deliver_in_spite_of_failures(self) -> None:
@@ -240,6 +239,10 @@ class _Sending:
             attempt(lambda: self._is_superseded() or self._end())  # unsendable values must not hide how the run ended
 
     def _deliver(self) -> None:
+        if not self._is_locked:
+            lock = self._lock.enter_context((self._run_dir / self.to.lock).open("w"))
+            locked_by(lock.fileno(), 10 * SEND_EVERY_S)  # held by a `sync`, or by a stopped older term
+            self._is_locked = True
         self._run_id = self.to.open()
         self._is_open = True
         self._has_answer.set()

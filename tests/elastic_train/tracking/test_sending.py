@@ -15,7 +15,7 @@ from elastic_train.tracking import tracker
 from elastic_train.tracking.background_files import BackgroundFiles
 from elastic_train.tracking.metric_log import Settled, Values
 from elastic_train.training import run
-from tests.conftest import PATIENCE_S, no_thread
+from tests.conftest import PATIENCE_S, eventually, no_thread
 
 
 class Noting:
@@ -74,6 +74,20 @@ def test_a_run_folder_that_cannot_be_listed_for_a_while_does_not_end_the_sending
     monkeypatch.setattr(tracker, "SEND_EVERY_S", 0.01)
     noting = Noting()
     sending = tracker._Sending(noting, tmp_path, 2, [], BackgroundFiles())
+    assert noting.is_open.wait(PATIENCE_S)
+    sending.ask_to_finish("FINISHED", goes_on=False)
+    assert sending.is_finished(PATIENCE_S)
+
+
+def test_a_run_folder_that_does_not_take_the_lock_for_a_while_does_not_end_the_sending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or a server that fails over, when the term began: its tracker got none of the term's values."""
+    monkeypatch.setattr(tracker, "SEND_EVERY_S", 0.01)
+    noting, run = Noting(), tmp_path / "run"
+    sending = tracker._Sending(noting, run, 2, [], BackgroundFiles())
+    eventually(lambda: sending.num_failures, "a lock that cannot be made")
+    run.mkdir()
     assert noting.is_open.wait(PATIENCE_S)
     sending.ask_to_finish("FINISHED", goes_on=False)
     assert sending.is_finished(PATIENCE_S)

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_train.cli import main
 from elastic_train.errors import ConfigError, StorageError
+from elastic_train.tracking.delivery import LOCK
 from elastic_train.tracking.mlflow_sync import sync
 from tests.elastic_train.tracking.mlflow.jobs import DOWN, run_of, start, steps
 
@@ -55,6 +56,10 @@ def test_sync_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--mlflow-uri"):
         sync(tmp_path)
     with pytest.raises(StorageError, match="cannot be reached"):
+        sync(tmp_path, DOWN)
+    (tmp_path / LOCK).unlink()
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(OSError, match=f"Is a directory: '{tmp_path}/{LOCK}'"):  # which was said of the tracker
         sync(tmp_path, DOWN)
 
 
