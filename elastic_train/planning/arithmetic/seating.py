@@ -7,13 +7,14 @@ one grain of the exact share.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_train.core.lanes import Counter, Part, owned_lanes, parts_of
+from elastic_train.core.lanes import owned_lanes
 from elastic_train.placement.arcs import cut_groups
 from elastic_train.placement.grains import Layout as Cut
 from elastic_train.placement.holdings import all_held, circle_of, num_elements
-from elastic_train.placement.seats import Seat, deal_lanes, group_lanes, seats_of
+from elastic_train.placement.seats import Seat, group_lanes, seats_of
 from elastic_train.planning.arithmetic.catalogue import Cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, place_elements
 from elastic_train.planning.arithmetic.model import ModelFacts
@@ -59,11 +60,10 @@ def seat_of(model: ModelFacts, layout: Layout, batch: Batch, cluster: Cluster) -
     if layout.shards != "optimizer":
         cells = group_seats(replicas, layout.copies, cluster)
         cell = min(cells, key=lambda one: one.size)
-        dealt = deal_lanes(cell, replicas, batch.num_lanes)
         runs = min(layout.context, seat.size)  # of leaves, by token position
         sums = _dealt(group_lanes(cell, replicas, batch.num_lanes), batch.num_lanes, runs)
-        count = max(len(deal_lanes(one, replicas, batch.num_lanes)) for one in cells)
-        return Seated(len(seats), seat.size, len(dealt), count, held_all, held_trained, *sums)
+        turns = [-(-len(group_lanes(one, replicas, batch.num_lanes)) // one.size) for one in (cell, *cells)]
+        return Seated(len(seats), seat.size, turns[0], max(turns), held_all, held_trained, *sums)
     return Seated(len(seats), seat.size, len(lanes), len(lanes), held_all, held_trained, *sums)
 
 
@@ -100,32 +100,39 @@ def shares(cut: Cut | None, size: int, replicas: int, copies: int, cluster: Clus
 def _most_lanes(replicas: int, num_lanes: int) -> range:
     """Return the lanes of a replica with the most lanes and, among these, with the most sums at the end."""
     owned = (owned_lanes(rank, replicas, num_lanes) for rank in range(replicas))
-    return max(owned, key=lambda lanes: (len(lanes), len(parts_of(lanes, num_lanes))))
+    return max(owned, key=lambda lanes: (len(lanes), len(_subtrees(lanes, num_lanes))))
+
+
+def _subtrees(lanes: range, num_lanes: int) -> list[int]:
+    """Return the number of lanes of each part of consecutive lanes (`parts_of`), without a look at every lane."""
+    sizes, lo, top = list[int](), lanes.start, 1 << (num_lanes - 1).bit_length()
+    hi = lanes.stop if lanes.stop < num_lanes else top  # the last subtrees are clipped
+    while lo < lanes.stop:
+        size = min(lo & -lo or top, 1 << (hi - lo).bit_length() - 1)
+        sizes.append(min(size, lanes.stop - lo))
+        lo += size
+    return sizes
 
 
 def _replicated(lanes: range, batch: Batch) -> tuple[int, int]:
     """Return the peak number of whole gradients put aside, and the number of sums at the end."""
-    return most_put_aside(lanes, batch.num_lanes), len(parts_of(lanes, batch.num_lanes))
+    sizes = _subtrees(lanes, batch.num_lanes)
+    return most_put_aside(sizes), len(sizes)
 
 
-@functools.lru_cache(1024)
-def most_put_aside(lanes: range, num_lanes: int) -> int:
-    """Return the peak number of partial sums, apart from the open one, in the binary counter of a run of lanes."""
-    counter, most = Counter[None](num_lanes, lambda left, right: None), 0
-    for leaf in (Part(0, lane) for lane in lanes):
-        most = max(most, len(counter.parts) - (leaf.sibling in counter.parts))  # a left sibling stays open
-        counter.push(leaf, None)
-    return most
+def most_put_aside(sizes: Sequence[int]) -> int:
+    """Return the peak number of partial sums, apart from the open one, in the binary counter of a run of lanes.
+
+    Before a lane, a subtree has a sum for each bit of the number of lanes before it. A left sibling stays open.
+    """
+    return max(number + ((size + 1) // 2).bit_length() - 1 for number, size in enumerate(sizes))
 
 
-@functools.lru_cache(1024)
 def _dealt(lanes: range, num_lanes: int, runs: int) -> tuple[int, int]:
     """Return the same counts for a rank with sharded gradients: its counter's peak less one, which holds its gradient.
 
     It adds `runs` runs of leaves, each like that of `lanes`.
     """
-    counter, most = Counter[None](num_lanes, lambda left, right: None), 0
-    for lane in lanes:
-        counter.push(Part(0, lane), None)
-        most = max(most, len(counter.parts))
-    return max(0, runs * most - 1), runs * len(counter.parts)
+    sizes = _subtrees(lanes, num_lanes)
+    most = max((number + max(1, size.bit_length() - 1) for number, size in enumerate(sizes)), default=0)
+    return max(0, runs * most - 1), runs * len(sizes)

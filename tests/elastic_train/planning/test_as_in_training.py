@@ -18,7 +18,7 @@ from elastic_train.planning.arithmetic.catalogue import parse_cluster
 from elastic_train.planning.arithmetic.layouts import Batch, Layout, Shards
 from elastic_train.planning.arithmetic.memory import memory_of
 from elastic_train.planning.arithmetic.model import ModelFacts, Unit, Work
-from elastic_train.planning.arithmetic.seating import most_put_aside, seat_of
+from elastic_train.planning.arithmetic.seating import _replicated, seat_of
 from elastic_train.planning.arithmetic.step_time import exchanges_of, sent_bytes
 from tests.elastic_train.parallel.sums import make_gradient_sum
 from tests.elastic_train.placement.laws import num_sent
@@ -69,7 +69,7 @@ def test_sums_put_aside_are_those_of_the_tree(num_lanes: int, world: int) -> Non
         for lane in lanes:
             with tree.adding(lane):
                 most = max(most, len(tree._stack))
-        assert most_put_aside(lanes, num_lanes) == most
+        assert _replicated(lanes, Batch(num_lanes, 1))[0] == most
 
 
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (2, 2), (3, 1), (4, 1), (4, 2)])
