@@ -110,6 +110,13 @@ class CheckpointConfig(Section):
             raise ValueError("must be at least 1")
         return checked_size(kept) if isinstance(kept, str) else kept
 
+    @field_validator("keep_last")
+    @classmethod
+    def _keeps_something(cls, kept: int | ByteSize) -> int | ByteSize:
+        if kept < 1:
+            raise ValueError("must be at least 1")
+        return kept
+
     @field_serializer("keep_last")
     def _with_its_unit(self, kept: int | ByteSize) -> int | str:
         return f"{kept:d}B" if isinstance(kept, ByteSize) else kept

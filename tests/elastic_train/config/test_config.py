@@ -224,8 +224,9 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
     for text in ("7", "7.0", "7."):
         with pytest.raises(ConfigError, match="a size has a unit"):
             load(tmp_path, {**GOOD, "checkpoint": {"keep_last": text}})
-    with pytest.raises(ConfigError, match=r"'checkpoint\.keep_last': must be at least 1, given 0"):
-        load(tmp_path, {**GOOD, "checkpoint": {"keep_last": 0}})
+    for kept in (0, -1, "0GB", "0.0001B"):
+        with pytest.raises(ConfigError, match=rf"'checkpoint\.keep_last': must be at least 1, given {kept!r}"):
+            load(tmp_path, {**GOOD, "checkpoint": {"keep_last": kept}})
     with pytest.raises(ConfigError, match="write 'min loss'"):
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
 
