@@ -16,12 +16,13 @@ import os
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, cast, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
+    PydanticUserError,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -203,6 +204,18 @@ def _meant(text: str) -> str:
     if number is None or isinstance(number, str):
         return ""
     return f": write {str(number).lower()} without quotes"
+
+
+def wrong_arguments(function: Callable[..., object], given: Mapping[str, object]) -> Iterator[str]:
+    """Yield what is wrong with arguments that are not of the type of their parameter, as far as that is known."""
+    with contextlib.suppress(NameError, TypeError, PydanticUserError):  # a type that cannot be found, or be checked
+        kinds = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+        for name, value in given.items():
+            try:
+                is_scalar = isinstance(value, bool | int | float | str)
+                TypeAdapter[object](kinds.get(name, object)).validate_python(value, strict=is_scalar)
+            except ValidationError as error:
+                yield f"'{name}': {error.errors()[0]['msg']}, given {value!r}"
 
 
 def _texts(value: object) -> Iterator[str]:

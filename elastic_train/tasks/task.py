@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.config.schema import TaskConfig
+from elastic_train.config.section import wrong_arguments
 from elastic_train.data.dataset.manifest import Manifest
 from elastic_train.data.loading.lane_batch import Collate, takes_draw
 from elastic_train.errors import ConfigError
@@ -341,7 +342,8 @@ def load_task(config: TaskConfig) -> Task:
     try:
         task: Task = factory(**config.params)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"task.params: '{config.path}' refuses them: {error}") from error
+        why = "; ".join(wrong_arguments(factory, config.params)) or error
+        raise ConfigError(f"task.params: '{config.path}' refuses them: {why}") from error
     missing = [
         name for name in ("prepare", "columns", "build_model", "collate", "loss", "metrics") if not hasattr(task, name)
     ]

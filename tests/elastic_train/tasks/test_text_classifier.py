@@ -188,5 +188,6 @@ def test_text_in_place_of_a_number_is_the_users_mistake() -> None:
     from elastic_train.config.schema import TaskConfig
     from elastic_train.tasks import load_task
 
-    with pytest.raises(ConfigError, match="refuses them"):
+    refused = r"refuses them: 'dropout': Input should be a valid number, given 'a tenth'"
+    with pytest.raises(ConfigError, match=refused):  # Python's own words name no parameter
         load_task(TaskConfig(params={"dropout": "a tenth"}))
