@@ -164,7 +164,7 @@ def render(job: KubernetesJob) -> str:
         raise ConfigError(*problems)
     with tempfile.TemporaryDirectory(prefix="elastic-train-") as folder:
         copy = Path(folder) / "kubernetes"
-        shutil.copytree(MANIFESTS, copy)
+        shutil.copytree(MANIFESTS, copy, copy_function=shutil.copyfile)  # the package may be read-only
         base = copy / "base"
         (base / "params.env").write_text("".join(f"{key}={value}\n" for key, value in job.params().items()))
         (base / "train.yaml").write_text(job.config.to_yaml())

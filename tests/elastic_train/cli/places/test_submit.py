@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from elastic_train.cli.main import main
+from elastic_train.cli.places.submit import kubernetes
 from elastic_train.cli.places.submit.kubernetes import KubernetesJob
 from elastic_train.cli.places.submit.slurm import SCRIPTS, seconds_of
 from elastic_train.config import sources
@@ -435,3 +437,22 @@ def test_what_is_printed_is_what_is_submitted(
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: float | None) -> None:
     assert seconds_of(text) == seconds
+
+
+def test_a_package_that_is_read_only_has_manifests_that_can_be_filled_in(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their copies were as read-only, which only root does not notice."""
+    modes: list[int] = []
+
+    def kubectl(*arguments: str) -> str:
+        modes.extend(path.stat().st_mode for path in Path(arguments[1]).parent.rglob("*") if path.is_file())
+        return ""
+
+    shutil.copytree(kubernetes.MANIFESTS, tmp_path / "kubernetes")
+    for path in tmp_path.rglob("kubernetes/**/*"):
+        path.chmod(path.stat().st_mode & ~0o222)
+    monkeypatch.setattr(kubernetes, "MANIFESTS", tmp_path / "kubernetes")
+    monkeypatch.setattr(kubernetes, "_kubectl", kubectl)
+    code, _, _ = said(capsys, "k8s", config, "--nodes", "2", "--id", "a", "--image", "a/b:c", "--dry-run")
+    assert code == 0 and modes and all(mode & 0o200 for mode in modes)
