@@ -187,7 +187,10 @@ def room(device: torch.device, num_sharing: int) -> int:
 
 
 def _free_bytes() -> int:
-    """Return the free bytes of the system within this process's control group; 0 if unknown."""
+    """Return the free bytes of the system within this process's control group; 0 if unknown.
+
+    The pages of files count as used memory there, but are given back.
+    """
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10
@@ -195,6 +198,8 @@ def _free_bytes() -> int:
         return 0
     try:
         most, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if most == "max" else max(0, min(free, int(most) - int(used)))
+        counts = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        used_for_good = int(used) - int(counts.get("inactive_file", "0"))
+        return free if most == "max" else max(0, min(free, int(most) - used_for_good))
     except (OSError, ValueError):
         return free

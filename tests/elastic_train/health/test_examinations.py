@@ -138,7 +138,8 @@ def test_no_more_memory_is_taken_than_a_share_of_what_is_left(tmp_path: Path, mo
     monkeypatch.setattr(examinations, "_CGROUP", tmp_path)
     assert examinations.room(CPU, 1) == int(0.05 * (1 << 30))
     (tmp_path / "memory.max").write_text(f"{300 << 20}\n")
-    (tmp_path / "memory.current").write_text(f"{200 << 20}\n")
+    (tmp_path / "memory.current").write_text(f"{290 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {90 << 20}\n")  # of files that were read
     assert examinations.room(CPU, 5) == (5 << 20) // 5
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "meminfo").write_text(f"MemAvailable: {1 << 30} kB\n")
