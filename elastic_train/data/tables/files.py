@@ -239,6 +239,7 @@ def _lone_nan(lines: Iterator[tuple[int, bytes]], name: str) -> int | None:
 
 def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Batches:
     size, num_rows = max(1, path.stat().st_size), 0
+    _check_separator(file, path)
     try:
         reader = _open_csv(file, path, types)
         kinds = {each.name: each.type for each in reader.schema if each.name not in given}
@@ -257,7 +258,20 @@ def _csv(file: BinaryIO, path: Path, types: Types, given: frozenset[str]) -> Bat
         if str(error) == "Empty CSV file":
             raise ConfigError(f"{path}: holds no rows") from error
         check_utf8(path)
-        raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {_CSV_REMEDY}") from error
+        remedy = _CSV_TYPE_REMEDY if "conversion error" in str(error) else _CSV_REMEDY
+        raise ConfigError(f"{path}: {str(error).replace('Row #', 'row ')}; {remedy}") from error
+
+
+def _check_separator(file: BinaryIO, path: Path) -> None:
+    """Refuse a table whose columns have another separator: all of a row would be one value."""
+    own = b"\t" if _kind_of(path) == ".tsv" else b","
+    first, second = (file.readline(BLOCK_BYTES).rstrip(b"\r\n") for _ in range(2))
+    file.seek(0)
+    for other in (b";", b"\t", b","):
+        if own not in first and second.count(other) >= first.count(other) > 0:
+            names = {b";": "semicolons", b"\t": "tabs", b",": "commas"}
+            rename = {b"\t": ", or name it .tsv", b",": ", or name it .csv"}.get(other, "")
+            raise ConfigError(f"{path}: has {names[other]} between its columns; write {names[own]}{rename}")
 
 
 def _open_csv(file: BinaryIO, path: Path, types: Types, columns: Sequence[str] = ()) -> arrow_csv.CSVStreamingReader:
@@ -331,7 +345,5 @@ _JSON_REMEDY = (
     "write one JSON object a line, all with the same fields and types, or name a column's type with --types, such as "
     "--types score=float64"
 )
-_CSV_REMEDY = (
-    "correct the row (a value with a comma, a quote or a line break needs quotes), or name a column's type with "
-    "--types, such as --types code=string"
-)
+_CSV_REMEDY = "correct the row (a value with a comma, a quote or a line break needs quotes)"
+_CSV_TYPE_REMEDY = f"{_CSV_REMEDY}, or name a column's type with --types, such as --types code=string"
