@@ -119,7 +119,7 @@ class BatchConfig(Section):
     @model_validator(mode="after")
     def _divides(self) -> BatchConfig:
         if self.global_batch % self.micro_batch:
-            below = self.global_batch - self.global_batch % self.micro_batch
+            below = max(self.micro_batch, self.global_batch - self.global_batch % self.micro_batch)
             raise ValueError(
                 f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}; "
                 f"the nearest are {below} and {below + self.micro_batch}"
@@ -177,9 +177,9 @@ class Config(Section):
     """canonical: the same bits at any world size. fast: all_reduce, whose rounding depends on the world size."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the node's GPUs if it has any, otherwise the CPU."""
-    threads_per_rank: PositiveInt = 1
+    threads_per_rank: int = Field(default=1, ge=1, le=4096)
     """Compute threads of each rank, the same in all worlds: another number may round differently."""
-    peer_timeout_s: PositiveFloat = 300.0
+    peer_timeout_s: float = Field(default=300.0, gt=0, le=1e9)
     """Abandon the world when a collective has waited this many seconds for a silent peer."""
     give_up_after: str | None = _GIVE_UP_AFTER
     """End with exit code 93 after this many worlds in a row without a step; worlds that do not form, or that their

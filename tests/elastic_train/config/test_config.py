@@ -231,6 +231,19 @@ def test_what_to_keep_is_read_and_checked(tmp_path: Path) -> None:
         load(tmp_path, GOOD, arguments=("--checkpoint.keep-best", "loss"))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("peer_timeout_s", 1e10, "less than or equal to 1000000000"),  # ranks waited for each other, without an end
+        ("threads_per_rank", 10**11, "less than or equal to 4096"),  # an OverflowError of torch's
+        ("batch.global_batch", 4, "the nearest are 8 and 16"),
+    ],
+)
+def test_numbers_with_which_nothing_can_run_are_refused(tmp_path: Path, key: str, value: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, GOOD, arguments=(f"--{key}={value:.0f}",))
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "units"])
 def test_compiled_blocks_are_recomputed_whole_or_not_at_all(tmp_path: Path, recompute: str) -> None:
     """Selecting operations needs them separate, and a compiled block is one."""
