@@ -114,7 +114,8 @@ class MetricsReader:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                whole, newline, _ = file.read(_READ_BYTES).rpartition(b"\n")
+                # a line of very many values is longer
+                whole, newline, _ = (file.read(_READ_BYTES) + file.readline()).rpartition(b"\n")
         except FileNotFoundError:
             return None
         self._offset += len(whole) + len(newline)

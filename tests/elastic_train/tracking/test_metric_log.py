@@ -83,6 +83,15 @@ def test_settled_lines_are_read_incrementally_while_the_term_runs(tmp_path: Path
     writer.close()
 
 
+def test_a_line_of_very_many_values_does_not_hide_the_lines_after_it(tmp_path: Path) -> None:
+    """No tracker and no report had anything that came after a line of more than a mebibyte."""
+    writer = MetricsWriter(Unqueued().lines(metrics_path(tmp_path, 1)), 1)
+    writer.values(1, {f"validation/recall/{number}": 0.5 for number in range(50_000)}, {})
+    writer.values(2, {"train/loss": 1.0}, {})
+    writer.close()
+    assert values_of(tmp_path) == [(2, 1.0)] and len(values_of(tmp_path, "validation/recall/49999")) == 1
+
+
 def test_without_a_recorded_lineage_the_newest_term_overrides_older_ones(tmp_path: Path) -> None:
     """A beginning that did not fit on the disk, or was written by an older version, names no terms."""
     train(tmp_path, 1, (), 5)
