@@ -40,7 +40,9 @@ def main(folder: str, max_steps: int, kept: Path) -> None:
         dist.barrier()  # all ranks have read the state before it is replaced
         dist.destroy_process_group()
     if rank == 0:  # the state is the same on every rank: epoch, offset, and the fingerprint of the order
-        kept.write_text(json.dumps(loader.state_dict()))
+        unfinished = kept.with_suffix(".new")
+        unfinished.write_text(json.dumps(loader.state_dict()))
+        unfinished.replace(kept)  # a kill leaves the old state or the new one, never half of one
 
 
 def collate(rows, ids):
