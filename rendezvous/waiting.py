@@ -8,8 +8,10 @@ joins at exit.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -43,6 +45,11 @@ class Call(Generic[T]):
         self._function = None
         self.ended.set()
 
+    def fail(self, error: OSError) -> None:
+        """End a call that cannot be made."""
+        self._function, self._error = None, error
+        self.ended.set()
+
     def result(self, timeout_s: float | None = None) -> T:
         """Return the call's result or raise its error, once; GivenUp if that takes longer than `timeout_s`."""
         if not self.ended.wait(timeout_s):
@@ -68,10 +75,21 @@ class Call(Generic[T]):
         self._is_given_up, self._error = True, None
 
 
+def start_thread(name: str, function: Callable[[], object]) -> None:
+    """Run a function on its own daemon thread; raise OSError (EAGAIN) if the system gives no more threads."""
+    try:
+        threading.Thread(target=function, name=name, daemon=True).start()
+    except RuntimeError as error:  # Python's name for it, which others take for a fault of the program
+        raise OSError(errno.EAGAIN, f"no thread can be started for: {name}") from error
+
+
 def begin(name: str, function: Callable[[], T]) -> Call[T]:
-    """Make a call on its own thread."""
+    """Make a call on its own thread; without one, the call ends with the OSError of `start_thread`."""
     call = Call(function)
-    threading.Thread(target=call.run, name=name, daemon=True).start()
+    try:
+        start_thread(name, call.run)
+    except OSError as error:
+        call.fail(error)
     return call
 
 
@@ -80,7 +98,7 @@ class Bystander:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Call[object] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, args=(self._calls,), name=name, daemon=True).start()
+        start_thread(name, partial(self._serve, self._calls))
 
     def begin(self, function: Callable[[], T]) -> Call[T]:
         """Make a call once all earlier ones have ended."""

@@ -27,7 +27,7 @@ from elastic_train.checkpoint.saving.staging import Buffer, Snapshot, Staged, St
 from elastic_train.checkpoint.stores.store import KeyMissing, Store, create_once, read
 from elastic_train.errors import StorageError
 from elastic_train.system.failpoints import reach
-from rendezvous.waiting import GivenUp, begin
+from rendezvous.waiting import GivenUp, begin, start_thread
 
 T = TypeVar("T")
 TIMES_LONGEST, LEAST_S, MOST_S = 10.0, 20.0, 600.0
@@ -123,6 +123,8 @@ def call_abandonable(act: Callable[[Callable[[], None]], T], limit_s: float) -> 
         raise StorageError(
             f"the storage made no progress for {limit_s:.0f} s and was abandoned; is it reachable?"
         ) from None
+    except OSError as error:
+        raise StorageError(str(error)) from error
 
 
 RETRY_PAUSES_S = (0.2, 1.0)
@@ -180,7 +182,12 @@ class SaveInFlight:
         self._tidying_error: StorageError | None = None
         self._awaits: int | None = None
         self._is_silent = False
-        threading.Thread(target=self._supervise, name=f"save of step {draft.facts.step}", daemon=True).start()
+        try:
+            start_thread(f"save of step {draft.facts.step}", self._supervise)
+        except OSError as error:
+            self._error, self._is_silent = StorageError(str(error)), place != 0
+            self.staged.set()
+            self.ended.set()
 
     def await_staging(self) -> None:
         """Wait until nothing reads the state any more; the time counts as a stall."""
@@ -282,8 +289,10 @@ class SaveInFlight:
     def _copying(self, buffer: Buffer) -> Iterator[Staged]:
         """Copy the state on a thread of its own, and wait for it at the end; yield the bytes to write."""
         contents = Staged(buffer.contents_of(self._snapshot.part), self.awaited.is_set)
-        name = f"copy of step {self._draft.facts.step}"
-        threading.Thread(target=self._copy, args=(buffer, contents), name=name, daemon=True).start()
+        try:
+            start_thread(f"copy of step {self._draft.facts.step}", lambda: self._copy(buffer, contents))
+        except OSError as error:
+            raise StorageError(str(error)) from error
         try:
             yield contents
         finally:
@@ -311,14 +320,8 @@ class SaveInFlight:
     def _write(self, contents: Contents) -> WrittenPart:
         part = self._draft.plan.parts[self.place]
         plain = self._draft.plain if self.place == 0 else {}
-        return write_part(
-            self._store,
-            self._draft.attempt,
-            part,
-            self._checking(contents),
-            plain,
-            on_progress=self.progress.note,
-        )
+        checked = self._checking(contents)
+        return write_part(self._store, self._draft.attempt, part, checked, plain, on_progress=self.progress.note)
 
     def _checking(self, contents: Contents) -> Iterator[memoryview]:
         """Yield the bytes while the save is wanted; then raise Abandoned."""

@@ -27,6 +27,7 @@ from elastic_train.checkpoint.format.state_tree import StatePath
 from elastic_train.errors import StorageError
 from elastic_train.parallel.devices.host_memory import pinned
 from elastic_train.system.huge_pages import on_huge_pages
+from rendezvous.waiting import start_thread
 
 _ALIGNMENT = 64
 _RUN_BYTES = 8 << 20
@@ -99,7 +100,8 @@ class Staging:
             with contextlib.suppress(StorageError):
                 self.buffer(num_bytes, device)
 
-        threading.Thread(target=make, name="staging memory", daemon=True).start()
+        with contextlib.suppress(OSError):  # without a thread, the save itself makes it
+            start_thread("staging memory", make)
 
 
 class Staged:

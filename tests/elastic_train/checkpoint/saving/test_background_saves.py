@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,6 +163,30 @@ def test_a_full_disk_in_the_writer_thread_is_a_failed_save(tmp_path: Path, num_f
     assert ended is not None and ended.commit is not None and old.commit is not None
     assert ended.commit.parent == old.commit.digest
     assert discover(store).head == ended.commit
+
+
+@pytest.mark.parametrize("without", ["save of", "copy of", "writing", "hashing", "syncing"])
+def test_a_machine_without_threads_fails_a_save_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    """The next one succeeds, once threads are free again."""
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name.startswith(without):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    saves, state = open_saves(LocalStore(tmp_path)), {"model": {"w": torch.ones(12_000_000)}}
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refusing)
+        saves.begin(state, facts(1))
+        saves.await_staging()
+        ended = saves.wait()
+    assert ended is not None and isinstance(ended.error, StorageError) and without in str(ended.error)
+    saves.begin(state, facts(2))
+    ended = saves.wait()
+    assert ended is not None and ended.commit is not None and ended.commit.step == 2
 
 
 def test_a_world_that_breaks_during_a_save_publishes_nothing(tmp_path: Path) -> None:
