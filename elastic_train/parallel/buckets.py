@@ -172,8 +172,8 @@ class Filling:
                 self._walk.step()
 
 
-Shape = tuple[int, tuple[tuple[int, torch.Size, tuple[int, ...]], ...]]
-"""Number of elements of a flat vector, and start, shape and stride of its parameters.
+Shape = tuple[int, torch.dtype, tuple[tuple[int, torch.Size, tuple[int, ...]], ...]]
+"""Number of elements of a flat vector, their dtype, and start, shape and stride of its parameters.
 
 Elements between them are zero.
 """
@@ -190,7 +190,7 @@ class FlatGradient:
 
     def __post_init__(self) -> None:
         places = tuple((start, parameter.shape, parameter.stride()) for parameter, start in self.parameters)
-        object.__setattr__(self, "shape", (self.numel, places))
+        object.__setattr__(self, "shape", (self.numel, self.parameters[0][0].dtype, places))
 
 
 Wire = Literal["exact", "bf16"]
@@ -233,7 +233,7 @@ class Leaves:
         return leaf
 
     def _made(self, flat: FlatGradient) -> Leaf:
-        memory, (_, places) = self._zeros(flat.numel, flat.parameters[0][0]), flat.shape
+        memory, (*_, places) = self._zeros(flat.numel, flat.parameters[0][0]), flat.shape
         return Leaf(memory, [memory[start:].as_strided(shape, strides) for start, shape, strides in places])
 
     def _zeros(self, numel: int, like: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class Block(nn.Module):
         self.lower.requires_grad_(not is_frozen)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.upper(torch.tanh(self.lower(x)))  # type: ignore[no-any-return]
+        given = x.to(self.lower.weight.dtype)
+        return x + self.upper(torch.tanh(self.lower(given)))  # type: ignore[no-any-return]
 
 
 class Blocks(nn.Module):
@@ -54,6 +55,8 @@ class Blocks(nn.Module):
             for number in range(3):
                 self.blocks[number].requires_grad_(False)
             self.embed.requires_grad_(False)
+        if kind == "of two types":
+            self.blocks[-1].bfloat16()
         if kind == "tied across":
             self.blocks[3].get_submodule("upper").weight = self.blocks[1].get_submodule("upper").weight
 
@@ -83,6 +86,7 @@ KINDS = (
     "partly frozen",
     "lower frozen",
     "tied across",
+    "of two types",
     "units",
     "selective",
 )
