@@ -67,11 +67,12 @@ def warm_up(plan: Plan, state: AppliedState, look: Callable[[LaneBatch], None] =
     if not state.shards.cut.has_weights:
         return
     with torch.random.fork_rng(devices), _compiling(state):
+        if state.shards.table.gathers_by_unit and batch.tensors is not None:
+            with unchanged(state.model), torch.no_grad(), recording_order(state.model, state.shards.order):
+                _loss_of(plan, state.model, batch, step=0)
         began = time.monotonic()
         comparing = comparing_blocks() if is_exact else contextlib.nullcontext()
-        gathers, order = state.shards.table.shares_weights, state.shards.order
-        recording = recording_order(state.model, order) if gathers else contextlib.nullcontext()
-        with unchanged(state.model), recording, comparing:
+        with unchanged(state.model), comparing:
             loss = run_once(plan, state.model, batch, step=0)
         if loss is not None and is_exact and time.monotonic() - began < MOST_TO_REPEAT_S:
             with unchanged(state.model):

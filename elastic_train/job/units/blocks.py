@@ -20,13 +20,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from elastic_train.config.combinations import refused
 from elastic_train.job.units.generators import beginning_at, host_states, moved_hosts, undisturbed
 from elastic_train.parallel.attention.documents import ATTEND
-from elastic_train.parallel.unit_weights import is_in_backward
 
 Recompute = Literal["none", "units", "selective"]
 _ATEN = torch.ops.aten
@@ -72,13 +72,16 @@ def recording_order(model: nn.Module, order: list[str]) -> Iterator[None]:
     """Record the order in which a forward pass runs the blocks: `order` becomes all block names in that order.
 
     A block that did not run follows its predecessor in the model. Raises ConfigError if a block runs twice, because its
-    weights could not be released in between.
+    weights could not be released in between, or if its weights are used while it does not run, when they have arbitrary
+    values. Results may have other bits than outside this context.
     """
-    names, ran = unit_names(model), list[str]()
+    names, ran, running = unit_names(model), list[str](), list[str]()
     order.clear()
-    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)) for name in names]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, running, name)) for name in names]
+    hooks += [model.get_submodule(name).register_forward_hook(lambda *_: running.clear()) for name in names]
     try:
-        yield
+        with _WhileItRuns(model, names, running):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -89,9 +92,34 @@ def recording_order(model: nn.Module, order: list[str]) -> Iterator[None]:
     order += _in_order(names, ran)
 
 
-def _note(ran: list[str], name: str, module: nn.Module, arguments: object) -> None:
-    if not is_in_backward():
-        ran.append(name)
+def _note(ran: list[str], running: list[str], name: str, module: nn.Module, arguments: object) -> None:
+    ran.append(name)
+    running.append(name)
+
+
+class _WhileItRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that use the weights of a block that is not in `running`."""
+
+    def __init__(self, model: nn.Module, names: list[str], running: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._running = running
+        owners: dict[int, set[str]] = {}
+        for name, one in model.named_parameters(remove_duplicate=False):
+            owners.setdefault(one.untyped_storage()._cdata, set()).add(unit_of(name, names))
+        self._owner = {memory: name for memory, units in owners.items() if len(units) == 1 for name in units if name}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if not (func.is_view or name.startswith("aten::new_") or name.endswith("_like")):
+            for one in tree_leaves((args, kwargs)):
+                is_dense = isinstance(one, Tensor) and one.layout is torch.strided
+                owner = self._owner.get(one.untyped_storage()._cdata) if is_dense else None
+                if owner is not None and owner not in self._running:
+                    what = f"a parameter of block '{owner}' that is used while the block does not run"
+                    raise refused("blocks that do not run once each, in one order", what)
+        return func(*args, **(kwargs or {}))
 
 
 def _in_order(names: Sequence[str], ran: Sequence[str]) -> list[str]:

@@ -200,6 +200,35 @@ def test_a_parameter_that_is_used_while_it_is_not_there_is_an_error() -> None:
         compute(group, state)
 
 
+@pytest.mark.parametrize("use", ["in the input of its block", "in a copy", "by a method", "in the loss"])
+def test_a_model_that_uses_a_block_while_it_does_not_run_is_refused_before_training(use: str) -> None:
+    """Such weights may be there, on their way or gone: steps would have wrong numbers, or end the process."""
+    state = build("plain", "parameters", known_order=False)
+    model, order = state.model, state.shards.order
+    assert isinstance(model, Blocks)
+    block = model.blocks[2]
+    assert isinstance(block, Block)
+    if use == "in the input of its block":
+        model.path = lambda: iter([block.lower, block])  # type: ignore[method-assign]
+    elif use == "by a method":
+        model.path = lambda: iter([block.forward])  # type: ignore[method-assign, list-item]
+    with (
+        pytest.raises(ConfigError, match=r"'blocks.2' that is used while the block does not run.* set .* to gradients"),
+        recording_order(model, order),
+    ):
+        weight = block.upper.weight.T[1:] if use == "in a copy" else model(torch.zeros(1, 2, dtype=torch.int64))
+        (weight.bfloat16() if use == "in a copy" else block.upper.weight.square()).sum()
+
+
+def test_shapes_and_types_of_a_block_are_known_while_it_does_not_run() -> None:
+    state = build("plain", "parameters", known_order=False)
+    assert isinstance(state.model, Blocks)
+    with recording_order(state.model, state.shards.order):
+        weight = state.model.blocks[2].get_parameter("upper.weight")
+        weight.T.new_zeros(2, dtype=weight.dtype, device=weight.device).add_(torch.ones_like(weight.detach()).shape[0])
+        state.model(torch.zeros(1, 2, dtype=torch.int64))
+
+
 def runs_again(model: Blocks) -> Callable[[], Iterator[nn.Module]]:
     return lambda: iter([*model.blocks, model.blocks[1]])
 
