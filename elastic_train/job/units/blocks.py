@@ -49,17 +49,20 @@ _KEPT = [
 
 
 def unit_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's blocks: the entries of its outermost `nn.ModuleList`s that have parameters."""
-    return list(_blocks(model, ""))
+    """Return the names of a model's blocks: the entries of its outermost `nn.ModuleList`s that have parameters.
+
+    An entry without `forward`, such as a list of a layer's parts, never runs: its entries are blocks in its place.
+    """
+    return list(_blocks(model, "", is_listed=False))
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+def _blocks(module: nn.Module, prefix: str, *, is_listed: bool) -> Iterator[str]:
+    is_listed |= isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList):
-            if next(child.parameters(), None) is not None:
-                yield f"{prefix}{name}"
-        else:
-            yield from _blocks(child, f"{prefix}{name}.")
+        if not is_listed or getattr(child.forward, "__func__", None) is nn.Module.forward:
+            yield from _blocks(child, f"{prefix}{name}.", is_listed=is_listed)
+        elif next(child.parameters(), None) is not None:
+            yield f"{prefix}{name}"
 
 
 def unit_of(name: str, units: list[str]) -> str:

@@ -59,6 +59,8 @@ class Blocks(nn.Module):
             self.blocks[-1].bfloat16()
         if kind == "tied across":
             self.blocks[3].get_submodule("upper").weight = self.blocks[1].get_submodule("upper").weight
+        if kind == "lists of parts":
+            self.blocks = nn.ModuleList(nn.ModuleList(block.children()) for block in self.blocks)
 
     def path(self) -> Iterator[nn.Module]:
         left_out = int(torch.randint(NUM_BLOCKS, ())) if self.kind == "left out" else None
@@ -69,7 +71,9 @@ class Blocks(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.path():
-            if self.kind.startswith("computed again"):
+            if isinstance(block, nn.ModuleList):
+                x = x + block[1](torch.tanh(block[0](x)))
+            elif self.kind.startswith("computed again"):
                 x = checkpoint(block, x, use_reentrant=self.kind.endswith("reentrantly"))
             else:
                 x = block(x)
@@ -87,6 +91,7 @@ KINDS = (
     "lower frozen",
     "tied across",
     "of two types",
+    "lists of parts",
     "units",
     "selective",
 )
@@ -255,6 +260,9 @@ def test_the_order_of_blocks_is_that_of_a_pass() -> None:
     _, state = seated("plain")
     blocks = [f"blocks.{number}" for number in range(NUM_BLOCKS)]
     assert shards_of(state).flat.block_names == [*blocks, "tail.0", "tail.1"]
+    _, state = seated("lists of parts")
+    parts = [f"{name}.{part}" for name in blocks for part in (0, 1)]
+    assert shards_of(state).flat.block_names == [*parts, "tail.0", "tail.1"]
     _, state = seated("left out")
     assert sorted(shards_of(state).flat.block_names) == [*blocks, "tail.0", "tail.1"]
     _, state = seated("plain", known_order=False)
