@@ -75,13 +75,14 @@ def recording_order(model: nn.Module, order: list[str]) -> Iterator[None]:
     """Record the order in which a forward pass runs the blocks: `order` becomes all block names in that order.
 
     A block that did not run follows its predecessor in the model. Raises ConfigError if a block runs twice, because its
-    weights could not be released in between, or if its weights are used while it does not run, when they have arbitrary
-    values. Results may have other bits than outside this context.
+    weights could not be released in between; if its weights are used while it does not run, when they have arbitrary
+    values; or if it returns no tensor, whose gradient would begin its backward pass. Results may have other bits than
+    outside this context.
     """
     names, ran, running = unit_names(model), list[str](), list[str]()
     order.clear()
     hooks = [model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, running, name)) for name in names]
-    hooks += [model.get_submodule(name).register_forward_hook(lambda *_: running.clear()) for name in names]
+    hooks += [model.get_submodule(name).register_forward_hook(partial(_end, running, name)) for name in names]
     try:
         with _WhileItRuns(model, names, running):
             yield
@@ -98,6 +99,13 @@ def recording_order(model: nn.Module, order: list[str]) -> Iterator[None]:
 def _note(ran: list[str], running: list[str], name: str, module: nn.Module, arguments: object) -> None:
     ran.append(name)
     running.append(name)
+
+
+def _end(running: list[str], name: str, module: nn.Module, arguments: object, made: object) -> None:
+    running.clear()
+    if not any(isinstance(one, Tensor) for one in tree_leaves(made)):
+        what = f"block '{name}', which returns a {type(made).__name__} in which torch finds no tensor"
+        raise refused("blocks that do not run once each, in one order", what)
 
 
 class _WhileItRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]

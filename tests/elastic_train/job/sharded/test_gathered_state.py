@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -231,6 +232,20 @@ def test_shapes_and_types_of_a_block_are_known_while_it_does_not_run() -> None:
     with recording_order(state.model, state.shards.order):
         weight = state.model.blocks[2].get_parameter("upper.weight")
         weight.T.new_zeros(2, dtype=weight.dtype, device=weight.device).add_(torch.ones_like(weight.detach()).shape[0])
+        state.model(torch.zeros(1, 2, dtype=torch.int64))
+
+
+def test_a_block_whose_backward_pass_cannot_be_noticed_is_refused_before_training() -> None:
+    """torch looks into tuples, lists and dicts alone: the block's weights would be gone in its backward pass."""
+    state = build("plain", "parameters", known_order=False)
+    assert isinstance(state.model, Blocks)
+    block = state.model.blocks[2]
+    assert isinstance(block, Block)
+    forward, block.forward = block.forward, lambda x: SimpleNamespace(x=forward(x))  # type: ignore[method-assign, assignment, return-value]
+    with (
+        pytest.raises(ConfigError, match=r"'blocks.2', which returns a SimpleNamespace in which torch finds no tensor"),
+        recording_order(state.model, state.shards.order),
+    ):
         state.model(torch.zeros(1, 2, dtype=torch.int64))
 
 
