@@ -80,7 +80,7 @@ class StreamedUpdate:
         self._blocks: list[list[_Part]] = []
         self.rooms: list[Tensor] = []
         """Device memory reserved for blocks."""
-        self._left: list[Event | None] = []
+        self._left: list[Event] = []
         self._arrived: dict[int, Event] = {}
 
     @property
@@ -98,7 +98,8 @@ class StreamedUpdate:
             self.rooms = []
         while len(self.rooms) < min(NUM_ROOMS, len(self._blocks)):
             self.rooms.append(self._memory.room(size))  # kept: a copy into it may be pending
-        self._left, self._arrived = [None] * len(self.rooms), {}
+        # New rooms may be in memory that was freed, and that earlier computations still read.
+        self._left, self._arrived = [self._memory.compute(lambda: None)] * len(self.rooms), {}
         self._bring_first()
 
     def step(self) -> None:
@@ -140,10 +141,7 @@ class StreamedUpdate:
             return
         room = number % len(self.rooms)
         pairs = [pair for part in self._blocks[number] for pair in self._pairs(self._views(part, self.rooms[room]))]
-        left = self._left[room]
-        self._arrived[number] = self._memory.copy(
-            "in", [(there, here) for here, there in pairs], [] if left is None else [left]
-        )
+        self._arrived[number] = self._memory.copy("in", [(there, here) for here, there in pairs], [self._left[room]])
 
     def _views(self, part: _Part, room: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the host and device views of a part's tensors, by name."""

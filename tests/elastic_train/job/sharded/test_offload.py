@@ -197,6 +197,26 @@ def test_what_cannot_be_offloaded_is_refused_with_the_remedy(keys: dict[str, obj
         Config(data={"train": "rows"}, **keys)  # type: ignore[arg-type]
 
 
+def stream_of(memory: FakeMemory) -> StreamedUpdate:
+    """Return the stream of one parameter, which copies its moments in."""
+    parameter = nn.Parameter(torch.zeros(64))
+    stream = StreamedUpdate(torch.optim.AdamW([parameter], lr=0.1), Offload(memory))
+    moments = {name: memory.zeros(64, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    stream.take([Updated(0, parameter, HeldRun(Run(0, 0, 64), parameter.data, moments))])
+    return stream
+
+
+def test_nothing_is_copied_into_memory_that_earlier_computations_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's memory is given out again as soon as it is freed, before the work enqueued there has been done."""
+    for seed in range(8):
+        memory, freed, read = FakeMemory(seed), torch.ones(FakeMemory.room_bytes, dtype=torch.uint8), list[Tensor]()
+        monkeypatch.setattr(memory, "room", lambda num_bytes, freed=freed: freed[:num_bytes])
+        memory.compute(lambda freed=freed, read=read: read.append(freed.clone()))  # type: ignore[misc]
+        stream_of(memory)
+        memory.join()
+        assert read[0].all() and read[0].max() == 1
+
+
 def test_a_rank_that_comes_to_another_part_updates_that_alone() -> None:
     """The new shard replaces the old one in the optimizer's step."""
     weights = [torch.zeros(64) for _ in range(2)]
