@@ -76,6 +76,8 @@ def build_state(
     recompute_blocks(model, parallel.recompute)
     choice = choose(config, device)
     optimizer, scheduler = optimizer_of(model, config, total_steps, groups, choice)
+    if is_fp16:
+        _check_scales(model)
     made = model, optimizer, scheduler, SharedScaler(device, enabled=is_fp16)
     slots: list[Slots] = []
     if parallel.has_shares or parallel.cell.holds_parts:
@@ -125,6 +127,16 @@ def optimizer_of(
     scheduler = LambdaLR(optimizer, lambda step: rate_factor(step, config, total_steps))
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a skipped first update is no mistake; torch would warn
     return optimizer, scheduler
+
+
+def _check_scales(model: nn.Module) -> None:
+    """Refuse trained weights in float16: torch's scaler raises an error for their gradients, in the first step."""
+    for name, one in model.named_parameters():
+        if one.requires_grad and one.dtype == torch.float16:
+            raise ConfigError(
+                f"precision: fp16 scales the gradients of float32 weights, and '{name}' is float16: leave out half() "
+                "in the task's build_model, since autocast computes in float16 anyway, or set precision to fp32"
+            )
 
 
 def _parts_of(

@@ -17,6 +17,7 @@ from elastic_train.checkpoint.format.state_tree import leaves_of
 from elastic_train.config.recipe import OptimizerConfig
 from elastic_train.core.accounting import CoverageSums, SampleAccount
 from elastic_train.core.order import Cursor
+from elastic_train.errors import ConfigError
 from elastic_train.job.build import build_state
 from elastic_train.job.optimizers.schedule import rate_factor
 from elastic_train.job.state import AppliedState, StepFacts, TrainProgress, clip
@@ -59,6 +60,14 @@ def test_only_updates_change_parameters_and_moments_and_passes_may_change_buffer
     is_still = state.pieces.only_update_changes()
     assert is_still(("model", "weight")) and is_still(("optimizer", "state", "weight", "exp_avg"))
     assert not is_still(("model", "running_mean")) and not is_still(("scheduler", "weight"))
+
+
+def test_weights_in_float16_are_not_scaled_but_may_be_frozen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).half())
+    with pytest.raises(ConfigError, match=r"'1.weight' is float16: leave out half\(\)"):
+        build_state(model, OptimizerConfig(), 20, "cpu", is_fp16=True)
+    model[1].requires_grad_(False)
+    build_state(model, OptimizerConfig(), 20, "cpu", is_fp16=True)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
