@@ -214,8 +214,9 @@ class Leaves:
         self._kept: dict[Shape, list[Leaf]] = {}
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which leaves are sent: bf16 if that is narrower."""
-        return torch.bfloat16 if self._wire == "bf16" and dtype.itemsize > torch.bfloat16.itemsize else dtype
+        """Return the dtype in which leaves are sent: bf16 if that is narrower, and they are no complex numbers."""
+        is_wider = dtype.is_floating_point and dtype.itemsize > torch.bfloat16.itemsize
+        return torch.bfloat16 if self._wire == "bf16" and is_wider else dtype
 
     def take(self, flat: FlatGradient) -> Leaf:
         """Return a flat vector's leaf in its wire format, and drop its parameters' gradients; it starts from zeros.

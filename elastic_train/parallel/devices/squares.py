@@ -65,8 +65,15 @@ def squares_of_tensors(tensors: Iterable[tuple[Tensor, Cut | None]]) -> Tensor:
 
 
 def squares_of_vectors(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
-    """Return the sums of squares of vectors, given their grains' lengths; all vectors are on one device."""
+    """Return the sums of squares of vectors, given their grains' lengths; all vectors are on one device.
+
+    A complex number has two squares, that of its real and that of its imaginary part.
+    """
     fold = _fold_of(vectors)
+    if any(vector.is_complex() for vector in vectors):  # which no kernel takes
+        widths = [1 + vector.is_complex() for vector in vectors]
+        lengths = [tuple(width * one for one in of) for width, of in zip(widths, lengths, strict=True)]
+        vectors = [torch.view_as_real(one.detach()).flatten() if one.is_complex() else one for one in vectors]
     return grain_squares(vectors, lengths) if fold is None else _squares(fold, vectors, lengths)
 
 
@@ -163,7 +170,7 @@ def lengths_of(shape: tuple[int, ...], cut: Cut | None) -> Lengths:
 def grain_squares(vectors: Sequence[Tensor], lengths: Sequence[Lengths]) -> Tensor:
     """Return the sum of squares of each grain of vectors, float64, shape (grains,), on the CPU.
 
-    `lengths` has the lengths of each vector's grains, at most GRAIN. All vectors are on one device.
+    `lengths` has the lengths of each vector's grains. All vectors are on one device.
     """
     if not any(lengths):
         return torch.empty(0, dtype=torch.float64)

@@ -136,6 +136,17 @@ def test_the_norm_is_close_to_the_exact_one() -> None:
     assert found == pytest.approx(math.sqrt(exact), rel=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_norm_of_complex_gradients_has_both_parts(dtype: torch.dtype) -> None:
+    """A grain has as many of them as of real numbers; a part that is not finite is seen."""
+    drawn = torch.randn(3, GRAIN, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    found = squares_of_tensors([(drawn, None), (torch.ones(5), None)])
+    torch.testing.assert_close(found[:3], drawn.abs().double().square().sum(1))
+    assert found.tolist()[3:] == [5.0]
+    drawn[1, 7] = complex(0.0, math.inf)
+    assert squares_of_tensors([(drawn, None)]).isfinite().tolist() == [True, False, True]
+
+
 def test_torchs_norm_is_the_same_to_its_own_precision() -> None:
     parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients()]
     for parameter, gradient in zip(parameters, gradients(), strict=True):
