@@ -16,6 +16,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,11 @@ class Slot:
     version: int
 
     @property
-    def is_float(self) -> bool:
-        return self.tensor.is_floating_point()
+    def kind(self) -> Literal["float", "integer", "constant"]:
+        """What becomes of its changes; torch has no means of complex numbers and of floats of a byte."""
+        if self.tensor.is_complex() or (self.tensor.is_floating_point() and self.tensor.itemsize == 1):
+            return "constant"
+        return "float" if self.tensor.is_floating_point() else "integer"
 
     @property
     def now(self) -> Tensor:
@@ -82,7 +86,8 @@ class BufferMean:
         self._sum: GradientSum | None = None
         self._floats: list[list[Slot]] = []
         self._flats: list[Tensor] = []
-        self._integers = [slot for slot in self._slots if not slot.is_float]
+        self._integers = [slot for slot in self._slots if slot.kind == "integer"]
+        self._constants = [slot for slot in self._slots if slot.kind == "constant"]
         self._increments: Tensor | None = None
         self.has_changed = False
         self._num_begun, self._is_running = 0, False
@@ -140,11 +145,7 @@ class BufferMean:
         """Include the buffers in the sum from now on; all ranks start at the same step."""
         kinds: dict[torch.dtype, list[Slot]] = {}
         for slot in self._slots:
-            if slot.tensor.is_complex():
-                raise ConfigError(
-                    f"buffer '{slot.name}' is complex and changes in the forward pass: keep its real view"
-                )
-            if slot.is_float:
+            if slot.kind == "float":
                 kinds.setdefault(torch.promote_types(slot.tensor.dtype, torch.float32), []).append(slot)
         self._floats = list(kinds.values())
         self._flats = [
@@ -204,7 +205,11 @@ class BufferMean:
             slot.reset()
 
     def _add(self) -> None:
-        """Add a lane's buffers to the sums."""
+        """Add a lane's buffers to the sums; raise ConfigError if one has changed of which there is no mean."""
+        for slot in self._constants:
+            if slot.has_changed(by_value=True):
+                what = f"buffer '{slot.name}' is {slot.tensor.dtype} and changes in the forward pass"
+                raise ConfigError(f"{what}: keep {'its real view' if slot.tensor.is_complex() else 'it in float32'}")
         for flat, slots in zip(self._flats, self._floats, strict=True):
             for part, slot in zip(_split(flat, slots), slots, strict=True):
                 part.add_(_fitting(slot))
