@@ -19,7 +19,7 @@ from elastic_train.job.sharded.zero1_share import Zero1Share
 from elastic_train.job.state import AppliedState
 from elastic_train.job.state_shards import Place
 from elastic_train.parallel.group import Group
-from tests.elastic_train.job.sharded.shard_jobs import Shards, build, compute, facts_of, fingerprint, meet, train
+from tests.elastic_train.job.sharded.shard_jobs import MUON, Shards, build, compute, facts_of, fingerprint, meet, train
 from tests.memory_machine import in_memory
 
 STEPS = 3
@@ -34,7 +34,7 @@ RECIPES: dict[str, tuple[Mapping[str, Any], list[Shards]]] = {
     "plain sgd": ({"name": "sgd", "schedule": "linear", **EMA}, ["none", "gradients"]),
     "adafactor": ({"name": "adafactor", **EMA}, ["none", "optimizer", "gradients", "parameters"]),
     "fused": ({"options": {"fused": True}}, ["none", "gradients"]),
-    "muon": ({"name": "muon", **EMA}, ["none", "optimizer", "gradients", "parameters"]),
+    "muon": ({**MUON, **EMA}, ["none", "optimizer", "gradients", "parameters"]),
     "torch's own": ({"name": "torch.optim:NAdam"}, ["none"]),
 }
 

@@ -22,6 +22,7 @@ from elastic_train.parallel.devices.host_memory import HostMemory, pinned
 from elastic_train.parallel.group import Group
 from elastic_train.placement.holdings import Run
 from tests.elastic_train.job.sharded.shard_jobs import (
+    MUON,
     Offloads,
     Shards,
     build,
@@ -161,17 +162,19 @@ def test_an_update_that_needs_more_than_a_parameter_is_not_offloaded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shards", "offload"), MODES[::4])
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
-def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(shards: Shards, offload: Offloads, name: str) -> None:
+@pytest.mark.parametrize("recipe", [MUON, {"name": "adafactor"}], ids=["muon", "adafactor"])
+def test_a_matrix_that_is_updated_as_a_whole_is_in_one_block(
+    shards: Shards, offload: Offloads, recipe: Mapping[str, Any]
+) -> None:
     """Blocks grow to the largest matrix; for any order of copies the bits equal those of a state on the device."""
-    recipe, group = {"name": name}, Group(0, 1, None, 60)
+    group = Group(0, 1, None, 60)
     for seed in range(3):
         state = seated(group, shards, offload, seed, recipe)
         train(group, state, STEPS)
         assert fingerprint(group, state) == replicated(STEPS, recipe)[-1]
         held = state.shards.share.held()["optimizer"]
         assert OWN not in held, "nor does Muon within it keep what a block was updated in"
-        largest = -(-301 * 250 // 64) * 64 * 4 * ((name == "muon") + (offload == "all"))
+        largest = -(-301 * 250 // 64) * 64 * 4 * ((recipe is MUON) + (offload == "all"))
         offloaded = shards_of(state).offloaded
         assert offloaded is not None and max(FakeMemory.room_bytes, 2 * largest) <= offloaded.room_bytes
 
