@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from chaos.judge.verdict import examine
+from chaos.judge import verdict as verdict_module
+from chaos.judge.evidence.run_files import collect
+from chaos.judge.invariants.exactly_once.samples import DealtOrder
+from chaos.judge.verdict import REFERENCE, examine
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("weights_loaded_once")]
 
@@ -27,6 +31,14 @@ NOT_READ = {"mlflow_run_id", "num_samples", "seconds", "x"}
 """Names of values that are no evidence, wherever they are."""
 TIMES = {"t", "joined_at", "sealed_at", "started_at", "created_at"}
 """Times are compared with the tolerance of a process's duration and of clock differences."""
+
+
+@pytest.fixture(autouse=True)
+def reference_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the run without faults, which no test here damages, and compute orders of samples, once a test."""
+    read = {folder / REFERENCE: collect(folder / REFERENCE)}
+    monkeypatch.setattr(verdict_module, "collect", lambda at: read[at] if at in read else collect(at))
+    monkeypatch.setattr(DealtOrder, "ids_before", functools.cache(DealtOrder.ids_before))
 
 
 def files_of(folder: Path) -> list[Path]:
