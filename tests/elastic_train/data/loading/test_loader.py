@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader, stateful_dataloader
 
 from elastic_train.core.lanes import owned_lanes
 from elastic_train.core.order import Cursor, Order
@@ -353,6 +353,7 @@ if __name__ == "__main__":
         (Ending(0, quits=True), UnfinishedError, "to end a worker process with 0, by sys.exit, quit or SystemExit"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_worker_that_ends_too_soon_is_an_error_that_says_how(
     dataset: Manifest,
     ending: Ending,
@@ -361,7 +362,9 @@ def test_a_worker_that_ends_too_soon_is_an_error_that_says_how(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever ends it, code 0 included; in no words of torch's."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    monkeypatch.setattr(
+        stateful_dataloader._StatefulMultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,)
+    )
     order, others = order_of(dataset), needed()
     loader = loader_of(dataset, order, range(1), num_steps=2, num_workers=1, collate=ending.collate)
     with pytest.raises(kind, match=re.escape(said)):
