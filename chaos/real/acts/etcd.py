@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc  # type: ignore[import-untyped]
 import pyetcd
 
-from chaos.real.acts.job_view import Act, JobView, Struck, targets
+from chaos.real.acts.job_view import JobView, Struck, targets
 from chaos.scenario.kinds import ALIEN_RECORDS
 from chaos.services.etcd_cluster import CORRUPT, NOSPACE, clear_alarms, has_alarm, raise_alarm
 from chaos.services.torchrun_node import signal_all
@@ -235,19 +235,3 @@ def lose_lease(job: JobView, fault: Due) -> Struck | None:
         except (grpc.RpcError, ValueError):
             return None  # etcd is down, the lease has ended by itself, or another fault wrote an alien world
     return Struck([job.followed.pids[ranks[-1]]], nodes, effect=lambda: "etcd has confirmed the lease's end")
-
-
-ACTS: dict[str, Act] = {
-    act.__name__: act
-    for act in (
-        kill_etcd_member,
-        kill_etcd_leader,
-        freeze_etcd_member,
-        etcd_outage,
-        lose_etcd_data,
-        lose_lease,
-        etcd_refuses,
-        alien_record,
-        rotate_cert,
-    )
-}

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import Effect, counted, unreachable, while_last
-from chaos.real.acts.job_view import Act, JobView, Struck, targets
+from chaos.real.acts.job_view import JobView, Struck, targets
 from chaos.services.network.namespace import Cable
 
 if TYPE_CHECKING:
@@ -206,22 +206,3 @@ def _cut(
 
 def _pids(nodes: list[Node]) -> list[int]:
     return [pid for node in nodes for pid in node.pids()]
-
-
-ACTS: dict[str, Act] = {
-    act.__name__: act
-    for act in (
-        *(cut_off_etcd, lose_requests, lose_answers, slow_etcd),
-        *(
-            cut_node,
-            cut_link,
-            cut_one_way,
-            refuse_address,
-            slow_network,
-            slow_link,
-            lose_packets,
-            hosts_file,
-            tracker_outage,
-        ),
-    )
-}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from chaos.errors import RunError
 from chaos.real.acts.effects import connected, running
-from chaos.real.acts.job_view import Act, JobView, Struck, targets
+from chaos.real.acts.job_view import JobView, Struck, targets
 from chaos.services.neighbours import Crowd, Hungry
 from chaos.services.torchrun_node import signal_all
 
@@ -226,25 +226,3 @@ def twin_dir(job: JobView, fault: Due) -> Struck | None:
         return other.kill() if came() or time.monotonic() > until else None
 
     return Struck(other.start(), [], undo=kill, effect=came)
-
-
-ACTS: dict[str, Act] = {
-    act.__name__: act
-    for act in (
-        kill_worker,
-        kill_node,
-        kill_job,
-        stop_node,
-        start_node,
-        freeze_worker,
-        freeze_node,
-        freeze_agent,
-        freeze_standby,
-        kill_standby,
-        slow_worker,
-        slow_cpu,
-        memory_pressure,
-        start_twin,
-        twin_dir,
-    )
-}

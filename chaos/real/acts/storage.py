@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from chaos.judge.evidence.run_files import record_files
 from chaos.real.acts.effects import HeldWrite, differs, refuses
-from chaos.real.acts.job_view import Act, JobView, Struck, targets
+from chaos.real.acts.job_view import JobView, Struck, targets
 
 if TYPE_CHECKING:
     from chaos.scenario.schedule import Due
@@ -265,21 +265,3 @@ def spoil_s3(job: JobView, fault: Due) -> Struck | None:
 
 
 ON_S3 = ("storage_errors", "storage_conflict", "storage_taken", "storage_slow")
-ACTS: dict[str, Act] = {
-    **{
-        act.__name__: act
-        for act in (
-            storage_full,
-            readonly_dir,
-            freeze_fs,
-            slow_disk,
-            flip_bit,
-            truncate_file,
-            delete_file,
-            bad_row_group,
-            data_outage,
-            flip_data,
-        )
-    },
-    **dict.fromkeys(ON_S3, spoil_s3),
-}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chaos.real.acts.effects import gone
-from chaos.real.acts.job_view import Act, JobView, Struck, targets
+from chaos.real.acts.job_view import JobView, Struck, targets
 from chaos.tasks.orders import done_by, give, withdraw
 
 if TYPE_CHECKING:
@@ -129,6 +129,3 @@ def _full(pid: int) -> str | None:
 def _lowest_free(pid: int) -> int:
     used = {int(link.name) for link in Path(f"/proc/{pid}/fd").iterdir()}
     return min(set(range(len(used) + 1)) - used)
-
-
-ACTS: dict[str, Act] = {act.__name__: act for act in (nan_loss, flip_gradient, flip_memory, unfit_node, cap_fds)}

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from chaos.real.acts import ACTS
 from chaos.real.acts.effects import Effect
-from chaos.real.acts.network import ACTS
 from chaos.scenario.schedule import Due
 from chaos.services.network.namespace import Cable
 
