@@ -68,6 +68,31 @@ COMPARED: dict[str, Callable[[Evidence, Evidence], str]] = {
 }
 
 
+WITH_REFERENCE: dict[str, Callable[[Evidence, Evidence | None], str]] = {
+    "sums": samples.sums,
+    "claims": claims.claims,
+    "deliverable": deliverable.deliverable,
+}
+IF_TESTED: dict[str, tuple[Callable[[Evidence], bool], Callable[[Evidence], str]]] = {
+    "cells": (lambda run: unless_broken(lambda: cell_size(run.config) > 1, True), counts.cells),
+    "copies": (lambda run: unless_broken(lambda: rollbacks.is_sharded(run), True), rollbacks.copies),
+    "bounded": (bounded.is_put_to_the_test, bounded.bounded),
+    "causes": (causes.is_put_to_the_test, causes.causes),
+    "updates": (progress.is_without_updates, progress.updates),
+    "unfit": (departures.is_any_unfit, departures.unfit),
+    "no-harm": (no_harm.is_put_to_the_test, no_harm.no_harm),
+    "tracking": (lambda run: run.metrics is not None, tracked_values.tracking),
+    "witness": (lambda run: run.witness is not None or counts.trains_witness(run), counts.witness),
+}
+"""Invariants of some runs: a function that tells these runs, and the check."""
+CHECKS: dict[str, Callable[..., str]] = {
+    **INVARIANTS,
+    **WITH_REFERENCE,
+    **{name: check for name, (_, check) in IF_TESTED.items()},
+    **COMPARED,
+}
+
+
 def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
     """Return the finding of every invariant; `reference` is the same job's run without faults, if there is one."""
     if is_script(run):
@@ -80,27 +105,8 @@ def judge(run: Evidence, reference: Evidence | None = None) -> list[Finding]:
 
 def _judge(run: Evidence, reference: Evidence | None) -> list[Finding]:
     findings = [find(name, partial(check, run)) for name, check in INVARIANTS.items()]
-    findings.append(find("sums", partial(samples.sums, run, reference)))
-    findings.append(find("claims", partial(claims.claims, run, reference)))
-    findings.append(find("deliverable", partial(deliverable.deliverable, run, reference)))
-    if unless_broken(lambda: cell_size(run.config) > 1, True):
-        findings.append(find("cells", partial(counts.cells, run)))
-    if unless_broken(lambda: rollbacks.is_sharded(run), True):
-        findings.append(find("copies", partial(rollbacks.copies, run)))
-    if bounded.is_put_to_the_test(run):
-        findings.append(find("bounded", partial(bounded.bounded, run)))
-    if causes.is_put_to_the_test(run):
-        findings.append(find("causes", partial(causes.causes, run)))
-    if progress.is_without_updates(run):
-        findings.append(find("updates", partial(progress.updates, run)))
-    if departures.is_any_unfit(run):
-        findings.append(find("unfit", partial(departures.unfit, run)))
-    if no_harm.is_put_to_the_test(run):
-        findings.append(find("no-harm", partial(no_harm.no_harm, run)))
-    if run.metrics is not None:
-        findings.append(find("tracking", partial(tracked_values.tracking, run)))
-    if run.witness is not None or counts.trains_witness(run):
-        findings.append(find("witness", partial(counts.witness, run)))
+    findings += [find(name, partial(check, run, reference)) for name, check in WITH_REFERENCE.items()]
+    findings += [find(name, partial(check, run)) for name, (is_tested, check) in IF_TESTED.items() if is_tested(run)]
     if reference is not None:
         findings += [find(name, partial(check, run, reference)) for name, check in COMPARED.items()]
     elif scenario_field(run, "reference"):

@@ -12,24 +12,11 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from chaos.judge.checker import COMPARED, INVARIANTS
-from chaos.judge.delivery import claims
+from chaos.judge.checker import CHECKS
 from chaos.judge.evidence.copies import layout_of
 from chaos.judge.evidence.script_samples import is_script
 from chaos.judge.findings import Finding, Unknown, Violated
-from chaos.judge.invariants import (
-    bounded,
-    causes,
-    deliverable,
-    departures,
-    no_harm,
-    progress,
-    rollbacks,
-    tracked_values,
-    whole_run,
-)
 from chaos.judge.invariants import script_run as scripts
-from chaos.judge.invariants.exactly_once import counts, samples
 from chaos.judge.verdict import Verdict
 from chaos.report.cells import moments_grid, points_grid
 from chaos.report.figures.costs import costs_figure, prices
@@ -88,25 +75,7 @@ def render(verdict: Verdict) -> str:
 
 def demand(finding: Finding, is_of_script: bool = False) -> str:
     """Return an invariant's requirement: the first sentence of its check's description."""
-    checks: dict[str, Callable[..., str]] = {
-        **INVARIANTS,
-        **COMPARED,
-        "sums": samples.sums,
-        "claims": claims.claims,
-        "deliverable": deliverable.deliverable,
-        "cells": counts.cells,
-        "copies": rollbacks.copies,
-        "updates": progress.updates,
-        "unfit": departures.unfit,
-        "witness": counts.witness,
-        "tracking": tracked_values.tracking,
-        "no-harm": no_harm.no_harm,
-        "bounded": bounded.bounded,
-        "causes": causes.causes,
-        "liveness": whole_run.liveness,
-    }
-    if is_of_script:
-        checks = {**scripts.INVARIANTS, "coverage": scripts.coverage}
+    checks = {**scripts.INVARIANTS, "coverage": scripts.coverage} if is_of_script else CHECKS
     written = getattr(checks.get(finding.invariant), "__doc__", None) or ""
     paragraph = " ".join(written.partition("\n\n")[0].split())
     return paragraph[: paragraph.find(". ") + 1] or paragraph
