@@ -10,7 +10,6 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from types import TracebackType
 
 from chaos.errors import RunError
 from rendezvous.etcd.server import hold_ports
@@ -95,8 +94,6 @@ class TrackerServer:
             time.sleep(_LOOK_EVERY_S)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
         self._held.close()

@@ -105,16 +105,11 @@ class Auditor:
         if (sums := self._sums_of(lane)) is None:
             yield
             return
-        hooks = [
-            one.register_hook(_noting(sums, number))  # type: ignore[no-untyped-call]
-            for number, one in enumerate(self._parameters)
-            if id(one) not in self._spread  # experts also get gradients of other lanes: `see`
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for number, one in enumerate(self._parameters):
+                if id(one) not in self._spread:  # experts also get gradients of other lanes: `see`
+                    hooks.enter_context(one.register_hook(_noting(sums, number)))  # type: ignore[no-untyped-call]
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def see(self, lane: int, leaf: Leaf) -> None:
         """Record the gradient that a lane has given to this rank's experts, if the lane is audited."""

@@ -17,7 +17,7 @@ from elastic_train.runs.lines import Line, at, number, read_lines, text, whole
 from elastic_train.runs.memory import memory_in
 from elastic_train.runs.story import Noticed, Phases, Saved, event_of, phases_of, saved_of
 from elastic_train.system.wording import counted
-from elastic_train.tracking.history_files import FOLDER, histories, lines_of, term_of
+from elastic_train.tracking.history_files import FOLDER, histories, lines_of, tail_of, term_of
 from elastic_train.tracking.run_folder import CONFIG, RunFolder
 
 TAIL_BYTES = 1 << 20
@@ -131,9 +131,7 @@ def _head(path: Path) -> list[Line]:
 def _tail(path: Path) -> list[Line]:
     """Return the lines at the end of a history, without the first one, which may be truncated."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            content = file.read()
+        content = tail_of(path, TAIL_BYTES)
     except FileNotFoundError:  # pruned meanwhile
         return []
     return [line for line in lines_of(content) if number(line, "t") is not None]

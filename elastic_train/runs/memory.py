@@ -90,9 +90,7 @@ def memory_in(folder: Path, term: int) -> list[RankMemory]:
 def last_memory(rank: int, path: Path) -> RankMemory | None:
     """Return the last memory line of a rank's history; None without one."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            content = file.read()
+        content = history_files.tail_of(path, TAIL_BYTES)
     except FileNotFoundError:  # pruned meanwhile
         return None
     for written in reversed(content.splitlines()):

@@ -8,7 +8,7 @@ give the same report.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +186,21 @@ class RunReport:
             "weights_sha256": self.weights_sha256,
             "notes": list(self.notes),
         }
+
+
+def reports_on(
+    runs: Iterable[str], *, with_coverage: bool = True, planned: Mapping[str, float] | None = None
+) -> list[RunReport]:
+    """Read each run once; raise ConfigError with the problems of all that are none."""
+    reports, wrong = [], list[str]()
+    for run in dict.fromkeys(runs):
+        try:
+            reports.append(report_on(run, with_coverage=with_coverage, planned=planned))
+        except ConfigError as error:
+            wrong += error.problems
+    if wrong:
+        raise ConfigError(*wrong)
+    return reports
 
 
 def report_on(run: str, *, with_coverage: bool = True, planned: Mapping[str, float] | None = None) -> RunReport:

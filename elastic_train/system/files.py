@@ -50,13 +50,14 @@ def write_atomically(path: Path, text: str) -> None:
 def publish(draft: Path, target: Path) -> None:
     """Rename a file or folder once it is on disk: after a power loss it is complete or missing."""
     for path in draft.rglob("*"):
-        _sync(path)
-    _sync(draft)
+        sync(path)
+    sync(draft)
     draft.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return once a file or the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

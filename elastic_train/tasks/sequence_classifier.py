@@ -218,9 +218,8 @@ def last_tokens(model: nn.Module, is_real: Tensor) -> Iterator[None]:
         return output.gather(1, index).expand_as(output)
 
     inner: Any = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    hooks = [child.register_forward_hook(choose) for child in inner.children() if child is not inner.base_model]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for child in inner.children():
+            if child is not inner.base_model:
+                hooks.enter_context(child.register_forward_hook(choose))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -120,10 +120,10 @@ def _last_op(content: bytes) -> object:
     return next((line["op"] for line in last if line["op"] not in _OF_COST), None)
 
 
-def tail_of(path: Path) -> bytes:
+def tail_of(path: Path, num_bytes: int = _TAIL_BYTES) -> bytes:
     """Return the end of a history."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        file.seek(max(0, path.stat().st_size - num_bytes))
         return file.read()
 
 

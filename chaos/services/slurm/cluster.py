@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from chaos.errors import ChaosError, RunError
 from chaos.services.slurm.machines import LOGIN, LOOK_EVERY_S, Machines, eventually, why_no_machines
@@ -213,9 +212,7 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self, command: Sequence[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:

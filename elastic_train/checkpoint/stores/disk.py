@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_train.system.failpoints import reach
+from elastic_train.system.files import sync
 from rendezvous.waiting import Bystander, Call, begin
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RealDisk:
 
     def sync(self, files: Sequence[BinaryIO], directories: Sequence[Path]) -> None:
         reach("sync")
-        acts = [*(partial(_sync_file, file) for file in files), *(partial(_sync_directory, at) for at in directories)]
+        acts = [*(partial(_sync_file, file) for file in files), *(partial(sync, at) for at in directories)]
         syncing = [begin("syncing", act) for act in acts]
         for call in syncing:  # all, even after an error: the caller closes or removes them next
             call.ended.wait()
@@ -77,14 +78,6 @@ class RealDisk:
 def _sync_file(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 RUN_BYTES = 8 << 20

@@ -30,7 +30,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import BinaryIO, Protocol, Self, TypeVar, cast, runtime_checkable
 
 from elastic_train.errors import StorageError
@@ -124,9 +123,7 @@ class ReadFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

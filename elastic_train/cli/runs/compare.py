@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from elastic_train.cli.output import Flag, Json, cell, print_json, print_table, print_text
-from elastic_train.errors import ConfigError
 from elastic_train.runs.compare import LETTERS, Comparison, difference
 from elastic_train.runs.compare import compare as compare_runs
-from elastic_train.runs.report import report_on
+from elastic_train.runs.report import reports_on
 from elastic_train.runs.scaling import Scaling
 from elastic_train.runs.scaling import scaling as scaling_of
 from elastic_train.system.wording import duration, size
@@ -66,15 +65,7 @@ def _rows(values: Mapping[str, Sequence[object]]) -> Iterator[Sequence[object]]:
 
 
 def _scaling(runs: Sequence[str], *, is_json: bool) -> int:
-    reports, wrong = [], list[str]()
-    for run in dict.fromkeys(runs):
-        try:
-            reports.append(report_on(run, with_coverage=False))
-        except ConfigError as error:
-            wrong += error.problems
-    if wrong:
-        raise ConfigError(*wrong)
-    found = scaling_of(reports)
+    found = scaling_of(reports_on(runs, with_coverage=False))
     if is_json:
         return print_json(found.as_json())
     _show(found)

@@ -11,7 +11,7 @@ from elastic_train.cli.output import Json, console, print_done, print_json, prin
 from elastic_train.errors import ConfigError
 from elastic_train.runs import tables
 from elastic_train.runs.memory import read_plan
-from elastic_train.runs.report import RunReport, report_on
+from elastic_train.runs.report import RunReport, reports_on
 from elastic_train.system.files import write_atomically
 
 MOST_CHANGES, MOST_RANKS = 20, 16
@@ -24,15 +24,7 @@ def report(runs: list[str], /, *, html: Path | None = None, plan: Path | None = 
     self-contained page with curves, throughput and the phases of all ranks. --plan FILE: show the output of
     `elastic-train plan --json` next to the measured memory.
     """
-    found, wrong = list[RunReport](), list[str]()
-    planned = None if plan is None else read_plan(plan)
-    for run in dict.fromkeys(runs):
-        try:
-            found.append(report_on(run, planned=planned))
-        except ConfigError as error:
-            wrong += error.problems
-    if wrong:
-        raise ConfigError(*wrong)
+    found = reports_on(runs, planned=None if plan is None else read_plan(plan))
     if html is not None:
         from elastic_train.runs.page import render
 
