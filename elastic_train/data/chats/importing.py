@@ -29,6 +29,7 @@ from elastic_train.data.corpora import origin
 from elastic_train.data.dataset.manifest import SHARE
 from elastic_train.data.packing.bins import Tokens
 from elastic_train.data.packing.documents import IGNORED, LABELS
+from elastic_train.data.tables.encoding import check_utf8
 from elastic_train.data.tables.files import Chunk, shown_chunks
 from elastic_train.data.tables.images import UnfitRows
 from elastic_train.data.tables.importing import (
@@ -132,6 +133,7 @@ def _first_columns(paths: Sequence[Path]) -> list[str]:
     for _, row in next(read_objects(paths[:1])).values:
         if isinstance(row, dict):
             return list(row)
+    check_utf8(paths[0])
     raise ConfigError(f"{paths[0]}: its first rows are not JSON objects; write one object a line, or an array of them")
 
 

@@ -71,6 +71,8 @@ def _json_rows(path: Path, size: int) -> Iterator[tuple[list[Numbered], float]]:
 def _array(path: Path, content: bytes) -> Iterator[Numbered]:
     try:
         found = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise  # `opened` says how to convert the file
     except ValueError as error:
         raise ConfigError(f"{path}: begins as a JSON array, and cannot be read as one: {error}") from error
     yield from ((number, _object(row)) for number, row in enumerate(found, start=1))
@@ -79,6 +81,8 @@ def _array(path: Path, content: bytes) -> Iterator[Numbered]:
 def _parsed(line: bytes) -> dict[str, Any] | str:
     try:
         return _object(json.loads(line.rstrip(_BLANK).decode("utf-8-sig"), object_pairs_hook=_once_each))
+    except UnicodeDecodeError:
+        return "is not UTF-8; convert the file, such as with `iconv -f WINDOWS-1252 -t UTF-8`"
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {json_fault(error)}"
 

@@ -210,3 +210,16 @@ def test_a_file_without_objects_is_named(tmp_path: Path, options: ChatOptions) -
         (tmp_path / f"{number}.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"{number}\.json: (its first rows are|begins as|holds no rows)"):
             find_layout([tmp_path / f"{number}.json"], options, "text")
+
+
+def test_a_file_of_another_encoding_is_named_with_its_remedy(tmp_path: Path, options: ChatOptions) -> None:
+    """As long as it is noticed in the first rows, in lines or in an array."""
+    line = json.dumps({"messages": chat(1)})
+    for name, content in (
+        ("windows.jsonl", line.replace("{", '{"name": "é", ', 1).encode("cp1252")),
+        ("array.json", f'["é", {line}]'.encode("cp1252")),
+        ("wide.jsonl", line.encode("utf-16")),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"{name}: line 1 is not UTF-8; .*`iconv -f "):
+            find_layout([tmp_path / name], options, "text")

@@ -127,7 +127,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("\n \n")
     for name, message in (
         ("none.csv", "cannot be read"),
-        ("latin.jsonl", "codec can't decode"),
+        ("latin.jsonl", "row 1: is not UTF-8; convert the file.*iconv"),
         ("blank.txt", "no text"),
     ):
         with pytest.raises(ConfigError, match=f"{name}: .*{message}"):
