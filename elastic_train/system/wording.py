@@ -88,7 +88,11 @@ def first_line(error: Exception) -> str:
 
 def json_fault(error: Exception) -> str:
     """Return why one line is not JSON, with the column; the decoder would count lines within it."""
-    return f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    return (
+        f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        if isinstance(error, json.JSONDecodeError)
+        else str(error)
+    )
 
 
 def without_passwords(text: str) -> str:
