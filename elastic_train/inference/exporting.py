@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
 from elastic_train.checkpoint.commits.weights import CommitWeights, Kind, Weights, write_safetensors
@@ -18,6 +19,7 @@ from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.opening import Opened, open_commit
 from elastic_train.system.files import draft_of, publish
 from elastic_train.system.progress_bar import Track, silent
+from elastic_train.system.wording import first_line
 from elastic_train.tasks.task import Exporting, ExportingByName, ExportingSome, sketch_of
 
 MOST_BYTES = 5 * 10**9
@@ -89,6 +91,8 @@ def export_folder(
             publish(unfinished, target)
         except OSError as error:
             raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
+        except SafetensorError as error:  # in place of OSError
+            raise StorageError(f"{target}: cannot write: {first_line(error)}") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

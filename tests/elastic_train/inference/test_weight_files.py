@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from elastic_train.checkpoint.commits.lookup import find
 from elastic_train.checkpoint.commits.weights import CommitWeights, Kind, Weights
 from elastic_train.checkpoint.stores.open import open_store
 from elastic_train.config.schema import Config
-from elastic_train.errors import ConfigError
+from elastic_train.errors import ConfigError, StorageError
 from elastic_train.inference.exporting import export_folder, split
 from elastic_train.tasks.causal_lm import CausalLM
 from elastic_train.tasks.decoder.as_transformers import as_transformers
@@ -176,6 +177,27 @@ def test_a_model_that_a_subclass_builds_is_refused(
     with pytest.raises(ConfigError, match=message):
         export_folder(str(tmp_path / "run"), tmp_path / "mine")
     assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+class Unsaved(CausalLM):
+    """A model that saves itself, as adapters do, where nothing can be written."""
+
+    def begin_export(self, folder: Path) -> None:
+        return None
+
+    def export(self, model: nn.Module, folder: Path, *, is_merged: bool = False) -> None:
+        save_file({"a": torch.zeros(1)}, folder / "absent" / "model.safetensors")
+
+
+@pytest.mark.heavy
+def test_a_model_that_cannot_save_itself_is_a_failure_of_the_storage(tmp_path: Path, rows: Path) -> None:
+    """Safetensors has an exception of its own for a disk that is full."""
+    write_run(tmp_path / "run", rows, SIZES)
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("elastic_train.tasks.causal_lm:CausalLM", f"{__name__}:Unsaved"))
+    with pytest.raises(StorageError, match=r"mine: cannot write: .*No such file"):
+        export_folder(str(tmp_path / "run"), tmp_path / "mine")
+    assert [one.name for one in tmp_path.iterdir()] == ["run"], "nothing is left"
 
 
 @pytest.mark.heavy
