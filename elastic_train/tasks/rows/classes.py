@@ -65,7 +65,8 @@ def check_same_classes(known: Manifest, held_out: Manifest, label: str, num_clas
     if known.labels is not None and held_out.labels is not None and known.labels != held_out.labels:
         raise DataError(
             f"{held_out.url}: its labels differ from those of {known.url}, so what was learned there means something "
-            "else here; give both the same `labels`, in one order, or import them together"
+            "else here; give both the same `labels`, in one order, or import them together, by "
+            "`elastic-train data import` with --validation"
         )
 
 
