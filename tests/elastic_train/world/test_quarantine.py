@@ -116,7 +116,7 @@ def test_a_storage_that_is_away_for_a_while_costs_no_sample(
 ) -> None:
     """The training and validation sets go at a row group's decoding, and come back once their rank waits."""
     data, away, decode = tmp_path / "data", tmp_path / "away", RowGroups.decode
-    train, held_out = (str(write_rows(data / name, 331, seed=1)) for name in ("train", "held-out"))
+    train, held_out = (str(write_rows(data / name, 121, seed=1)) for name in ("train", "held-out"))
     decoded, waits = Counter[str](), list[str]()
 
     def decode_later(groups: RowGroups, group: int) -> object:
