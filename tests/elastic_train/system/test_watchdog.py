@@ -307,7 +307,9 @@ def test_the_observer_finds_what_its_interpreter_loads(monkeypatch: pytest.Monke
     """That of a Python from an environment module could not start: no hang in native code was noticed."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/python/lib")
     with contextlib.closing(watchdog.Observer()) as observer:
-        assert environ_of(observer._process.pid).get("LD_LIBRARY_PATH") == "/opt/python/lib"
+        pid = observer._process.pid
+        eventually(lambda: environ_of(pid), "the environment of a process that has just been started")
+        assert environ_of(pid).get("LD_LIBRARY_PATH") == "/opt/python/lib"
 
 
 @pytest.mark.process

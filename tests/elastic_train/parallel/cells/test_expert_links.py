@@ -84,17 +84,27 @@ def test_a_rank_without_a_lane_takes_part_as_often(monkeypatch: pytest.MonkeyPat
     assert len(gathered) == 2 * num
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MixtureOfExperts(8, 6, 2, 1, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.moe(x)
+        return found
+
+
 class Apart(nn.Module):
     """A model that runs experts directly, bypassing their block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"moe": MixtureOfExperts(8, 6, 2, 1, None)})])
+        self.blocks = nn.ModuleList([Block()])
         for one in self.parameters():
             nn.init.ones_(one)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.blocks[0]["moe"](x)  # type: ignore[index]
+        found: Tensor = self.blocks[0].get_submodule("moe")(x)
         return found
 
 
