@@ -26,13 +26,16 @@ from elastic_train.tracking.run_folder import RunFolder
 
 
 def check_folders(config: Config) -> None:
-    """Refuse a file in the place of a folder that the run needs; a folder that does not exist is created later."""
-    for key, url in {"run.dir": config.run.dir, "checkpoint.url": config.checkpoint_url}.items():
-        path = Path(url.removeprefix("file://").removeprefix("local://"))
-        with contextlib.suppress(OSError):  # the first write says what is wrong
-            there = next(each for each in (path, *path.parents) if each.exists())
-            if not there.is_dir():  # a URL has no folder here
-                raise ConfigError(f"{key} {url}: {there} is a file, not a folder; name another place")
+    """Refuse a file in the place of the folder of commits; a folder that does not exist is created later.
+
+    With commits elsewhere, a node that cannot write `run.dir` trains without a history of its own, as on a full disk.
+    """
+    key, url = "checkpoint.url" if config.checkpoint.url else "run.dir", config.checkpoint_url
+    path = Path(url.removeprefix("file://").removeprefix("local://"))
+    with contextlib.suppress(OSError):  # the first write says what is wrong
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():  # a URL has no folder here
+            raise ConfigError(f"{key} {url}: {there} is a file, not a folder; name another place")
 
 
 def config_of(config: Config, term: int) -> Mapping[str, object]:

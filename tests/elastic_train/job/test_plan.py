@@ -156,6 +156,7 @@ def test_a_file_in_the_place_of_a_folder_is_refused_before_anything_is_computed(
     for place in places:
         with pytest.raises(ConfigError, match=rf"(run.dir|checkpoint.url) .*: {file} is a file, not a folder"):
             make_plan(Config.model_validate({"data": {"train": str(rows)}, **place}))
+    planned(rows, run={"dir": f"{file}{below}"}, checkpoint={"url": str(rows / "commits")})  # costs this node's history
 
 
 @pytest.mark.parametrize(
