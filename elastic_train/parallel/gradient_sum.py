@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_train.core.lanes import Lanes, Part, parts_of, settle
+from elastic_train.errors import ConfigError
 from elastic_train.parallel.buckets import Bucket, ExchangeQueue, Filling, Placed, cut_buckets
 from elastic_train.parallel.exchange import Everywhere, InAnyOrder, Reduce, Reduction, Scratch, Subtrees
 from elastic_train.parallel.group import Group
@@ -112,6 +113,18 @@ def _placed_as(memory: Tensor, parameter: Tensor) -> Tensor:
     last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
     is_dense = last + 1 == parameter.numel()
     return memory.as_strided(parameter.shape, parameter.stride()) if is_dense else memory.view_as(parameter)
+
+
+def check_bound(tree: Tree) -> None:
+    """Raise ConfigError if a gradient is no longer a view of the flat ones: what leaves added to it is lost."""
+    for parameter, flat, start in tree.placed:
+        memory = tree.flats[flat].data_ptr() + start * tree.flats[flat].element_size()
+        if parameter.numel() and (parameter.grad is None or parameter.grad.data_ptr() != memory):
+            raise ConfigError(
+                f"gradients were discarded within a step, such as that of a parameter of shape {tuple(parameter.shape)}: "
+                "the task, the model or the optimizer calls zero_grad() or assigns to .grad; remove that, since the "
+                "trainer clears all gradients before each step"
+            )
 
 
 class LaneTree:
@@ -259,6 +272,8 @@ class TreeSum:
         self._join()
         for one in reversed(self._trees):
             flats, ranks, reduce = one.tree.flats, one.tree.ranks, one.tree.reduce
+            if one.own.last is not None:
+                check_bound(one.tree)
             if one.filling is None:
                 one.mine = one.own.sums() if reduce.is_ordered else {}
                 for number, flat in enumerate(flats):

@@ -223,9 +223,9 @@ class Zero1Share(Share):
         owned = [[run for run in runs if run.flat in numbers] for runs in seating.owned_runs()]
         [deliveries] = by_flats(seating.deliveries(), [numbers])
         flats = [flat if number in numbers else flat[:0] for number, flat in enumerate(self.flat.gradients)]
-        placed = [each for each in self.flat.placed() if each.flat in numbers] if self.is_beside(one) else []
+        placed = [each for each in self.flat.placed() if each.flat in numbers]
         reduce = AtOwners(owned, deliveries) if kind == "canonical" else reduce_of(kind)
-        return Tree(flats, one.ranks, one.leaves, reduce, placed)
+        return Tree(flats, one.ranks, one.leaves, reduce, placed, self.is_beside(one))
 
     def flats_of(self, parameters: Sequence[nn.Parameter]) -> Collection[int]:
         """Return the numbers of the flat vectors that contain some parameters."""

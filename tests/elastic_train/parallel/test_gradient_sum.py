@@ -108,6 +108,20 @@ def test_the_gradient_does_not_depend_on_the_world_size(size: int, num_lanes: in
     assert in_memory(ranks, size, num_lanes) == [[alone(num_lanes)] * 4] * size
 
 
+@pytest.mark.parametrize("bucket_bytes", [None, 1])
+def test_gradients_that_are_discarded_between_lanes_are_an_error(bucket_bytes: float | None) -> None:
+    """`zero_grad()` in a task's loss would leave the last lane's gradients alone, which is another sum on other ranks."""
+    net = nn.Linear(2, 2)
+    gradients = make_gradient_sum("canonical", list(net.parameters()), Group(0, 1, None, 60), 4, bucket_bytes)
+    gradients.begin()
+    for lane in range(4):
+        with gradients.turn(lane):
+            net.zero_grad()
+            net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"discarded within a step.* shape \(2, 2\).*zero_grad\(\)"):
+        gradients.finish(1.0)
+
+
 def test_lanes_must_be_run_by_their_owner() -> None:
     """A rank that skips one of its lanes is detected before anything is exchanged."""
     net = nn.Linear(2, 2)
