@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -66,7 +66,7 @@ _DEFAULT = Choice()
 
 def export(
     run: str,
-    target: Path | None = None,
+    target: Annotated[Path | None, Parameter(name=["--target", "--out"])] = None,
     *,
     to: To = "hf",
     merge: Flag = False,

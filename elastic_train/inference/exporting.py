@@ -88,6 +88,7 @@ def export_folder(
         try:
             unfinished.mkdir(parents=True)
             _export(opened, unfinished, most_bytes, track, is_merged=is_merged)
+            _share(unfinished)
             publish(unfinished, target)
         except OSError as error:
             raise StorageError(f"{target}: cannot write: {error.strerror or error}") from error
@@ -96,6 +97,13 @@ def export_folder(
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+
+
+def _share(folder: Path) -> None:
+    """Let whoever can read a new folder read its files; those that safetensors writes can be read by their owner alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _export(opened: Opened, folder: Path, most_bytes: int, track: Track, *, is_merged: bool) -> None:

@@ -203,13 +203,15 @@ def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path
 def test_adapters_are_exported_beside_their_base_or_merged_with_it(
     tmp_path: Path, alone: Path, base: Path, transformers: object, is_merged: bool
 ) -> None:
-    """Separate adapters are bit-exact; merged ones round differently."""
+    """Separate adapters are bit-exact; merged ones round differently. All may read what safetensors lets its owner read."""
     trained = open_trained(str(alone / "run"))
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         expected = trained.model.eval()(input_ids=tokens).logits
     export_folder(str(alone / "run"), tmp_path / "folder", is_merged=is_merged)
     assert (tmp_path / "folder" / "adapter_config.json").exists() is not is_merged
+    described = tmp_path / "folder" / ("config.json" if is_merged else "adapter_config.json")
+    assert {path.stat().st_mode for path in described.parent.glob("*.*")} == {described.stat().st_mode}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")  # type: ignore[attr-defined]
     with torch.no_grad():
         found = loaded.eval()(input_ids=tokens).logits
