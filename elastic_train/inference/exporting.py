@@ -100,7 +100,7 @@ def export_folder(
 
 
 def _share(folder: Path) -> None:
-    """Let whoever can read a new folder read its files; those that safetensors writes can be read by their owner alone."""
+    """Let whoever can read a new folder read its files; safetensors lets their owner alone."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(folder.stat().st_mode & 0o666)

@@ -121,7 +121,7 @@ def check_bound(tree: Tree) -> None:
         memory = tree.flats[flat].data_ptr() + start * tree.flats[flat].element_size()
         if parameter.numel() and (parameter.grad is None or parameter.grad.data_ptr() != memory):
             raise ConfigError(
-                f"gradients were discarded within a step, such as that of a parameter of shape {tuple(parameter.shape)}: "
+                f"gradients were discarded within a step, e.g. that of a parameter of shape {tuple(parameter.shape)}: "
                 "the task, the model or the optimizer calls zero_grad() or assigns to .grad; remove that, since the "
                 "trainer clears all gradients before each step"
             )

@@ -25,7 +25,7 @@ from elastic_train.data.corpora.origin import Sample
 from elastic_train.data.dataset.manifest import SHARE, TRAIN, VALIDATION, Manifest, build_manifest
 from elastic_train.data.dataset.row_lengths import note_lengths
 from elastic_train.data.dataset.schemas import PLAIN, POLICY, Schema
-from elastic_train.data.tables.files import opened
+from elastic_train.data.tables.files import has_header, header_of, opened
 from elastic_train.data.tables.importing import Written, load_parts
 from elastic_train.data.tables.objects import read_objects
 from elastic_train.errors import ConfigError
@@ -256,6 +256,15 @@ def _read(path: Path, text_key: str, label_key: str) -> Iterator[Sample | str]:
     if path.suffix.lower() == ".txt":
         yield from _paragraphs(path)
         return
+    header = header_of(path) if has_header(path) else []
+    options = {
+        f"'{key}'": name for key, name in ((text_key, "--text-key"), (label_key, "--label-key")) if key not in header
+    }
+    if header and options:
+        raise ConfigError(
+            f"{path}: has no column {' and no column '.join(options)}; its columns: {', '.join(header)} (choose with "
+            f"{' and '.join(options.values())})"
+        )
     for rows in read_objects([path]):
         for number, row in rows.values:
             place = f"{path}: row {number}"

@@ -212,7 +212,7 @@ def test_chats_are_imported_from_every_kind_of_file(tmp_path: Path, call: Call) 
         True,
     )
     assert (
-        "no value under 'label'"
+        "has no column 'label'"
         in call("import", "text", tmp_path / "d", tmp_path / "a.csv", "--text-key", "prompt").output
     )
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "response": "a"}\n' + lines)

@@ -110,7 +110,7 @@ def test_the_gradient_does_not_depend_on_the_world_size(size: int, num_lanes: in
 
 @pytest.mark.parametrize("bucket_bytes", [None, 1])
 def test_gradients_that_are_discarded_between_lanes_are_an_error(bucket_bytes: float | None) -> None:
-    """`zero_grad()` in a task's loss would leave the last lane's gradients alone, which is another sum on other ranks."""
+    """`zero_grad()` in a task's loss would leave the last lane's gradients alone: another sum on other ranks."""
     net = nn.Linear(2, 2)
     gradients = make_gradient_sum("canonical", list(net.parameters()), Group(0, 1, None, 60), 4, bucket_bytes)
     gradients.begin()

@@ -119,6 +119,11 @@ def test_wrong_keys_are_explained(tmp_path: Path) -> None:
     """The message names the keys that the row has and the option that chooses."""
     with pytest.raises(ConfigError, match=r"no value under 'text'; keys there: body, label \(choose with --text-key\)"):
         read(tmp_path / "a.jsonl", '{"body": "x", "label": 1}\n')
+    both = (
+        r"has no column 'text' and no column 'label'; its columns: id, body \(choose with --text-key and --label-key\)"
+    )
+    with pytest.raises(ConfigError, match=rf"^\S+a\.csv: {both}$"):
+        read(tmp_path / "a.csv", "id,body\n" + "1,x\n" * 3)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_classifier_has_one_hash_at_any_world_and_in_every_mode(tmp_path: Path
 def test_adapters_are_exported_beside_their_base_or_merged_with_it(
     tmp_path: Path, alone: Path, base: Path, transformers: object, is_merged: bool
 ) -> None:
-    """Separate adapters are bit-exact; merged ones round differently. All may read what safetensors lets its owner read."""
+    """Separate adapters are bit-exact; merged ones round differently. All can be read by others."""
     trained = open_trained(str(alone / "run"))
     tokens = torch.arange(12).reshape(2, 6)
     with torch.no_grad():
