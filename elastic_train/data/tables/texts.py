@@ -127,7 +127,7 @@ def _write(
     samples = parts[TRAIN]
     labels = tuple(label for label, _ in sorted(Counter(s.label for s in samples).items(), key=lambda i: (-i[1], i[0])))
     if len(labels) < 2:
-        raise ConfigError(f"the texts have {len(labels)} labels ({', '.join(labels)}); a classifier needs at least 2")
+        raise ConfigError(f"the texts have one label, {', '.join(labels)}; a classifier needs at least 2")
     if VALIDATION in parts:
         train, validation = samples, parts[VALIDATION]
         if unknown := sorted({sample.label for sample in validation} - {*labels}):

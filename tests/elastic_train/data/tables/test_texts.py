@@ -176,7 +176,7 @@ def test_a_label_with_two_texts_is_on_both_sides(texts: list[str], seed: int) ->
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([("x", "a"), ("y", "a")], r"the texts have 1 labels \(a\); a classifier needs at least 2"),
+        ([("x", "a"), ("y", "a")], r"the texts have one label, a; a classifier needs at least 2"),
         ([("x", "a"), ("y", "b")], "2 texts are too few to keep 10% of them for validation"),
     ],
 )
