@@ -40,10 +40,6 @@ class Meeting:
     group: Group
     folder: Path
 
-    def again(self, name: str, size: int) -> Group:
-        """Form another world of the first `size` ranks."""
-        return self.of(range(size), name)
-
     def of(self, members: Sequence[int], name: str, *, is_broken: Callable[[float], bool] | None = None) -> Group:
         """Form another world of some of these ranks, in their order; a live one if it has `is_broken`."""
         rank, size = list(members).index(self.group.rank), len(members)

@@ -14,8 +14,6 @@ step_vs_fsdp2         time of a step over that of torch's fully_shard (FSDP2) of
                       (goal: at most 1.0)
 peak_rss_vs_fsdp2     the same for the most resident memory of a rank above what its process had before its model;
                       `lean` is beside FSDP2 that reduces after each lane (goal: at most 0.7)
-move_gb_per_s         what the busiest rank receives when a rank of four is lost, over the time from the plan to the new
-                      seat, and over that of a bare exchange of as many bytes between as many ranks (goal at least 0.7)
 plan_s                seconds of a core for all that a rank works out when the world changes, for a model of 6.7 billion
                       elements: seats, holdings and plan, its runs, its part of gradient sums and of commits; by ranks
                       before and after, and copies; `cells` are of two stages by four (goals: 0.1 with 256 ranks, 0.4
@@ -45,7 +43,7 @@ Steps are of a transformer encoder with AdamW and clipping, its lanes dealt to a
 from __future__ import annotations
 
 from benchmarks.figures import Measure, measure_chosen
-from benchmarks.sharding import commits, moving, overlap, peers, plans, recovery, steps
+from benchmarks.sharding import commits, overlap, peers, plans, recovery, steps
 
 FIGURES: dict[str, Measure] = {
     "live_ratio": steps.beside_whole,
@@ -54,7 +52,6 @@ FIGURES: dict[str, Measure] = {
     "counter_chunks_max": steps.counters,
     "step_vs_fsdp2": peers.step_times,
     "peak_rss_vs_fsdp2": peers.peak_memory,
-    "move_gb_per_s": moving.move,
     "plan_s": plans.plans,
     "moved_over_lost": plans.plans,
     "live_worker_s": recovery.live_worker,
