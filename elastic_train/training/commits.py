@@ -335,7 +335,7 @@ class Commits:
         head = self.head
         if head is None or head.step != self.state.step:
             return False
-        return head.term == self.world.term or head.improvement in (None, self.state.reached.improvement)
+        return head.term == self.world.term or head.improvement == self.state.reached.improvement
 
 
 def describe_commit(plan: Plan, state: AppliedState, world_size: int) -> CommitFacts:

@@ -320,14 +320,17 @@ def test_an_existing_commit_is_not_written_again(tmp_path: Path) -> None:
     assert commits.saves.begin.call_count == 1 and not list(answers)
 
 
-def test_a_job_whose_last_validation_came_after_the_last_commit_commits_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [Improvement("min loss", 2.0, 0, 0), None], ids=["a later one", "the first one"])
+def test_a_job_whose_last_validation_came_after_the_last_commit_commits_it(
+    tmp_path: Path, before: Improvement | None
+) -> None:
     """A fault kept the validation from coming first; export and evaluate learn from the last commit which is best."""
-    store, before = LocalStore(tmp_path), Improvement("min loss", 2.0, 0, 0)
+    store = LocalStore(tmp_path)
     commits, _ = opened_on(store)
     take_step(commits)
     commits.state.reached = replace(commits.state.reached, improvement=before)
     commits.finish()
-    for best in (before, before.after(1, 1.0, 0.0)):
+    for best in (before, (before or Improvement("min loss")).after(1, 1.0, 0.0)):
         again, _ = opened_on(store)
         again.world.term, again.head, again.state = again.saves._term, commits.head, commits.state  # type: ignore[misc]
         again.state.reached = replace(again.state.reached, improvement=best)
