@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_train.checkpoint.saving.store_health import StoreHealth
@@ -217,16 +218,23 @@ def _train_through(process: Process) -> Ended:
 def _let_go(process: Process, formed: Formed, error: BaseException | None = None) -> None:
     """Abandon a world that has ended, and release its memory, which the next one needs.
 
-    The answers to a request are those of its session from now on. The frames of an error, and of those that it came
-    from, are cleared, as one may keep the error itself: such a cycle would keep gradients until Python next looks for
-    cycles.
+    The answers to a request are those of its session from now on. But if the next world gives this rank a later state,
+    it may not leave at once: it may be the only one that holds that state. The frames of an error, and of those that it
+    came from, are cleared, as one may keep the error itself: such a cycle would keep gradients until Python next looks
+    for cycles.
     """
     formed.group.abandon()
     leave = process.leave
-    leave.lost, leave.may_go = functools.partial(str, leave.lost()), functools.partial(bool, leave.may_go())
+    leave.lost, leave.may_go = functools.partial(str, leave.lost()), _until_later(process.state, leave.may_go)
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
+
+
+def _until_later(state: AppliedState, may_go: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that gives the present answer while the state stays at its step, and False afterwards."""
+    step, answer = state.step, may_go()
+    return lambda: answer and state.step == step
 
 
 def _train_or_say_why(process: Process, formed: Formed) -> Ended | None:

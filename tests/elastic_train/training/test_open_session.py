@@ -37,7 +37,7 @@ from elastic_train.training import open_session
 from elastic_train.training.commits import describe_commit
 from elastic_train.training.opening.resources import commit_alone, open_saves
 from elastic_train.training.session import Process
-from elastic_train.training.supervisor import _next_world
+from elastic_train.training.supervisor import _let_go, _next_world
 from elastic_train.world.fencing import StoreFence
 from tests.conftest import PATIENCE_S
 
@@ -98,6 +98,15 @@ def test_a_damaged_commit_of_the_same_step_is_replaced_and_not_continued(tmp_pat
     commit_alone(plan, state, SaveMemory())  # type: ignore[arg-type]
     head = discover(store).head
     assert head is not None and (head.term, head.step, head.parent_key) == (2, 9, older.key)
+
+
+def test_a_rank_with_nothing_to_lose_has_something_once_the_next_world_gives_it_a_state() -> None:
+    """Its peers may be lost before its first step there: if it left at once, the applied steps would be, too."""
+    state, leave = state_of(), SimpleNamespace(lost=lambda: "nothing is lost", may_go=lambda: True)
+    _let_go(SimpleNamespace(state=state, leave=leave), SimpleNamespace(group=Mock()))  # type: ignore[arg-type]
+    assert leave.may_go()
+    state.reached = TrainProgress(step=9, intervals=(Interval(1, 0, 9),))
+    assert not leave.may_go()
 
 
 @pytest.mark.slow
