@@ -6,8 +6,8 @@ changes by the sum of their increments. Only persistent buffers (in `state_dict`
 ignored.
 
 Nothing is copied or exchanged until a forward pass has changed a buffer. All ranks learn of it with the step's tables,
-and repeat the step with the buffers in the sum. In a world's first step, changes are detected by value, because
-batch_norm bypasses torch's version counters; after that, by these counters.
+and repeat the step with the buffers in the sum. Until a world has finished a step with samples, changes are detected
+by value, because batch_norm bypasses torch's version counters; after that, by these counters.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class BufferMean:
         self._constants = [slot for slot in self._slots if slot.kind == "constant"]
         self._increments: Tensor | None = None
         self.has_changed = False
-        self._num_begun, self._is_running = 0, False
+        self._is_first, self._is_running = True, False
 
     @property
     def is_tracking(self) -> bool:
@@ -99,7 +99,6 @@ class BufferMean:
     def begin(self) -> None:
         """Start a step: every lane starts from the current buffers."""
         self.has_changed = False
-        self._num_begun += 1
         if self._sum is not None:
             for slot in self._slots:
                 slot.keep()
@@ -116,8 +115,7 @@ class BufferMean:
     def _around(self, lane: int, is_empty: bool) -> Iterator[None]:
         if self._sum is None:
             yield
-            by_value = self._num_begun == 1
-            self.has_changed |= any(slot.has_changed(by_value=by_value) for slot in self._slots)
+            self.has_changed |= any(slot.has_changed(by_value=self._is_first) for slot in self._slots)
             return
         with self._sum.turn(lane):
             if not is_empty:
@@ -176,6 +174,7 @@ class BufferMean:
         `digests` has those of all the step's lanes with samples, of all ranks. Raises ConfigError, on all ranks, if
         integer buffers differ between lanes.
         """
+        self._is_first &= not digests
         if self._sum is None or not digests:
             return []
         if len(set(digests)) > 1:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from elastic_train.checkpoint.format.dcp import weights_digest
 from elastic_train.core.lanes import contiguous, owned_lanes
@@ -161,6 +162,38 @@ def test_a_model_that_changes_no_buffer_has_nothing_in_the_sum() -> None:
             net(torch.ones(1, 7))
     assert not buffers.has_changed
     assert buffers.finish([0, 0]) == []
+
+
+class Uncounted(nn.Module):
+    """Has statistics of its own, which batch_norm changes unnoticed by torch's version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("variance", torch.ones(7))
+        self.mean: Tensor
+        self.variance: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * functional.batch_norm(x, self.mean, self.variance, training=True)
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["a rank cannot read its samples", "all samples are in holes"])
+def test_changes_are_found_although_the_first_step_of_a_world_shows_none(is_empty: bool) -> None:
+    """That step is repeated without what cannot be read, or has no sample at all."""
+    net, group = Uncounted(), Group(0, 1, None, 60)
+    buffers = BufferMean(net, [], group, lambda flats: make_sum("canonical", flats, group, contiguous(group.size, 1)))
+    for at in range(2):
+        buffers.begin()
+        with buffers.lane(0, is_empty=is_empty and at == 0):
+            if not is_empty or at:
+                net(batch(at, 0))
+        buffers.restore()
+        if is_empty and at == 0:
+            assert buffers.finish([]) == []
+    assert buffers.has_changed
+    assert not net.mean.any() and bool((net.variance == 1).all())
 
 
 def test_validation_leaves_the_buffers_unchanged() -> None:
