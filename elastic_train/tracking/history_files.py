@@ -236,7 +236,8 @@ def _fold(run_dir: str | Path, summary: Summary, through: int, pruned: int = 0) 
         if summary.through < term_of(parts[0]) <= through and (first := _restored(parts)):
             resumed = first.get("resumed")
             num += isinstance(resumed, dict) and bool(resumed.get("steps_lost"))
-            trained_s += max((_time(last) - _time(first) for last in _last_steps(parts)), default=0.0)
+            # A clock may have been set back meanwhile.
+            trained_s += max([0.0, *(_time(last) - _time(first) for last in _last_steps(parts))])
     return Summary(max(summary.through, through), max(summary.pruned, pruned), num, trained_s)
 
 

@@ -213,3 +213,17 @@ def test_faults_are_the_terms_that_lost_applied_steps(tmp_path: Path) -> None:
     times = [float(str(line["t"])) for line in lines if line["rank"] == 0 and int(str(line["term"])) < 7]
     assert found.trained_s == pytest.approx(sum(b - a for a, b in zip(times[::2], times[1::2], strict=True)))
     assert faults_before(tmp_path / "none", before_term=7) == Faults(0, 0.0)
+
+
+def test_a_clock_that_is_set_back_does_not_make_faults_frequent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative training time would: each save would begin as soon as the last one has ended."""
+    history, now = History(Unqueued(), tmp_path, 1, 0), time.time()
+    add_restore(history, 4)
+    monkeypatch.setattr(time, "time", lambda: now - 30 * 86400.0)
+    history.step(step=5, epoch=0, lo=5, hi=6, lanes=range(4), num_samples=4, world=2, loss=0.5)
+    history.close()
+    faults = faults_before(tmp_path, before_term=2)
+    assert faults == Faults(0, 0.0)
+    assert choose(SaveCost(0.5, 3.0), faults.mtbf_s, rpo_s=math.inf).interval_s > 60
