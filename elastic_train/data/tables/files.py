@@ -136,6 +136,7 @@ def has_header(path: Path) -> bool:
 def header_of(path: Path) -> list[str]:
     """Return the names in a file's first row, each once; raise ConfigError if it cannot be read."""
     with opened(path) as file:
+        _check_separator(file, path)
         try:
             return list(dict.fromkeys(_open_csv(file, path, {}).schema.names))
         except pa.ArrowInvalid:

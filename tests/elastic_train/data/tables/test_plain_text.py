@@ -124,6 +124,8 @@ def test_wrong_keys_are_explained(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=rf"^\S+a\.csv: {both}$"):
         read(tmp_path / "a.csv", "id,body\n" + "1,x\n" * 3)
+    with pytest.raises(ConfigError, match="has semicolons between its columns; write commas"):
+        read(tmp_path / "a.csv", "text;label\nx;1\n")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
