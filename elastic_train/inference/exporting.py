@@ -6,6 +6,7 @@ folder's files one by one. Any other model is built and saves itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -101,9 +102,10 @@ def export_folder(
 
 def _share(folder: Path) -> None:
     """Let whoever can read a new folder read its files; safetensors lets their owner alone."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(folder.stat().st_mode & 0o666)
+    with contextlib.suppress(OSError):  # some file systems have no modes of files
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(path.stat().st_mode | folder.stat().st_mode & 0o666)
 
 
 def _export(opened: Opened, folder: Path, most_bytes: int, track: Track, *, is_merged: bool) -> None:
